@@ -1,0 +1,133 @@
+"""The folded model: block types, each with one graph, and the calls that make up the model.
+
+Invariants, kept by every pass (``passes/check.py`` tests them):
+
+* A block's graph is functional: placeholders (states first, then inputs, in the order of ``states`` and
+  ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem`` for operators with several results,
+  one output node whose argument is a tuple of nodes.
+* Every node that carries a tensor has ``node.meta["val"]``: a tensor on ``meta`` (a tuple of them for several results).
+* Calls stand in execution order: what a call reads is a model input or an earlier call's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+StateKind = Literal["parameter", "buffer", "constant"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def meta(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter, buffer or constant that the model owns.
+
+    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights).
+    """
+
+    name: str
+    spec: TensorSpec
+    kind: StateKind
+    requires_grad: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One tensor of the global batch. ``path`` is its place in the call: ``input_ids``, ``0``, ``past.0.key``."""
+
+    value: str
+    path: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """One leaf of the model's result: a value by name, or a constant (``None``, a number)."""
+
+    path: str
+    value: str | None
+    constant: Any = None
+
+
+@dataclass
+class Block:
+    """A block type: a functional graph that one or more calls run."""
+
+    name: str
+    graph: fx.Graph
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        output = next(reversed(self.graph.nodes))
+        return tuple(output.args[0])  # type: ignore[arg-type]
+
+    def node(self, name: str) -> fx.Node:
+        return next(n for n in self.graph.nodes if n.name == name)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a block: which states and values it reads, which values it makes.
+
+    ``shared``: a cheap function of the model's inputs and constants, needing no gradient; each pipeline stage that
+    reads it computes it anew.
+    """
+
+    block: str
+    path: str
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shared: bool = False
+
+
+@dataclass
+class FoldedModel:
+    """A whole model as calls of block types. ``values`` has the spec of every model input and call output."""
+
+    blocks: dict[str, Block]
+    calls: list[Call]
+    states: dict[str, State]
+    inputs: list[ModelInput]
+    outputs: list[ModelOutput]
+    loss: str | None
+    values: dict[str, TensorSpec]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
+    notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
+
+    def with_(self, **changes: Any) -> FoldedModel:
+        return replace(self, **changes)
+
+    def num_calls(self, block: str) -> int:
+        return sum(call.block == block for call in self.calls)

@@ -1,0 +1,123 @@
+"""The collectives of a sharded graph, as operators with their transpose as gradient.
+
+Every operator names a mesh *axis* and the number of ranks on it, so a graph is the same on all ranks of a stage. They
+are traced, never executed: the runtime binds them to a communicator (``runtime/groups.py``).
+
+===================================  =======================  ==============================================
+operator                             backward                 reshard
+===================================  =======================  ==============================================
+``all_gather(grad="slice")``         ``shard_slice``          ``S -> R``
+``all_gather(grad="reduce")``        ``reduce_scatter``       ``S -> R'``
+``shard_slice``                      ``all_gather``           ``R -> S``
+``copy``                             ``all_reduce``           ``R -> R'``
+``reduce_scatter``                   ``all_gather``           ``P -> S``
+``all_reduce(grad="copy")``          nothing                  ``P -> R``
+``all_reduce(grad="reduce")``        ``all_reduce``           ``P -> R'``
+``all_to_all``                       ``all_to_all`` back      ``S -> S``
+``axis_index``                       (an integer)             this rank's place on the axis, a 0-d int64 tensor
+===================================  =======================  ==============================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "partition"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+_SCHEMAS = {
+    "all_gather": "(Tensor x, int dim, str axis, int size, str grad) -> Tensor",
+    "shard_slice": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "copy": "(Tensor x, str axis, int size) -> Tensor",
+    "reduce_scatter": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "all_reduce": "(Tensor x, str axis, int size, str grad) -> Tensor",
+    "all_reduce_max": "(Tensor x, str axis, int size) -> Tensor",
+    "all_to_all": "(Tensor x, int split_dim, int concat_dim, str axis, int size) -> Tensor",
+    "axis_index": "(str axis, int size) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+
+ops = torch.ops.partition
+
+
+def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * times // over
+    return x.new_empty(shape)
+
+
+_FAKES = {
+    "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
+    "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "copy": lambda x, axis, size: torch.empty_like(x),
+    "reduce_scatter": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "all_reduce": lambda x, axis, size, grad: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "all_reduce_max": lambda x, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _scaled(_scaled(x, split_dim, 1, size), concat_dim, size, 1),
+    "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+
+
+def _keep(*names: str) -> Any:
+    """A ``setup_context`` that keeps the operator's non-tensor arguments under ``names``."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.kept = dict(zip(names, inputs[1:], strict=True))
+
+    return setup
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    back = ops.reduce_scatter if k["grad"] == "reduce" else ops.shard_slice
+    return back(grad, k["dim"], k["axis"], k["size"]), None, None, None, None
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    if k["grad"] == "reduce":
+        grad = ops.all_reduce(grad, k["axis"], k["size"], "copy")
+    return grad, None, None, None
+
+
+def _gather_dim(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_gather(grad, k["dim"], k["axis"], k["size"], "slice"), None, None, None
+
+
+def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_reduce(grad, k["axis"], k["size"], "copy"), None, None
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_to_all(grad, k["concat_dim"], k["split_dim"], k["axis"], k["size"]), None, None, None, None
+
+
+_BACKWARD = {
+    "all_gather": (_all_gather_backward, ("dim", "axis", "size", "grad")),
+    "shard_slice": (_gather_dim, ("dim", "axis", "size")),
+    "reduce_scatter": (_gather_dim, ("dim", "axis", "size")),
+    "copy": (_copy_backward, ("axis", "size")),
+    "all_reduce": (_all_reduce_backward, ("axis", "size", "grad")),
+    "all_to_all": (_all_to_all_backward, ("split_dim", "concat_dim", "axis", "size")),
+}
+for _name, (_backward, _names) in _BACKWARD.items():
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_keep(*_names), lib=_library)
+
+COMMUNICATING = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"})
+
+
+def collective_name(target: Any) -> str | None:
+    """``all_gather`` and so on for one of the operators above, ``None`` for any other target."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        name = target._schema.name.split("::")[1]
+        return name if name in _SCHEMAS else None
+    return None

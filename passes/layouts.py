@@ -1,0 +1,133 @@
+"""Where a tensor lives along one mesh axis.
+
+A tensor has one :class:`Layout` per mesh axis. Four kinds exist:
+
+======  =====================================================  =========================
+kind    the tensor                                             its gradient
+======  =====================================================  =========================
+``S``   sharded on one dim                                     sharded likewise
+``R``   whole on every rank                                    whole on every rank
+``P``   a partial sum: the ranks' tensors add up to it         whole on every rank
+``R'``  whole on every rank, read by a sharded operator        a partial sum
+======  =====================================================  =========================
+
+A producer gives ``S``, ``R`` or ``P``; a consumer asks for ``S``, ``R`` or ``R'``
+(or passes ``P`` on, where it is linear).
+
+A shard is even. ``sections`` says that the dim is a concatenation of parts, each of them sharded on
+its own: a fused ``[q; k; v]`` projection of sizes 64, 16, 16 over two ranks puts ``q[:32], k[:8], v[:8]``
+on rank 0. ``()`` is one section.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+import torch
+
+Kind = Literal["S", "R", "P", "R'"]
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """The layout of a tensor along one mesh axis; see the module's table."""
+
+    kind: Kind
+    dim: int = -1
+    sections: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        sections = f"[{','.join(map(str, self.sections))}]" if self.sections else ""
+        return f"S{self.dim}{sections}"
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout that ``str`` wrote. Raises ``ValueError`` on anything else."""
+        match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?", text)
+        if match is None:
+            raise ValueError(f"not a layout: {text!r}; expected R, R', P, S<dim> or S<dim>[a,b,...]")
+        kind, dim, sections = match.groups()
+        if kind is not None:
+            return Layout(kind)  # type: ignore[arg-type]
+        return shard(int(dim), tuple(map(int, sections.split(","))) if sections else ())
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole value (``R`` or ``R'``)."""
+        return self.kind in ("R", "R'")
+
+
+REPLICATED = Layout("R")
+PARTIAL = Layout("P")
+READ_SHARDED = Layout("R'")
+
+
+def shard(dim: int, sections: tuple[int, ...] = ()) -> Layout:
+    """Sharded on ``dim`` (not negative), each of ``sections`` on its own; one section is written ``()``."""
+    assert dim >= 0, dim
+    return Layout("S", dim, sections if len(sections) > 1 else ())
+
+
+def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
+    """The section sizes of a sharded dim of ``size`` elements (always at least one)."""
+    return layout.sections or (size,)
+
+
+def divides(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
+    """Whether ``layout`` shards a tensor of ``shape`` evenly over ``num_ranks``."""
+    if not layout.is_shard:
+        return True
+    if layout.dim >= len(shape):
+        return False
+    sections = sections_of(layout, shape[layout.dim])
+    return sum(sections) == shape[layout.dim] and all(s > 0 and s % num_ranks == 0 for s in sections)
+
+
+def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """One rank's shape of a tensor of global ``shape``."""
+    if not layout.is_shard:
+        return shape
+    return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))
+
+
+def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
+    """The (start, length) pieces of a dim of ``size`` that rank ``index`` of ``num_ranks`` holds, in order."""
+    pieces, start = [], 0
+    for section in sections_of(layout, size):
+        length = section // num_ranks
+        pieces.append((start + index * length, length))
+        start += section
+    return pieces
+
+
+def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
+    """Rank ``index``'s part of a whole ``tensor``; the tensor itself where it is not sharded."""
+    if not layout.is_shard or num_ranks == 1:
+        return tensor
+    pieces = [
+        tensor.narrow(layout.dim, start, length)
+        for start, length in shard_slices(layout, tensor.shape[layout.dim], num_ranks, index)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+
+
+def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
+    """The whole tensor of which ``parts`` are the ranks' parts; partial sums are added, replicas are one."""
+    if layout.kind == "P":
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+    if not layout.is_shard or len(parts) == 1:
+        return parts[0]
+    num_ranks = len(parts)
+    size = parts[0].shape[layout.dim] * num_ranks
+    locals_ = [s // num_ranks for s in sections_of(layout, size)]
+    split = [part.split(locals_, layout.dim) for part in parts]
+    return torch.cat([split[r][s] for s in range(len(locals_)) for r in range(num_ranks)], layout.dim)

@@ -101,6 +101,8 @@ class Call:
 
     ``shared``: a cheap function of the model's inputs and constants, needing no gradient; each pipeline stage that
     reads it computes it anew.
+    ``prologue``: run on every microbatch before the pipeline starts; its outputs are added up over all microbatches and
+    data-parallel ranks, and every later call reads the totals.
     """
 
     block: str
@@ -109,6 +111,7 @@ class Call:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     shared: bool = False
+    prologue: bool = False
 
 
 @dataclass

@@ -9,6 +9,7 @@ operator                             backward                 reshard
 ``all_gather(grad="slice")``         ``shard_slice``          ``S -> R``
 ``all_gather(grad="reduce")``        ``reduce_scatter``       ``S -> R'``
 ``shard_slice``                      ``all_gather``           ``R -> S``
+``shard_narrow``                     ``shard_pad``            ``R' -> S`` (nothing is sent)
 ``copy``                             ``all_reduce``           ``R -> R'``
 ``reduce_scatter``                   ``all_gather``           ``P -> S``
 ``all_reduce(grad="copy")``          nothing                  ``P -> R``
@@ -31,6 +32,8 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _SCHEMAS = {
     "all_gather": "(Tensor x, int dim, str axis, int size, str grad) -> Tensor",
     "shard_slice": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "shard_narrow": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "shard_pad": "(Tensor x, int dim, str axis, int size) -> Tensor",
     "copy": "(Tensor x, str axis, int size) -> Tensor",
     "reduce_scatter": "(Tensor x, int dim, str axis, int size) -> Tensor",
     "all_reduce": "(Tensor x, str axis, int size, str grad) -> Tensor",
@@ -53,6 +56,8 @@ def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
 _FAKES = {
     "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
     "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "shard_narrow": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "shard_pad": lambda x, dim, axis, size: _scaled(x, dim, size, 1),
     "copy": lambda x, axis, size: torch.empty_like(x),
     "reduce_scatter": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
     "all_reduce": lambda x, axis, size, grad: torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -91,6 +96,16 @@ def _gather_dim(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return ops.all_gather(grad, k["dim"], k["axis"], k["size"], "slice"), None, None, None
 
 
+def _narrow_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.shard_pad(grad, k["dim"], k["axis"], k["size"]), None, None, None
+
+
+def _pad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.shard_narrow(grad, k["dim"], k["axis"], k["size"]), None, None, None
+
+
 def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     k = ctx.kept
     return ops.all_reduce(grad, k["axis"], k["size"], "copy"), None, None
@@ -104,6 +119,8 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _BACKWARD = {
     "all_gather": (_all_gather_backward, ("dim", "axis", "size", "grad")),
     "shard_slice": (_gather_dim, ("dim", "axis", "size")),
+    "shard_narrow": (_narrow_backward, ("dim", "axis", "size")),
+    "shard_pad": (_pad_backward, ("dim", "axis", "size")),
     "reduce_scatter": (_gather_dim, ("dim", "axis", "size")),
     "copy": (_copy_backward, ("axis", "size")),
     "all_reduce": (_all_reduce_backward, ("axis", "size", "grad")),

@@ -1,0 +1,276 @@
+"""The peers: the same training step written by hand, or with what torch offers.
+
+* ``explicit``: Megatron's layout with hand-placed collectives, as few as it allows: one all-reduce per half layer in
+  each direction, vocabulary-parallel head and cross-entropy (three small all-reduces), a whole embedding.
+* ``dtensor``: ``parallelize_module`` with the same layout.
+* ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
+* ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
+
+Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import (
+    Attention,
+    FeedForward,
+    Llama,
+    LlamaConfig,
+    LlamaLayer,
+    MlpLayer,
+    Step,
+    WithLoss,
+    Workload,
+)
+
+NUM_MICROBATCHES = 4
+
+# --- explicit collectives ---------------------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    """The same value on every rank; its gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all ranks' values; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits ``[tokens, vocab / ranks]`` whose vocabulary is cut over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        start = dist.get_rank() * logits.shape[1]
+        top = logits.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX)
+        exponents = (logits - top[:, None]).exp_()
+        mine = (target >= start) & (target < start + logits.shape[1])
+        index = (target - start).clamp_(0, logits.shape[1] - 1)[:, None]
+        picked = torch.where(mine, logits.gather(1, index)[:, 0] - top, 0.0)
+        sums = torch.stack((exponents.sum(1), picked))
+        dist.all_reduce(sums)
+        exponents.div_(sums[0][:, None])
+        ctx.save_for_backward(exponents, index, mine)
+        return (sums[0].log() - sums[1]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        softmax, index, mine = ctx.saved_tensors
+        softmax.scatter_add_(1, index, -mine[:, None].to(softmax.dtype))
+        return softmax.mul_(grad / len(softmax)), None
+
+
+def _cut(linear: nn.Linear, dim: int) -> nn.Linear:
+    """This rank's part of a linear layer: rows of the weight (and the bias) for dim 0, columns for dim 1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight = linear.weight.detach().chunk(size, dim)[rank].clone()
+    local = nn.Linear(weight.shape[1], weight.shape[0], bias=linear.bias is not None and dim == 0, device="meta")
+    local.weight = nn.Parameter(weight)
+    if linear.bias is not None and dim == 0:
+        local.bias = nn.Parameter(linear.bias.detach().chunk(size)[rank].clone())
+    return local
+
+
+class _ExplicitMlpLayer(nn.Module):
+    def __init__(self, layer: MlpLayer) -> None:
+        super().__init__()
+        self.up, self.down, self.bias = _cut(layer.up, 0), _cut(layer.down, 1), layer.down.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = _Copy.apply(x) if x.requires_grad else x
+        return x + (_Sum.apply(self.down(F.gelu(self.up(inner)))) + self.bias)
+
+
+class _ExplicitAttention(Attention):
+    def __init__(self, whole: Attention) -> None:
+        nn.Module.__init__(self)
+        self.head_dim = whole.head_dim
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, _cut(getattr(whole, name), 0))
+        self.o_proj = _cut(whole.o_proj, 1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return _Sum.apply(super().forward(_Copy.apply(x), cos, sin))
+
+
+class _ExplicitFeedForward(FeedForward):
+    def __init__(self, whole: FeedForward) -> None:
+        nn.Module.__init__(self)
+        self.gate_proj, self.up_proj = _cut(whole.gate_proj, 0), _cut(whole.up_proj, 0)
+        self.down_proj = _cut(whole.down_proj, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sum.apply(super().forward(_Copy.apply(x)))
+
+
+class _ExplicitHead(nn.Module):
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.linear = _cut(whole, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(_Copy.apply(x))
+
+
+def _vocab_parallel_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target.flatten())
+
+
+def _replace(module: nn.Module, kinds: dict[type[nn.Module], Callable[[Any], nn.Module]]) -> None:
+    for name, child in module.named_children():
+        if type(child) in kinds:
+            setattr(module, name, kinds[type(child)](child))
+        else:
+            _replace(child, kinds)
+
+
+def _train(model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        loss = model(*batch)
+        loss.backward()
+        return loss.item()
+
+    return step
+
+
+def explicit_model(work: Workload) -> WithLoss:
+    model = work.whole()
+    kinds = {MlpLayer: _ExplicitMlpLayer, Attention: _ExplicitAttention, FeedForward: _ExplicitFeedForward}
+    _replace(model, kinds)
+    if isinstance(model.model, Llama):
+        assert isinstance(model.model.head, nn.Linear)
+        model.model.head = _ExplicitHead(model.model.head)
+        model.loss = _vocab_parallel_loss
+    return model
+
+
+def explicit(work: Workload) -> Step:
+    return _train(explicit_model(work), work.batch())
+
+
+# --- what torch offers ------------------------------------------------------------------------------------------------
+
+_DTENSOR = {
+    "layers.*.up": ColwiseParallel,
+    "layers.*.down": RowwiseParallel,
+    **{f"layers.*.attention.{name}": ColwiseParallel for name in ("q_proj", "k_proj", "v_proj")},
+    "layers.*.attention.o_proj": RowwiseParallel,
+    **{f"layers.*.ffn.{name}": ColwiseParallel for name in ("gate_proj", "up_proj")},
+    "layers.*.ffn.down_proj": RowwiseParallel,
+}
+
+
+def dtensor(work: Workload) -> Step:
+    model = work.whole()
+    layout: dict[str, Any] = {
+        name: style() for name, style in _DTENSOR.items() if isinstance(model.model, Llama) == (name.count(".") > 2)
+    }
+    if isinstance(model.model, Llama):
+        from torch.distributed.tensor import Replicate
+
+        layout["head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model.model, init_device_mesh("cpu", (dist.get_world_size(),)), layout)
+    return _train(model, work.batch())
+
+
+def ddp(work: Workload) -> Step:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(work.whole(), gradient_as_bucket_view=True)
+    batch = tuple(t.chunk(size)[rank] for t in work.batch())
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        loss = model(*batch)
+        loss.backward()
+        return loss.item()
+
+    return step
+
+
+def _stage_module(work: Workload) -> nn.Module:
+    """This rank's half of the layers, with the embedding on the first rank and the head on the last."""
+    model, rank, size = work.model(), dist.get_rank(), dist.get_world_size()
+    each = len(model.layers) // size
+    model.layers = model.layers[rank * each : (rank + 1) * each]
+    if isinstance(model, Llama):
+        if rank > 0:
+            model.embedding = None
+        if rank < size - 1:
+            model.norm = model.head = None
+    return model
+
+
+def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Workload) -> Step:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _stage_module(work)
+    stage = PipelineStage(model, rank, size, torch.device("cpu"))
+    schedule = schedule_type(stage, NUM_MICROBATCHES, loss_fn=work.loss)
+    x, target = work.batch()
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        elif rank == size - 1:
+            schedule.step(target=target, losses=losses)
+        return float(torch.stack(losses).mean()) if losses else float("nan")
+
+    return step
+
+
+def gpipe(work: Workload) -> Step:
+    return _pipeline(ScheduleGPipe, work)
+
+
+def one_f_one_b(work: Workload) -> Step:
+    return _pipeline(Schedule1F1B, work)
+
+
+def single(work: Workload) -> Step:
+    """The unmodified model in this process: what every loss is compared with."""
+    return _train(copy.deepcopy(work.whole()), work.batch())
+
+
+PEERS: dict[str, Callable[[Workload], Step]] = {
+    "explicit": explicit,
+    "dtensor": dtensor,
+    "ddp": ddp,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}

@@ -1,0 +1,244 @@
+"""What all pictures share: one palette for light and dark viewers, a few SVG elements, the header with its legend.
+
+Colours are named. An element carries its light colour as a plain attribute, for viewers without style sheets, and a
+class by which the style sheet gives it the reader's scheme.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree as ET
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+ROOT_CLASS = "pt"
+
+
+@dataclass(frozen=True)
+class Colour:
+    light: str
+    dark: str
+
+
+# The hues are Paul Tol's colour-blind safe sets (https://sronpersonalpages.nl/~pault/): no two kinds that stand side by
+# side differ by red against green only. Light values are all different: Graphviz output is matched by them.
+PALETTE: dict[str, Colour] = {
+    "canvas": Colour("#ffffff", "#0d1117"),
+    "ink": Colour("#1b1f24", "#e6edf3"),
+    "muted": Colour("#59636e", "#9aa5b1"),
+    "line": Colour("#c5cdd6", "#3d4650"),
+    "grid": Colour("#e7eaee", "#222932"),
+    "panel": Colour("#f4f6f8", "#151b23"),
+    "card": Colour("#fefefe", "#1e252e"),
+    "idle": Colour("#eceff2", "#1a2029"),
+    "hatch": Colour("#d3d9e0", "#303945"),
+    "forward": Colour("#4477aa", "#6ea6dc"),
+    "on_forward": Colour("#fdfdfd", "#0b1016"),
+    "backward": Colour("#ddaa33", "#e0b04a"),
+    "backward_input": Colour("#ddaa34", "#e0b04b"),
+    "backward_weight": Colour("#eed48a", "#a98a3f"),
+    "on_backward": Colour("#22262b", "#0c1117"),
+    "total": Colour("#999933", "#b9b94d"),
+    "send": Colour("#332288", "#958ae8"),
+    "all_gather": Colour("#44aa99", "#57c2b0"),
+    "reduce_scatter": Colour("#aa4499", "#d06fc0"),
+    "all_reduce": Colour("#cc6677", "#e58290"),
+    "all_to_all": Colour("#9a8a2f", "#c2b25a"),
+    "tied": Colour("#882255", "#d4689c"),
+    "long_edge": Colour("#ee7733", "#f39a66"),
+    "memory": Colour("#5d8ab8", "#5b8fc4"),
+    "memory_left": Colour("#dfe4ea", "#2c3540"),
+}
+
+
+def style_sheet() -> str:
+    """Variables for both schemes, a fill and a stroke class per colour, and fonts."""
+    light = ";".join(f"--{name}:{c.light}" for name, c in PALETTE.items())
+    dark = ";".join(f"--{name}:{c.dark}" for name, c in PALETTE.items())
+    lines = [
+        f"svg.{ROOT_CLASS}{{color-scheme:light dark;background:var(--canvas);{light}}}",
+        f"@media (prefers-color-scheme:dark){{svg.{ROOT_CLASS}{{{dark}}}}}",
+        f".{ROOT_CLASS} text{{font-family:{FONT}}}",
+        f".{ROOT_CLASS} .num{{font-variant-numeric:tabular-nums}}",
+        f".{ROOT_CLASS} g.hit:hover>rect{{stroke:var(--ink);stroke-width:1.5}}",
+        *(f".{ROOT_CLASS} .f-{name}{{fill:var(--{name})}}" for name in PALETTE),
+        *(f".{ROOT_CLASS} .s-{name}{{stroke:var(--{name})}}" for name in PALETTE),
+    ]
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """A coordinate with at most two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def picture(width: float, height: float, description: str) -> ET.Element:
+    """The root of a picture of ``width`` by ``height`` pixels, with its style sheet and the hatching for idle time."""
+    root = ET.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "class": ROOT_CLASS,
+            "width": number(width),
+            "height": number(height),
+            "viewBox": f"0 0 {number(width)} {number(height)}",
+            "role": "img",
+            "font-family": FONT,
+        },
+    )
+    ET.SubElement(root, "title").text = description
+    ET.SubElement(root, "style").text = style_sheet()
+    hatch = ET.SubElement(
+        ET.SubElement(root, "defs"),
+        "pattern",
+        {"id": "pt-idle", "width": "6", "height": "6", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"},
+    )
+    rect(hatch, 0, 0, 6, 6, "idle")
+    rect(hatch, 0, 0, 1.6, 6, "hatch")
+    return root
+
+
+def group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
+    """A ``<g>``; ``tooltip`` shows when the pointer rests on it in a browser."""
+    element = ET.SubElement(parent, "g", {"class": name} if name else {})
+    if tooltip:
+        ET.SubElement(element, "title").text = tooltip
+    return element
+
+
+def rect(
+    parent: ET.Element,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str | None = None,
+    radius: float = 0.0,
+) -> ET.Element:
+    """A rectangle in the palette's colour ``fill``, or ``"hatched"`` for idle time."""
+    attributes = {"x": number(x), "y": number(y), "width": number(width), "height": number(height)}
+    if fill == "hatched":
+        attributes["fill"] = "url(#pt-idle)"
+    else:
+        attributes |= {"fill": PALETTE[fill].light, "class": f"f-{fill}"}
+    if stroke:
+        attributes["stroke"] = PALETTE[stroke].light
+        attributes["class"] = f"{attributes.get('class', '')} s-{stroke}".strip()
+    if radius:
+        attributes["rx"] = number(radius)
+    return ET.SubElement(parent, "rect", attributes)
+
+
+def line(parent: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.0) -> ET.Element:
+    return ET.SubElement(
+        parent,
+        "line",
+        {
+            "x1": number(x1),
+            "y1": number(y1),
+            "x2": number(x2),
+            "y2": number(y2),
+            "stroke": PALETTE[stroke].light,
+            "class": f"s-{stroke}",
+            "stroke-width": number(width),
+        },
+    )
+
+
+def text(
+    parent: ET.Element,
+    x: float,
+    y: float,
+    content: str,
+    *,
+    size: float = 12.0,
+    fill: str = "ink",
+    anchor: str = "start",
+    bold: bool = False,
+) -> ET.Element:
+    """A line of text whose baseline is at ``y``; ``anchor`` is start, middle or end."""
+    attributes = {
+        "x": number(x),
+        "y": number(y),
+        "font-size": number(size),
+        "fill": PALETTE[fill].light,
+        "class": f"f-{fill} num",
+    }
+    if anchor != "start":
+        attributes["text-anchor"] = anchor
+    if bold:
+        attributes["font-weight"] = "600"
+    element = ET.SubElement(parent, "text", attributes)
+    element.text = content
+    return element
+
+
+_NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
+
+
+def text_width(content: str, size: float, bold: bool = False) -> float:
+    """About how wide ``content`` is, in pixels: exact widths depend on the reader's fonts, so this errs to the wide."""
+    width = 0.0
+    for char in content:
+        if char in _NARROW:
+            width += 0.36
+        elif char in _WIDE:
+            width += 0.92
+        elif unicodedata.east_asian_width(char) in "WF":
+            width += 1.05
+        else:
+            width += 0.72 if char.isupper() else 0.61
+    return width * size * (1.06 if bold else 1.0)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands above a picture. ``figures``: (name, value) pairs; ``legend``: (colour or "hatched", meaning)."""
+
+    title: str
+    subtitle: str
+    figures: Sequence[tuple[str, str]]
+    legend: Sequence[tuple[str, str]]
+
+
+_MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
+
+
+def draw_header(parent: ET.Element, header: Header, width: float) -> float:
+    """Draw ``header`` at the top of a picture of ``width`` pixels, wrapping where needed; the y where it ends."""
+    text(parent, _MARGIN, 32, header.title, size=17, bold=True)
+    y = 32.0
+    if header.subtitle:
+        y += 20
+        text(parent, _MARGIN, y, header.subtitle, size=12, fill="muted")
+    if header.figures:
+        y += 26
+        x = _MARGIN
+        for name, value in header.figures:
+            cell = max(text_width(name, 11), text_width(value, 14, bold=True))
+            if x > _MARGIN and x + cell > width - _MARGIN:
+                x, y = _MARGIN, y + 42
+            text(parent, x, y, name, size=11, fill="muted")
+            text(parent, x, y + 18, value, size=14, bold=True)
+            x += cell + _GAP
+        y += 18
+    if header.legend:
+        y += 28
+        x = _MARGIN
+        for colour, meaning in header.legend:
+            cell = _SWATCH + 6 + text_width(meaning, 11)
+            if x > _MARGIN and x + cell > width - _MARGIN:
+                x, y = _MARGIN, y + 20
+            rect(parent, x, y - _SWATCH + 1.5, _SWATCH, _SWATCH, colour, radius=2)
+            text(parent, x + _SWATCH + 6, y, meaning, size=11, fill="muted")
+            x += cell + 16
+    return y + 16
+
+
+def to_text(root: ET.Element) -> str:
+    """The picture as a standalone SVG file."""
+    ET.indent(root, " ")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

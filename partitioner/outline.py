@@ -1,0 +1,349 @@
+"""What each stage of a program holds, computes and moves, gathered once for pictures and text.
+
+Read from the program's data alone: no graph is built, no operator has to be registered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
+from passes.layouts import Layout, local_shape
+from runtime.program import Instruction, Program, StateData
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls)."""
+
+    op: str
+    axis: str
+    direction: Direction
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CallGroup:
+    """Calls ``start:stop`` of a stage that repeat the pattern ``blocks`` ``count`` times; drawn as one node.
+
+    ``num_parameters`` counts the elements of the whole weights; ``parameter_bytes`` is one rank's part.
+    """
+
+    stage: int
+    index: int
+    start: int
+    stop: int
+    blocks: tuple[str, ...]
+    count: int
+    paths: str
+    collectives: tuple[Moved, ...]
+    weights: tuple[Weight, ...]
+    num_parameters: int
+    parameter_bytes: int
+    recomputed: bool = False
+    prologue: bool = False
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Values that pass from one group of calls to another; bytes are one rank's per microbatch.
+
+    ``hops``: how many stages away the reader is (0: the same stage).
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    values: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int
+    hops: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a stage sends to another per microbatch, relayed values included."""
+
+    source: int
+    target: int
+    direction: Direction
+    num_bytes: int
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A weight that several places read: its gradients are added up."""
+
+    state: str
+    aliases: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StageOutline:
+    """One pipeline stage; all of its ranks do the same."""
+
+    index: int
+    ranks: tuple[int, ...]
+    groups: tuple[CallGroup, ...]
+    num_calls: int
+    num_parameters: int
+    parameter_bytes: int
+    reductions: tuple[Moved, ...]
+    loads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outline:
+    stages: tuple[StageOutline, ...]
+    flows: tuple[Flow, ...]
+    links: tuple[Link, ...]
+    ties: tuple[Tie, ...]
+    num_parameters: int
+
+    def group(self, place: tuple[int, int]) -> CallGroup:
+        return self.stages[place[0]].groups[place[1]]
+
+
+def outline(program: Program) -> Outline:
+    """The outline of ``program``; see the classes above."""
+    return _Outliner(program).outline()
+
+
+def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
+
+
+def state_bytes(state: StateData, num_ranks: int) -> int:
+    """One rank's bytes of a state that is laid out over ``num_ranks``."""
+    return tensor_bytes(local_shape(Layout.parse(state.layout), state.shape, num_ranks), state.dtype)
+
+
+def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
+    """Split ``names`` into runs ``(start, period, repeats)`` of a repeating pattern of at most ``longest`` names.
+
+    At each place the pattern that covers most wins, the shortest among equals: ``a b b b c d c d`` gives
+    ``a``, ``b`` three times, ``c d`` twice.
+    """
+    runs, start = [], 0
+    while start < len(names):
+        period, repeats = 1, _repeats(names, start, 1)
+        if repeats == 1:
+            for candidate in range(2, longest + 1):
+                times = _repeats(names, start, candidate)
+                if times > 1 and times * candidate > period * repeats:
+                    period, repeats = candidate, times
+        runs.append((start, period, repeats))
+        start += period * repeats
+    return runs
+
+
+def _repeats(names: Sequence[Any], start: int, period: int) -> int:
+    pattern, times = names[start : start + period], 1
+    while len(pattern) == period and names[start + times * period : start + (times + 1) * period] == pattern:
+        times += 1
+    return times
+
+
+def path_range(paths: Sequence[str]) -> str:
+    """``model.layers.0 – 7`` for the paths of consecutive layers; the ends in full where they differ in more."""
+    first, last = paths[0], paths[-1]
+    if first == last:
+        return first
+    head, tail = first.split("."), last.split(".")
+    differing = [i for i, (a, b) in enumerate(zip(head, tail, strict=False)) if a != b]
+    if len(head) == len(tail) and len(differing) == 1:
+        i = differing[0]
+        middle = f"{head[i]}–{tail[i]}"
+        return ".".join([*head[:i], middle, *head[i + 1 :]])
+    return f"{first} – {last}"
+
+
+class _Outliner:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.tp = program.mesh.get("tp", 1)
+        self._collectives: dict[tuple[str, tuple[bool, ...]], tuple[BlockCollective, ...]] = {}
+
+    def outline(self) -> Outline:
+        program = self.program
+        stages = tuple(self.stage(i) for i in range(len(program.stages)))
+        parameters = [s for s in program.states.values() if s.kind == "parameter"]
+        return Outline(
+            stages=stages,
+            flows=tuple(self.flows(stages)),
+            links=tuple(self.links()),
+            ties=tuple(self.ties(stages)),
+            num_parameters=sum(math.prod(s.shape) for s in parameters),
+        )
+
+    @cached_property
+    def shared(self) -> set[str]:
+        """Values that several stages compute for themselves."""
+        made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
+        return {value for value, times in made.items() if times > 1}
+
+    def stage(self, index: int) -> StageOutline:
+        program = self.program
+        stage = program.stages[index]
+        per_stage = program.world_size // max(1, program.mesh.get("pp", 1))
+        held = [s for s in program.states.values() if index in s.stages and s.kind == "parameter"]
+        reductions = Counter[tuple[str, str]]()
+        counts = Counter[tuple[str, str]]()
+        for bucket in stage.buckets:
+            key = ("all_reduce", "×".join(bucket.axes))
+            reductions[key] += sum(state_bytes(program.states[s], self.tp) for s in bucket.states)
+            counts[key] += 1
+        loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
+        inputs = {i.value: i.path for i in program.inputs}
+        return StageOutline(
+            index=index,
+            ranks=tuple(range(index * per_stage, (index + 1) * per_stage)),
+            groups=self.groups(index),
+            num_calls=len(stage.calls),
+            num_parameters=sum(math.prod(s.shape) for s in held),
+            parameter_bytes=sum(state_bytes(s, self.tp) for s in held),
+            reductions=tuple(
+                Moved(op, axes, "backward", counts[op, axes], num_bytes) for (op, axes), num_bytes in reductions.items()
+            ),
+            loads=tuple(dict.fromkeys(inputs.get(v, v) for v in loads)),
+        )
+
+    def groups(self, index: int) -> tuple[CallGroup, ...]:
+        stage = self.program.stages[index]
+        recomputed = set(stage.checkpoint_calls)
+        starts = {i.calls[0] for i in stage.instructions if i.op == "F" and i.calls}  # a virtual stage begins here
+        chunk, kinds = 0, []
+        for i, call in enumerate(stage.calls):
+            chunk += i in starts
+            kinds.append((call.block, i in recomputed, call.prologue, chunk))
+        made = []
+        for start, period, repeats in fold_runs(kinds):
+            stop = start + period * repeats
+            calls = stage.calls[start:stop]
+            states = dict.fromkeys(s for call in calls for s in call.states)
+            parameters = [self.program.states[s] for s in states if self.program.states[s].kind == "parameter"]
+            ends = [calls[0].path, calls[-1].path] if period == 1 else [calls[0].path, calls[-period].path]
+            made.append(
+                CallGroup(
+                    stage=index,
+                    index=len(made),
+                    start=start,
+                    stop=stop,
+                    blocks=tuple(c.block for c in calls[:period]),
+                    count=repeats,
+                    paths=path_range(ends),
+                    collectives=self.moved(index, range(start, stop)),
+                    weights=tuple(w for call in calls[:period] for w in self.weights(call)),
+                    num_parameters=sum(math.prod(s.shape) for s in parameters),
+                    parameter_bytes=sum(state_bytes(s, self.tp) for s in parameters),
+                    recomputed=start in recomputed,
+                    prologue=calls[0].prologue,
+                )
+            )
+        return tuple(made)
+
+    def weights(self, call: Any) -> list[Weight]:
+        return block_weights(self.program.blocks[call.block], call, self.program.states)
+
+    def moved(self, stage: int, calls: range) -> tuple[Moved, ...]:
+        counts: Counter[tuple[str, str, Direction]] = Counter()
+        sizes: Counter[tuple[str, str, Direction]] = Counter()
+        for i in calls:
+            call = self.program.stages[stage].calls[i]
+            recomputed = i in self.program.stages[stage].checkpoint_calls
+            for use in self.collectives(call):
+                directions: list[Direction] = [use.direction]
+                if use.direction == "forward" and recomputed:
+                    directions.append("backward")
+                for direction in directions:
+                    counts[use.op, use.axis, direction] += 1
+                    sizes[use.op, use.axis, direction] += use.num_bytes
+        return tuple(Moved(*key, count=count, num_bytes=sizes[key]) for key, count in counts.items())
+
+    def collectives(self, call: Any) -> tuple[BlockCollective, ...]:
+        program = self.program
+        train = program.objective == "train"
+        grads = tuple(train and program.states[s].requires_grad for s in call.states) + tuple(
+            train and v in program.values and program.values[v].requires_grad for v in call.inputs
+        )
+        key = (call.block, grads)
+        if key not in self._collectives:
+            self._collectives[key] = block_collectives(program.blocks[call.block], grads)
+        return self._collectives[key]
+
+    def value_bytes(self, names: Sequence[str], gradients: bool = False) -> int:
+        values = [self.program.values[n] for n in names if n in self.program.values]
+        return sum(tensor_bytes(v.shape, v.dtype) for v in values if v.requires_grad or not gradients)
+
+    def flows(self, stages: Sequence[StageOutline]) -> list[Flow]:
+        program = self.program
+        made: dict[str, list[tuple[int, int]]] = {}
+        for stage in stages:
+            for group in stage.groups:
+                for call in program.stages[stage.index].calls[group.start : group.stop]:
+                    for value in call.outputs:
+                        made.setdefault(value, []).append((stage.index, group.index))
+        between: dict[tuple[tuple[int, int], tuple[int, int]], dict[str, None]] = {}
+        for stage in stages:
+            for group in stage.groups:
+                target = (stage.index, group.index)
+                for call in program.stages[stage.index].calls[group.start : group.stop]:
+                    for value in call.inputs:
+                        places = made.get(value, [])
+                        source = next((p for p in places if p[0] == stage.index), places[0] if places else target)
+                        if source != target:
+                            between.setdefault((source, target), {})[value] = None
+        train = program.objective == "train"
+        return [
+            Flow(
+                source,
+                target,
+                tuple(values),
+                self.value_bytes(tuple(values)),
+                self.value_bytes(tuple(values), gradients=True) if train else 0,
+                hops=target[0] - source[0],
+            )
+            for (source, target), values in between.items()
+        ]
+
+    def links(self) -> list[Link]:
+        directions: dict[str, Direction] = {"SEND_F": "forward", "SEND_B": "backward"}
+        values: dict[tuple[int, int, Direction], dict[str, None]] = {}
+        for index, stage in enumerate(self.program.stages):
+            for instruction in stage.instructions:
+                if instruction.op in directions and _first(instruction) and instruction.peer is not None:
+                    key = (index, instruction.peer, directions[instruction.op])
+                    values.setdefault(key, {}).update(dict.fromkeys(instruction.values))
+        return [
+            Link(source, target, direction, self.value_bytes(tuple(names)), tuple(names))
+            for (source, target, direction), names in values.items()
+        ]
+
+    def ties(self, stages: Sequence[StageOutline]) -> list[Tie]:
+        readers: dict[str, dict[tuple[int, int], None]] = {}
+        for stage in stages:
+            for group in stage.groups:
+                for call in self.program.stages[stage.index].calls[group.start : group.stop]:
+                    for state in call.states:
+                        readers.setdefault(state, {})[stage.index, group.index] = None
+        return [
+            Tie(name, state.aliases, tuple(readers[name]), state_bytes(state, self.tp))
+            for name, state in self.program.states.items()
+            if state.kind == "parameter" and len(readers.get(name, ())) > 1
+        ]
+
+
+def _first(instruction: Instruction) -> bool:
+    return instruction.microbatch in (0, None)

@@ -1,0 +1,247 @@
+"""The bare pairwise problem: one choice per node, at the least sum of node costs and edge costs.
+
+::
+
+    minimise    sum_i cost_i[x_i]  +  sum_(i,j) table_ij[x_i, x_j]
+    subject to  sum_i usage_ri[x_i] <= limit_r     for every row r
+
+An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected component
+is solved as a mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each
+edge continuous ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and
+``sum_p e[p,q] = s_j[q]``. HiGHS solves it through OR-Tools MathOpt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
+from passes.errors import PartitionError
+
+_LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
+
+
+class TimeLimitError(PartitionError):
+    """The solver found no assignment at all within its time."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A resource: each choice of each node of ``usage`` takes some of it, and all together at most ``limit``."""
+
+    usage: dict[int, Vector]
+    limit: float
+
+
+@dataclass(frozen=True)
+class AssignmentProblem:
+    """``costs[i][p]``; ``edges`` of (i, j, table indexed [p, q]), of which a pair may have several; ``rows``."""
+
+    costs: Sequence[Vector]
+    edges: Sequence[tuple[int, int, Table]]
+    rows: Sequence[Row] = ()
+
+    def __post_init__(self) -> None:
+        for i, j, table in self.edges:
+            expected = (len(self.costs[i]), len(self.costs[j]))
+            if table.shape != expected:
+                raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
+
+    def objective(self, choice: Sequence[int]) -> float:
+        """The cost of an assignment, infinite where it does what is forbidden or exceeds a limit."""
+        if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
+            return float("inf")
+        nodes = sum(float(cost[p]) for cost, p in zip(self.costs, choice, strict=True))
+        return nodes + sum(float(table[choice[i], choice[j]]) for i, j, table in self.edges)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``choice[i]`` per node. No assignment costs less than ``bound``; ``gap`` is relative to ``objective``."""
+
+    choice: list[int]
+    objective: float
+    bound: float
+    seconds: float
+    num_variables: int = 0  # of the programs that were left to HiGHS
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
+
+
+def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[Row]:
+    """The rows of a memory limit: one for each maximal set of nodes that are live at the same time.
+
+    Args:
+        intervals: half-open, one per node; an empty one uses nothing.
+        usages: what each choice of each node takes while the node is live.
+        limit: of what the live nodes may take together.
+    """
+    events = sorted(
+        event
+        for node, (start, end) in enumerate(intervals)
+        if start < end and np.any(usages[node])
+        for event in ((start, 1, node), (end, 0, node))
+    )
+    rows, live, grown = [], set[int](), False
+    for _, starts, node in events:
+        if starts:
+            live.add(node)
+            grown = True
+            continue
+        if grown:
+            rows.append(Row({i: usages[i] for i in sorted(live)}, limit))
+            grown = False
+        live.discard(node)
+    return rows
+
+
+def solve_assignment(
+    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6
+) -> Assignment:
+    """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
+
+    Raises:
+        InfeasibleError: no assignment is allowed.
+        TimeLimitError: none was found in time.
+    """
+    start = time.perf_counter()
+    reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in problem.rows])
+    reduction.run()
+    bound, choice, size = reduction.constant, dict[int, int](), 0
+    for nodes in _components(reduction):
+        left = time_limit_s - (time.perf_counter() - start)
+        program = _Program(reduction, nodes)
+        size += program.num_variables
+        bound += program.solve(max(left, 0.1), relative_gap, choice)
+    full = reduction.restore(choice)
+    objective = problem.objective(full)
+    assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
+    return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
+
+
+def _components(reduction: Reduction) -> list[list[int]]:
+    """The nodes left, in groups that neither an edge nor a row connects."""
+    seen, groups = set[int](), []
+    for root in reduction.nodes:
+        if root in seen:
+            continue
+        group, stack = [], [root]
+        seen.add(root)
+        while stack:
+            node = stack.pop()
+            group.append(node)
+            near = set(reduction.tables[node]).union(*(reduction.members[r] for r in reduction.usage[node]))
+            stack.extend(near - seen)
+            seen |= near
+        groups.append(sorted(group))
+    return groups
+
+
+class _Program:
+    """The mixed-integer program of one component, as a MathOpt proto that is filled from arrays."""
+
+    def __init__(self, reduction: Reduction, nodes: Sequence[int]) -> None:
+        sizes = [len(reduction.costs[i]) for i in nodes]
+        self.nodes, self.sizes = nodes, sizes
+        self.starts = dict(zip(nodes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        self.num_choices = sum(sizes)
+        cost = [reduction.costs[i] for i in nodes]
+        rows: list[NDArray[np.intp]] = [np.repeat(np.arange(len(nodes)), sizes)]
+        columns: list[NDArray[np.intp]] = [np.arange(self.num_choices)]
+        values: list[Vector] = [np.ones(self.num_choices)]
+        num_rows, num_columns = len(nodes), self.num_choices
+        lower, upper = [np.ones(num_rows)], [np.ones(num_rows)]
+        for i in nodes:
+            for j, table in reduction.tables[i].items():
+                if j < i:
+                    continue
+                p, q = np.isfinite(table).nonzero()
+                entries = num_columns + np.arange(len(p))
+                marginals = np.arange(sum(table.shape)) + num_rows
+                both = np.concatenate(
+                    [self.starts[i] + np.arange(table.shape[0]), self.starts[j] + np.arange(table.shape[1])]
+                )
+                rows += [num_rows + p, num_rows + table.shape[0] + q, marginals]
+                columns += [entries, entries, both]
+                values += [np.ones(2 * len(p)), -np.ones(len(both))]
+                lower.append(np.zeros(len(both)))
+                upper.append(np.zeros(len(both)))
+                cost.append(table[p, q])
+                num_rows += len(both)
+                num_columns += len(p)
+        for r in sorted({r for i in nodes for r in reduction.usage[i]}):
+            limit = reduction.limits[r]
+            unit = max(limit, max(float(reduction.usage[i][r].max()) for i in reduction.members[r]))
+            for i in sorted(reduction.members[r]):
+                taken = reduction.usage[i][r].nonzero()[0]
+                rows.append(np.full(len(taken), num_rows))
+                columns.append(self.starts[i] + taken)
+                values.append(reduction.usage[i][r][taken] / unit)
+            lower.append(np.array([-np.inf]))
+            upper.append(np.array([limit / unit]))
+            num_rows += 1
+        self.cost = np.concatenate(cost)
+        self.num_variables = num_columns
+        self._rows, self._columns = np.concatenate(rows), np.concatenate(columns)
+        self._values = np.concatenate(values)
+        self._lower, self._upper = np.concatenate(lower), np.concatenate(upper)
+        largest = float(self.cost.max(initial=0.0))
+        self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
+
+    def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
+        """Adds each node's choice to ``choice`` and returns the bound on this component's cost."""
+        parameters = mathopt.SolveParameters(
+            time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
+        )
+        model = mathopt.Model.from_model_proto(self._proto())
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            raise InfeasibleError("no assignment satisfies the tables and the limits together", tuple(self.nodes))
+        if not result.has_primal_feasible_solution():
+            raise TimeLimitError(
+                f"no assignment found in {time_limit_s:.1f} s ({len(self.nodes)} nodes, {self.num_variables} variables, "
+                f"{reason.name.lower()}); allow more time or loosen the limits"
+            )
+        variables = list(model.variables())[: self.num_choices]
+        taken = np.array(result.variable_values(variables))
+        for i, size in zip(self.nodes, self.sizes, strict=True):
+            choice[i] = int(taken[self.starts[i] : self.starts[i] + size].argmax())
+        return float(result.termination.objective_bounds.dual_bound) / self.scale
+
+    def _proto(self) -> model_pb2.ModelProto:
+        proto = model_pb2.ModelProto()
+        ids = np.arange(self.num_variables)
+        proto.variables.ids.extend(ids.tolist())
+        proto.variables.lower_bounds.extend([0.0] * self.num_variables)
+        proto.variables.upper_bounds.extend([1.0] * self.num_variables)
+        proto.variables.integers.extend((ids < self.num_choices).tolist())
+        costly = self.cost.nonzero()[0]
+        proto.objective.linear_coefficients.ids.extend(costly.tolist())
+        proto.objective.linear_coefficients.values.extend((self.cost[costly] * self.scale).tolist())
+        proto.linear_constraints.ids.extend(range(len(self._lower)))
+        proto.linear_constraints.lower_bounds.extend(self._lower.tolist())
+        proto.linear_constraints.upper_bounds.extend(self._upper.tolist())
+        order = np.lexsort((self._columns, self._rows))
+        matrix = proto.linear_constraint_matrix
+        matrix.row_ids.extend(self._rows[order].tolist())
+        matrix.column_ids.extend(self._columns[order].tolist())
+        matrix.coefficients.extend(self._values[order].tolist())
+        return proto
+
+
+def problem_of(
+    costs: Sequence[Vector], edges: Iterable[tuple[int, int, Table]], rows: Iterable[Row] = ()
+) -> AssignmentProblem:
+    """An :class:`AssignmentProblem` from any iterables of numbers."""
+    return AssignmentProblem([np.asarray(c, float) for c in costs], list(edges), list(rows))

@@ -1,0 +1,257 @@
+"""From a block's local forward graph, the functions that a rank runs: forward, backward, and backward in two halves.
+
+Requires: a local graph (``passes/shard.py``). Provides: graphs of plain operators of the device at hand, with what is
+saved between forward and backward explicit. The backward collectives follow from the forward ones, which carry their
+transpose as gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.blocks import Block
+from passes.collectives import COMMUNICATING, collective_name
+from passes.infer import META
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A function cut out of the joint graph: it reads ``inputs`` and returns ``outputs``, both by joint node name.
+
+    ``graph`` has a placeholder for each of ``inputs``; an output that is ``None`` is a gradient that is zero.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A block's functions.
+
+    ``forward(*states, *inputs) -> (*outputs, *saved)``;
+    ``backward(*saved, *grads of grad_outputs) -> (*grads of grad_inputs, *grads of grad_states)``;
+    ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
+    ``backward_weight(*carried) -> grads of grad_states``.
+
+    ``saved`` are joint node names; a state or an input that is saved stands there under its placeholder's name.
+    Positions count the block's outputs, inputs and states. A gradient may be ``None``: zero.
+    """
+
+    forward: Piece
+    backward: Piece
+    backward_input: Piece
+    backward_weight: Piece
+    num_outputs: int
+    saved: tuple[str, ...]
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+    grad_states: tuple[int, ...]
+
+
+def differentiate(
+    block: Block,
+    device: torch.device,
+    needs_input_grad: Sequence[bool],
+    needs_state_grad: Sequence[bool],
+    output_grads: Sequence[bool],
+) -> Differentiated:
+    """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
+
+    Operators that differ between devices (fused attention) are those of ``device``.
+    """
+    needs = [*needs_state_grad, *needs_input_grad]
+    placeholders = block.placeholders
+    taken: list[int] = []
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
+        with torch.enable_grad():
+            outputs = _run(block.graph, leaves, device)
+        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        with_grad = [i for i, o in enumerate(outputs) if output_grads[i] and o.requires_grad]
+        taken[:] = with_grad
+        if not wanted or not with_grad:
+            return outputs, [None] * len(wanted)
+        seeds = [tangents[i] for i in with_grad]
+        grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
+        return outputs, list(grads)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), fx.traceback.preserve_node_meta():
+        primals = [_empty(n.meta["val"], device) for n in placeholders]
+        tangents = [_empty(n.meta["val"], device) for n in block.outputs]
+        traced = make_fx(joint, tracing_mode="real", _error_on_data_dependent_ops=False)(primals, tangents)
+    graph = traced.graph
+    _simplify(graph)
+    _locate(graph)
+    return _cut(graph, block, needs, taken)
+
+
+def _empty(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Interpret ``graph``; operators on ``meta`` run on ``device``, and a value marked ``grad_off`` stops gradients."""
+    env: dict[fx.Node, Any] = {}
+    values = iter(arguments)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(values)
+        elif node.op == "output":
+            return [env[n] for n in node.args[0]]
+        else:
+            args = fx.node.map_arg(node.args, env.__getitem__)
+            kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
+            where = {k: node.meta.get(k, "") for k in ("path", "source")}
+            with fx.traceback.annotate(where):
+                result = node.target(*args, **kwargs)
+            env[node] = result.detach() if node.meta.get("grad_off") and isinstance(result, Tensor) else result
+    raise AssertionError("a block's graph ends in an output node")
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop aliases, transposes that undo each other and views of views: each costs an interpreter step per run."""
+    for node in graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source is None:
+            continue
+        if node.target in _ALIASES:
+            node.replace_all_uses_with(source)
+        elif node.target == aten.t.default and source.target == aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+        elif node.target == aten.transpose.int and source.target == aten.transpose.int:
+            if _dims(node) == _dims(source):
+                node.replace_all_uses_with(source.args[0])
+        elif node.target in _VIEWS:
+            if source.target in _VIEWS:
+                node.args = (source.args[0], *node.args[1:])
+            if node.meta["val"].shape == node.args[0].meta["val"].shape:
+                node.replace_all_uses_with(node.args[0])
+    graph.eliminate_dead_code()
+
+
+def _dims(node: fx.Node) -> set[int]:
+    return {d % node.meta["val"].dim() for d in node.args[1:3]}
+
+
+def _locate(graph: fx.Graph) -> None:
+    """Give backward nodes the module path and source line of the forward operators that they belong to."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    for node in nodes:
+        node.meta.update(node.meta.pop("custom", {}))
+    for order, neighbours in ((nodes, lambda n: n.all_input_nodes), (nodes[::-1], lambda n: n.users)):
+        for node in order:
+            if not node.meta.get("path"):
+                known = [n for n in neighbours(node) if n.meta.get("path")]
+                if known:
+                    node.meta.update({k: known[-1].meta.get(k, "") for k in ("path", "source")})
+
+
+def _cut(graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int]) -> Differentiated:
+    """The pieces of the joint graph: its outputs are (outputs, gradients), its inputs (states, inputs, tangents)."""
+    nodes = list(graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    num_primals = len(block.placeholders)
+    num_states = len(block.states)
+    primals, tangents = placeholders[:num_primals], placeholders[num_primals:]
+    results = nodes[-1].args[0]
+    outputs, gradients = results[: len(block.outputs)], results[len(block.outputs) :]
+    forward = _upwards(outputs)
+    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward} | set(primals)
+    backward = [n for n in nodes if n.op == "call_function" and n not in forward]
+    read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
+    saved = [n for n in nodes if n in forward and n in read_later]
+    seeds = [tangents[i] for i in with_grad]
+
+    needed = [i for i, need in enumerate(needs) if need]
+    of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
+    of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
+    for_inputs = _upwards([g for g in of_inputs if g is not None]) - forward
+    later = [n for n in backward if n not in for_inputs]
+    known = {*saved, *seeds, *for_inputs}
+    read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
+    carried = [n for n in nodes if n in known and n in read_last]
+
+    start = [*saved, *seeds]
+    return Differentiated(
+        forward=_piece([n for n in nodes if n in forward and n.op == "call_function"], primals, [*outputs, *saved]),
+        backward=_piece(backward, start, [*of_inputs, *of_states]),
+        backward_input=_piece([n for n in nodes if n in for_inputs and n.op == "call_function"], start, [*of_inputs, *carried]),
+        backward_weight=_piece(later, carried, of_states),
+        num_outputs=len(outputs),
+        saved=tuple(n.name for n in saved),
+        grad_outputs=tuple(with_grad),
+        grad_inputs=tuple(i - num_states for i in needed if i >= num_states),
+        grad_states=tuple(i for i in needed if i < num_states),
+    )
+
+
+def _upwards(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and all that they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = [n for n in nodes if n is not None]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> Piece:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta["val"] = node.meta.get("val")
+    for node in body:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(None if n is None else env[n] for n in outputs))
+    graph.eliminate_dead_code()
+    return Piece(graph, tuple(n.name for n in inputs), tuple(None if n is None else n.name for n in outputs))
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """One collective in a graph: what all members of its group must enter alike. ``shape`` is the operand's."""
+
+    node: str
+    op: str
+    axis: str
+    shape: tuple[int, ...]
+    dtype: str
+    path: str = ""
+    source: str = ""
+
+
+def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
+    """The communicating operators of ``graph``, in order."""
+    uses = []
+    for node in graph.nodes:
+        name = collective_name(node.target) if node.op == "call_function" else None
+        if name in COMMUNICATING:
+            value = node.args[0].meta["val"]
+            where = node.meta.get("path", ""), node.meta.get("source", "")
+            axis = next(a for a in node.args if isinstance(a, str))
+            dtype = str(value.dtype).removeprefix("torch.")
+            uses.append(CollectiveUse(node.name, name, axis, tuple(value.shape), dtype, *where))
+    return uses

@@ -1,0 +1,241 @@
+"""The strategies of an operator on one mesh axis, and its local form, both derived from its factor rule.
+
+=============================  ==========================  ========================================
+strategy                       operands                    results
+=============================  ==========================  ========================================
+whole                          ``R``                       ``R``
+whole, partial gradient        ``R'``                      ``R'``
+factor f sharded               with f ``S``, others        with f ``S``, others ``P``
+                               ``R'``                      (or what the special lowering gives)
+linear in some operands        these ``P``, others ``R'``  ``P``
+=============================  ==========================  ========================================
+
+An operand or result that carries no gradient is ``R`` wherever the table says ``R'``.
+
+``operator.getitem`` picks one result of its operand's producer: its operand 0 has that result's layout, and its own
+result has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from torch import fx
+
+from passes.gradients import differentiable
+from passes.infer import call
+from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.rules import factors_of
+from passes.rules.algebra import (
+    MAX_SECTIONS,
+    Dims,
+    Local,
+    OpFactors,
+    Strategy,
+    operands_of,
+    results_of,
+    with_operands,
+)
+
+__all__ = [
+    "OpFactors",
+    "Strategy",
+    "factors_of",
+    "local_call",
+    "needs_gradient",
+    "operands_of",
+    "results_of",
+    "strategies",
+]
+
+Sections = tuple[int, ...]
+Wanted = Mapping[int, Collection[Layout]]
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Whether the node's value carries a gradient; by its type where no pass has marked it."""
+    grad = node.meta.get("grad")
+    return differentiable(node.meta["val"]) if grad is None else bool(grad)
+
+
+def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> list[Strategy]:
+    """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
+
+    ``wanted`` has layouts in sections that neighbours would like: key ``i`` for operand ``i``, ``~k`` for result ``k``.
+    Each that the operator can carry through gives a further strategy. A factor that the operator itself cuts (the
+    pieces of ``split``, ``slice``, ``cat``) is always sharded in those sections or finer ones.
+
+    Raises :class:`passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
+    """
+    nodes = operands_of(node)
+    factors = factors_of(node)
+    carries = needs_gradient(node)
+    reads = tuple(READ_SHARDED if carries and needs_gradient(o) else REPLICATED for o in nodes)
+    makes = tuple(READ_SHARDED if carries and differentiable(r) else REPLICATED for r in results_of(node))
+    found = [Strategy(None, (), (REPLICATED,) * len(nodes), (REPLICATED,) * len(makes))]
+    if READ_SHARDED in reads:
+        found.append(Strategy(None, (), reads, makes))
+    if factors is None:
+        return found
+    wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
+    for factor, size in factors.sizes.items():
+        if factor in factors.whole or size % num_ranks:
+            continue
+        for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
+            strategy = _sharded(factors, factor, sections, reads)
+            if strategy is not None:
+                found.append(strategy)
+    for positions in factors.linear:
+        operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
+        found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
+    return found
+
+
+def local_call(
+    node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
+) -> fx.Node:
+    """Append to ``graph`` what one rank runs for ``node`` under ``strategy``; the node that has the result.
+
+    ``operands`` are the local operands, with the layouts ``strategy.operands``; their values and those of the new nodes
+    are local ones.
+    """
+    if strategy.factor is not None:
+        factors = factors_of(node)
+        assert factors is not None, node
+        local = Local(node, factors, strategy, axis, num_ranks, operands, graph)
+        if strategy.factor in factors.lower:
+            return factors.lower[strategy.factor].build(local)
+        if factors.local is not None:
+            return factors.local(local)
+    args, kwargs = with_operands(node, operands)
+    assert callable(node.target), node
+    return call(graph, node.target, args, kwargs, like=node)
+
+
+def _sharded(
+    factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...]
+) -> Strategy | None:
+    """The strategy that shards ``factor``; ``None`` where a tensor cannot follow."""
+    spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
+    lowering = factors.lower.get(factor)
+    without = PARTIAL if lowering is None else lowering.result
+    layouts: list[Layout] = []
+    for i, dims in enumerate(factors.operands):
+        layout = _layout(dims, factor, factors.sizes, sections, spans.operands[i] if spans else None)
+        if layout is False:
+            return None
+        layouts.append(reads[i] if layout is None else layout)
+    results: list[Layout] = []
+    for i, dims in enumerate(factors.results):
+        layout = _layout(dims, factor, factors.sizes, sections, spans.results[i] if spans else None)
+        if layout is False:
+            return None
+        results.append(without if layout is None else layout)
+    return Strategy(factor, sections, tuple(layouts), tuple(results))
+
+
+def _layout(
+    dims: Dims, factor: str, sizes: Mapping[str, int], sections: Sections, span: tuple[int, int] | None
+) -> Layout | None | bool:
+    """How a tensor is sharded along with ``factor``: ``None`` if it lacks it, ``False`` if it cannot be."""
+    found: Layout | None = None
+    for dim, names in enumerate(dims):
+        if factor not in names:
+            continue
+        if found is not None:  # a diagonal
+            return False
+        if len(names) == 1:
+            found = shard(dim, sections if span is None else within(sections, span))
+            continue
+        outer, inner = _around(names, factor, sizes)
+        if outer > MAX_SECTIONS:
+            return False
+        parts = tuple(s * inner for s in sections or (sizes[factor],))
+        found = shard(dim, parts * outer)
+    return found
+
+
+def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How many times ``factor`` recurs in a dim of these factors, and how many elements one step of it spans."""
+    outer = inner = 1
+    at = names.index(factor)
+    for name in names[:at]:
+        outer *= sizes[name]
+    for name in names[at + 1 :]:
+        inner *= sizes[name]
+    return outer, inner
+
+
+# Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
+
+
+def within(sections: Sections, span: tuple[int, int]) -> Sections:
+    """Of a factor's sections, those in the part (start, length) of it; the part's ends are section borders."""
+    start, length = span
+    ends = accumulate(sections)
+    return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
+
+
+def refine(first: Sections, second: Sections) -> Sections:
+    """The coarsest sections that have the borders of both."""
+    if not first or not second:
+        return first or second
+    borders = sorted({*accumulate(first), *accumulate(second)})
+    return tuple(b - a for a, b in zip([0, *borders[:-1]], borders, strict=True))
+
+
+def _choices(
+    factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int
+) -> list[Sections]:
+    """The ways to cut ``factor`` that are worth a strategy."""
+    spans = factors.spans
+    base: Sections = spans.sections if spans is not None and spans.factor == factor else ()
+    lowering = factors.lower.get(factor)
+    if lowering is not None and not lowering.sections:
+        return [()]
+    choices = [base]
+    together = base
+    for sections in wanted:
+        together = refine(together, sections)
+        choices.append(refine(base, sections))
+    choices.append(together)
+    unique = dict.fromkeys(c if len(c) > 1 else () for c in choices)
+    return [c for c in unique if len(c) <= MAX_SECTIONS and all(s % num_ranks == 0 for s in c)]
+
+
+def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
+    """The sections of factors that realise the wanted layouts, as far as there are any."""
+    found: dict[str, list[Sections]] = {}
+    for position, layouts in wanted.items():
+        dims = factors.operands[position] if position >= 0 else factors.results[~position]
+        for layout in layouts:
+            if not layout.sections or layout.dim >= len(dims):
+                continue
+            span = None
+            names = dims[layout.dim]
+            spans = factors.spans
+            if spans is not None and spans.factor in names:
+                span = spans.operands[position] if position >= 0 else spans.results[~position]
+            for name in names:
+                sections = _realised(names, name, factors.sizes, layout.sections)
+                if sections:
+                    if span is not None:
+                        start, length = span
+                        rest = factors.sizes[name] - start - length
+                        sections = tuple(s for s in (start, *sections, rest) if s)
+                    found.setdefault(name, []).append(sections)
+    return found
+
+
+def _realised(names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections) -> Sections:
+    """The sections of ``factor`` by which a dim of factors ``names`` is cut into ``sections``, ``()`` if none are."""
+    if len(names) == 1:
+        return sections
+    outer, inner = _around(names, factor, sizes)
+    count = len(sections) // outer
+    if len(sections) % outer or count < 2 or sections != sections[:count] * outer:
+        return ()
+    if any(s % inner for s in sections[:count]) or sum(sections[:count]) != inner * sizes[factor]:
+        return ()
+    return tuple(s // inner for s in sections[:count])

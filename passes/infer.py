@@ -1,0 +1,65 @@
+"""Shapes and types: run operators on meta tensors.
+
+``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results); creation operators
+carry ``device=meta``, which stands for the rank's own device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.errors import PartitionError
+
+META = torch.device("meta")
+
+
+def infer(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``target`` on meta tensors: shapes and types, no numbers."""
+    with torch.no_grad(), META:
+        result = target(*args, **kwargs)
+    return tuple(result) if isinstance(result, list) else result
+
+
+def value_of(argument: Any) -> Any:
+    """``argument`` with every graph node in it replaced by its meta value."""
+    return fx.node.map_arg(argument, lambda node: node.meta["val"])
+
+
+def refresh(node: fx.Node) -> None:
+    """Set ``node.meta["val"]`` from its operands' values."""
+    assert callable(node.target), node
+    try:
+        node.meta["val"] = infer(node.target, value_of(node.args), value_of(node.kwargs))
+    except PartitionError:
+        raise
+    except Exception as error:
+        shapes = [tuple(v.shape) for v in pytree.tree_leaves(value_of(node.args)) if isinstance(v, Tensor)]
+        where = node.meta.get("source") or node.meta.get("path") or node.name
+        raise AssertionError(f"{node.format_node()} on operand shapes {shapes} ({where}): {error}") from error
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Refresh the values of all operators of ``graph`` in order."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            refresh(node)
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Append an operator with its value; ``path``, ``source`` and ``grad`` are taken from ``like``."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    if like is not None:
+        node.meta.update({k: like.meta[k] for k in ("path", "source", "grad") if k in like.meta})
+    refresh(node)
+    return node

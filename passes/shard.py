@@ -1,0 +1,203 @@
+"""Rewrite a block's graph for the layouts chosen on one mesh axis.
+
+Requires: values and ``grad`` marks on every node. Provides: the same block as one rank runs it, with local shapes and
+explicit collectives; reshards are inserted once per (value, layout) and shared by all readers. Applied once per axis:
+what one axis sharded is simply a smaller graph to the next.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.blocks import Block, TensorSpec
+from passes.collectives import ops
+from passes.factors import Strategy, local_call, operands_of
+from passes.infer import call
+from passes.layouts import REPLICATED, Layout, local_shape
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """What a change of layout costs: the collective forward and the one backward (``None``: nothing is sent)."""
+
+    forward: str | None
+    backward: str | None
+
+
+# (from, to); a pair that is absent cannot be had. A shard that stays on its dim is no reshard.
+RESHARDS: dict[tuple[str, str], Reshard] = {
+    ("S", "S"): Reshard("all_to_all", "all_to_all"),
+    ("S", "R"): Reshard("all_gather", None),
+    ("S", "R'"): Reshard("all_gather", "reduce_scatter"),
+    ("R", "S"): Reshard(None, "all_gather"),
+    ("R", "R"): Reshard(None, None),
+    ("R", "R'"): Reshard(None, "all_reduce"),
+    ("R", "P"): Reshard(None, "all_reduce"),
+    ("P", "S"): Reshard("reduce_scatter", "all_gather"),
+    ("P", "R"): Reshard("all_reduce", None),
+    ("P", "R'"): Reshard("all_reduce", "all_reduce"),
+    ("P", "P"): Reshard(None, None),
+    ("R'", "S"): Reshard(None, None),
+    ("R'", "R'"): Reshard(None, None),
+    ("R'", "P"): Reshard(None, None),
+}
+
+
+@dataclass(frozen=True)
+class BlockSharding:
+    """The layouts chosen for one block on one axis, by node name."""
+
+    strategies: dict[str, Strategy]
+    inputs: dict[str, Layout]
+    states: dict[str, Layout]
+    outputs: tuple[Layout, ...]
+
+
+def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
+    """One rank's form of ``block``. The block itself where the axis has one rank."""
+    if num_ranks == 1:
+        return block
+    rewriter = _Rewriter(axis, num_ranks)
+    layouts = {**sharding.inputs, **sharding.states}
+    for node in block.graph.nodes:
+        if node.op == "placeholder":
+            rewriter.placeholder(node, layouts[node.name])
+        elif node.op == "call_function":
+            rewriter.operator(node, sharding.strategies)
+    outputs = tuple(rewriter.read(n, to) for n, to in zip(block.outputs, sharding.outputs, strict=True))
+    rewriter.graph.output(outputs)
+    rewriter.graph.eliminate_dead_code()
+    return Block(block.name, rewriter.graph, block.states, block.inputs)
+
+
+class _Rewriter:
+    """Builds the local graph; ``made`` has every (global value, layout) that exists so far."""
+
+    def __init__(self, axis: str, num_ranks: int) -> None:
+        self.graph = fx.Graph()
+        self.axis = axis
+        self.num_ranks = num_ranks
+        self.made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
+
+    def placeholder(self, node: fx.Node, layout: Layout) -> None:
+        local = self.graph.create_node("placeholder", node.name, name=node.name)
+        local.meta.update(node.meta)
+        shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
+        local.meta["val"] = TensorSpec(shape, node.meta["val"].dtype).meta()
+        self.produced[node] = (layout,)
+        self.made[node, layout] = local
+
+    def operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            layout = self.produced[source][index]
+            self.produced[node] = (layout,)
+            made = self.made[source, self.produced[source][0]]
+            self.made[node, layout] = call(self.graph, operator.getitem, (made, index), like=node)
+            return
+        strategy = strategies[node.name]
+        operands = [self.read(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
+        local = local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
+        local.meta.update({k: v for k, v in node.meta.items() if k not in ("val",)})
+        self.produced[node] = strategy.results
+        self.made[node, strategy.results[0]] = local
+
+    def read(self, node: fx.Node, to: Layout) -> fx.Node:
+        """``node``'s value in the layout ``to``."""
+        if (node, to) not in self.made:
+            (layout,) = self.produced[node]
+            self.made[node, to] = self.reshard(node, self.made[node, layout], layout, to)
+        return self.made[node, to]
+
+    def reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
+        return _STEPS[source.kind, to.kind](self, local, source, to)
+
+    # Each of the steps below appends nodes and returns the resharded value.
+
+    def collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
+        return call(self.graph, getattr(ops, name).default, (local, *args), like=local)
+
+    def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+        """A whole dim of sections, reordered so that the plain ``n``-th part is rank ``n``'s shard."""
+        if not layout.sections:
+            return local
+        parts = [s // self.num_ranks for s in layout.sections for _ in range(self.num_ranks)]
+        order = [s * self.num_ranks + r for r in range(self.num_ranks) for s in range(len(layout.sections))]
+        return self.reorder(local, layout.dim, parts, order)
+
+    def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+        """The inverse of :meth:`rank_major`."""
+        if not layout.sections:
+            return local
+        count = len(layout.sections)
+        parts = [s // self.num_ranks for _ in range(self.num_ranks) for s in layout.sections]
+        order = [r * count + s for s in range(count) for r in range(self.num_ranks)]
+        return self.reorder(local, layout.dim, parts, order)
+
+    def reorder(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
+        split = call(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
+        pieces = [call(self.graph, operator.getitem, (split, i), like=local) for i in order]
+        return call(self.graph, aten.cat.default, (pieces, dim), like=local)
+
+    def gather(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        grad = "reduce" if to.kind == "R'" else "slice"
+        whole = self.collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
+        return self.section_major(whole, source)
+
+    def slice(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        name = "shard_narrow" if source.kind == "R'" else "shard_slice"
+        return self.collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+
+    def scatter(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+
+    def exchange(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        if source.dim == to.dim:  # other sections of the same dim
+            return self.slice(self.gather(local, source, REPLICATED), REPLICATED, to)
+        local = self.rank_major(local, to)
+        local = self.collective("all_to_all", local, to.dim, source.dim, self.axis, self.num_ranks)
+        return self.section_major(local, source)
+
+    def reduce(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy")
+
+    def copy(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("copy", local, self.axis, self.num_ranks)
+
+    def spread(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """An n-th of a whole value is a partial sum of it."""
+        if source.kind == "R" and local.meta.get("grad"):
+            local = self.copy(local, source, to)
+        return call(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
+
+    def same(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return local
+
+
+_STEPS: dict[tuple[str, str], Callable[[_Rewriter, fx.Node, Layout, Layout], fx.Node]] = {
+    ("S", "S"): _Rewriter.exchange,
+    ("S", "R"): _Rewriter.gather,
+    ("S", "R'"): _Rewriter.gather,
+    ("R", "S"): _Rewriter.slice,
+    ("R", "R"): _Rewriter.same,
+    ("R", "R'"): _Rewriter.copy,
+    ("R", "P"): _Rewriter.spread,
+    ("P", "S"): _Rewriter.scatter,
+    ("P", "R"): _Rewriter.reduce,
+    ("P", "R'"): _Rewriter.reduce,
+    ("P", "P"): _Rewriter.same,
+    ("R'", "S"): _Rewriter.slice,
+    ("R'", "R'"): _Rewriter.same,
+    ("R'", "P"): _Rewriter.spread,
+}
+assert _STEPS.keys() == RESHARDS.keys()

@@ -136,7 +136,8 @@ def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, in
     At each place the pattern that covers most wins, the shortest among equals: ``a b b b c d c d`` gives
     ``a``, ``b`` three times, ``c d`` twice.
     """
-    runs, start = [], 0
+    runs: list[tuple[int, int, int]] = []
+    start = 0
     while start < len(names):
         period, repeats = 1, _repeats(names, start, 1)
         if repeats == 1:
@@ -224,11 +225,12 @@ class _Outliner:
         stage = self.program.stages[index]
         recomputed = set(stage.checkpoint_calls)
         starts = {i.calls[0] for i in stage.instructions if i.op == "F" and i.calls}  # a virtual stage begins here
-        chunk, kinds = 0, []
+        chunk = 0
+        kinds: list[tuple[str, bool, bool, int]] = []
         for i, call in enumerate(stage.calls):
             chunk += i in starts
             kinds.append((call.block, i in recomputed, call.prologue, chunk))
-        made = []
+        made: list[CallGroup] = []
         for start, period, repeats in fold_runs(kinds):
             stop = start + period * repeats
             calls = stage.calls[start:stop]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from partitioner.constraints import Constraints
+from partitioner.topology import Topology
+from runtime.files import write_text
 from runtime.program import Data, Program, RankProgram
 
-PLAN_FORMAT = "partitioner-plan"
-PLAN_VERSION = 1
+if TYPE_CHECKING:
+    from torch import nn
+
+    from partitioner.verify import Verification
+    from runtime.prove import Proof
 
 
 class Estimate(Data):
@@ -47,3 +54,80 @@ class OperatorShare(Data):
 
     matmul_sharded: float
     without_rule: dict[str, float]
+
+
+class Plan(Data):
+    """What :func:`partitioner.partition` returns: programs, and the reasons for them.
+
+    ``devices[rank]`` is the topology's device on which a rank runs.
+    """
+
+    program: Program
+    topology: Topology
+    devices: tuple[int, ...]
+    constraints: Constraints
+    estimate: Estimate
+    certificate: Certificate
+    shares: OperatorShare
+    model: str
+    precision: str | None = None
+    optimizer: str = "adamw"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``."""
+        return self.program.mesh
+
+    def rank(self, rank: int) -> RankProgram:
+        """The program of one rank."""
+        return self.program.rank(rank)
+
+    def summary(self) -> str:
+        """The plan in a table or two, for a terminal."""
+        from partitioner.explain import summary
+
+        return summary(self)
+
+    def explain(self) -> str:
+        """The plan in plain words: what binds, where the time goes, what else was considered."""
+        from partitioner.explain import explain
+
+        return explain(self)
+
+    def prove(self) -> Proof:
+        """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""
+        from runtime.prove import prove
+
+        return prove(self.program)
+
+    def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
+        """Run all ranks on this machine in float64 against the unmodified ``model``."""
+        from partitioner.verify import verify
+
+        return verify(self, model, inputs, loss)
+
+    def to_svg(self, path: str | Path, view: str = "graph") -> Path:
+        """Draw ``view`` ("graph" or "timeline") to ``path``."""
+        from partitioner.draw import draw
+
+        return write_text(Path(path), draw(self, view))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON; the file is complete or absent."""
+        from partitioner.planfile import save_plan
+
+        return save_plan(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan that :meth:`save` wrote. Raises :class:`PlanFileError` on any other file."""
+        from partitioner.planfile import load_plan
+
+        return load_plan(Path(path))
+
+    def export_ranks(self, folder: str | Path) -> list[Path]:
+        """Write one self-contained JSON file per rank to ``folder``."""
+        from partitioner.planfile import export_ranks
+
+        return export_ranks(self, Path(folder))

@@ -153,12 +153,21 @@ def _dims(node: fx.Node) -> set[int]:
     return {d % node.meta["val"].dim() for d in node.args[1:3]}
 
 
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    return list(node.users)
+
+
 def _locate(graph: fx.Graph) -> None:
     """Give backward nodes the module path and source line of the forward operators that they belong to."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))
-    for order, neighbours in ((nodes, lambda n: n.all_input_nodes), (nodes[::-1], lambda n: n.users)):
+    from_inputs, from_users = (nodes, _inputs), (nodes[::-1], _users)
+    for order, neighbours in (from_inputs, from_users, from_inputs):
         for node in order:
             if not node.meta.get("path"):
                 known = [n for n in neighbours(node) if n.meta.get("path")]

@@ -135,7 +135,7 @@ class Reduction:
             if by_column.any():
                 self.costs[other] = self.costs[other] + by_column
                 table = _less(table, by_column[None, :])
-                self._touch(other)
+                self._later[other] = None
             if not table.any():
                 self._remove_table(node, other)
                 continue
@@ -261,7 +261,8 @@ class Reduction:
         for row in list(self.usage[node]):
             self.usage[node][row] = self.usage[node][row][keep]
             self._rows.add(row)
-        self._touch(node)
+        if not self.usage[node]:
+            self._touch(node)
         return True
 
     def _check_row(self, row: int) -> None:
@@ -289,7 +290,8 @@ class Reduction:
         del self.usage[node][row]
         self.members[row].discard(node)
         self._rows.add(row)
-        self._touch(node)
+        if not self.usage[node]:
+            self._touch(node)
 
     def _finish(self, step: _Function) -> None:
         node = step.node

@@ -1,0 +1,60 @@
+# Every target sets up .venv by itself; nothing is needed but Python 3.11 to 3.13 with venv and pip.
+#
+#   make demo       partition a Llama and a T5 over four local ranks, prove, verify, train; writes out/
+#   make test       the tests, without those marked slow       make test-all   all of them
+#   make lint       ruff and mypy --strict                     make bench      step time against hand-written peers
+#
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu  installs torch from there (on Linux: the small CPU build)
+# PYTHON=python3.12                                 uses that interpreter
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+            $$p -c '$(FITS)' 2>/dev/null && echo $$p; done))
+
+# The ranks of a test are processes of their own: one thread each.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE  ?= 1
+
+.PHONY: setup demo test test-all lint format bench clean
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	  && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (once; takes a few minutes)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/overhead.py --json $(ARGS)
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

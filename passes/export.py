@@ -1,0 +1,160 @@
+"""Run ``torch.export`` on a twin of the user's model that holds no numbers.
+
+The twin is a deep copy in which every parameter and buffer is a fake tensor of the same shape and type, so that neither
+the user's model is touched nor a weight copied; tied weights stay tied. Plain tensors that a module holds as attributes
+are constants of the model and keep their values.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from passes.errors import CaptureError, PartitionError
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The copy without numbers, the mode that its tensors belong to, and what was changed in it."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+    notes: tuple[str, ...]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self.mode:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+
+
+def make_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
+    """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are).
+
+    Raises :class:`CaptureError` where the model cannot be copied.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=cast(tensor.dtype, dtype), device=_CPU)
+
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake(buffer)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU, cast(value.dtype, dtype))
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, or pass an ExportedProgram"
+        ) from error
+    return Twin(twin, mode, tuple(_drop_caches(twin)))
+
+
+def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    """What ``module.to(to)`` makes of a tensor of ``dtype``."""
+    return to if to is not None and dtype.is_floating_point else dtype
+
+
+def _drop_caches(model: nn.Module) -> Iterator[str]:
+    """Switch generation caches off in every configuration that the model's modules hold."""
+    dropped = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        nested = [v for v in vars(config).values() if hasattr(v, "use_cache")] if hasattr(config, "__dict__") else []
+        for part in (config, *nested):
+            if getattr(part, "use_cache", False) is True:
+                part.use_cache = False  # type: ignore[union-attr]
+                dropped = True
+    if dropped:
+        yield "generation caches are left out: use_cache is off in the plan"
+
+
+def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Export the twin. Raises :class:`CaptureError` with the model's line and torch.export's reason."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(twin.module, args, kwargs, strict=False)
+    except PartitionError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(twin.module, error)) from error
+
+
+def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The twin's output without numbers, or ``None`` where its forward fails."""
+    try:
+        with warnings.catch_warnings(), twin.mode, torch.no_grad():
+            warnings.simplefilter("ignore")
+            return twin.module(*args, **kwargs)
+    except Exception:
+        return None
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
+    user = [f for f in frames if f.filename != __file__ and not f.filename.endswith("passes/capture.py")]
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    named = _FRAME.findall(str(error))
+    where = ""
+    if user:
+        where = f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
+    elif named:
+        where = f" at {shorten(named[-1][0])}:{named[-1][1]}"
+    return (
+        f"{type(model).__name__} cannot be traced{where}.\ntorch.export says: {type(error).__name__}: {reason}\n"
+        "Shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram."
+    )
+
+
+@lru_cache(maxsize=65536)
+def source_of(stack_trace: str | None) -> str:
+    """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
+    frames = [f for f in _FRAME.findall(stack_trace or "") if not f[0].startswith((_TORCH, "<"))]
+    return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+@lru_cache(maxsize=4096)
+def shorten(file: str) -> str:
+    """A path from the package's or the working directory on."""
+    if "site-packages/" in file:
+        return file.rsplit("site-packages/", 1)[1]
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return [(".".join(str(_key(k)) for k in path), leaf) for path, leaf in leaves]
+
+
+def _key(key: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key

@@ -1,0 +1,128 @@
+"""One whole global batch for a model: completed, checked against ``forward``, and without numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from passes.errors import InputsError
+from passes.export import Twin, cast, try_forward
+
+Inputs = tuple[Any, ...] | Mapping[str, Any] | None
+Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+
+def bind_inputs(
+    twin: Twin,
+    original: nn.Module,
+    inputs: Inputs,
+    *,
+    global_batch: int | None,
+    dtype: torch.dtype | None,
+    with_labels: bool,
+) -> Bound:
+    """The arguments for the twin's forward; every tensor is a fake one of its own, its batch dim ``global_batch``.
+
+    ``with_labels``: where the model's own dummy inputs are used, add labels if its forward then gives a loss.
+    Raises :class:`InputsError` where there are no inputs or forward does not take them.
+    """
+    args, kwargs = _split(original, inputs)
+    check_signature(type(original).__name__, original.forward, args, kwargs)
+    (args, kwargs) = without_numbers((args, kwargs), twin, global_batch, dtype)
+    if inputs is None and with_labels:
+        kwargs = _add_labels(twin, kwargs)
+    return args, kwargs
+
+
+def _split(model: nn.Module, inputs: Any) -> Bound:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if inputs is None:
+        return (), _dummy_inputs(model)
+    raise InputsError(
+        f"inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; got {type(inputs).__name__}"
+    )
+
+
+def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+    """A Hugging Face model's own sample."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    accepted = inspect.signature(model.forward).parameters
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        return {main: torch.empty(2, getattr(config, "num_channels", 3), height, width, device="meta")}
+    if main is not None and hasattr(model, "dummy_inputs"):
+        given = {k: v for k, v in model.dummy_inputs.items() if k in accepted}
+        if main in given:
+            return given
+    takes = ", ".join(accepted)
+    raise InputsError(
+        f"{type(model).__name__} has no inputs of its own: pass inputs=(...) for positional or inputs={{...}} for keyword "
+        f"arguments, one whole global batch (meta tensors are fine); forward takes ({takes})"
+    )
+
+
+def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise :class:`InputsError` where ``forward`` does not take these arguments."""
+    signature = inspect.signature(forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        got = [f"{len(args)} positional"] if args else []
+        got += list(kwargs)
+        raise InputsError(
+            f"the inputs do not fit {name}.forward: {error}; it takes {signature}, the inputs are ({', '.join(got)})"
+        ) from None
+
+
+def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torch.dtype | None) -> Any:
+    """``tree`` with a fake tensor of its own at every tensor leaf, the sample's batch enlarged to ``global_batch``."""
+    leaves, spec = pytree.tree_flatten(tree)
+    sample = sample_batch(leaves)
+    if global_batch is not None and sample is None:
+        raise InputsError("global_batch is given, but no input has a batch dim: every tensor is 0-dimensional")
+    made = [
+        twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(made, spec)
+
+
+def sample_batch(leaves: list[Any]) -> int | None:
+    """The size of the first dim of the first tensor that has one."""
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def enlarged(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
+    """The shape of ``tensor`` with its first dim of ``sample`` elements made ``global_batch``."""
+    shape = list(tensor.shape)
+    if global_batch is not None and sample in shape:
+        shape[shape.index(sample)] = global_batch
+    return tuple(shape)
+
+
+def _add_labels(twin: Twin, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` with the first labels that make the model give a loss: one per token, one per sample."""
+    if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
+        return kwargs
+    main = next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+    if main is None:
+        return kwargs
+    per_token = kwargs.get("decoder_input_ids", main)
+    shapes = ([tuple(per_token.shape)] if not per_token.is_floating_point() else []) + [tuple(main.shape[:1])]
+    for shape in shapes:
+        labelled = {**kwargs, "labels": twin.empty(shape, torch.int64)}
+        output = try_forward(twin, (), labelled)
+        if isinstance(getattr(output, "loss", None), Tensor):
+            return labelled
+    return kwargs

@@ -1,0 +1,142 @@
+"""The bare pairwise problem: against brute force, and on public instances."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner.solve.assignment import AssignmentProblem, Row, live_rows, solve_assignment
+from partitioner.solve.presolve import InfeasibleError, Reduction
+
+INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
+
+
+def brute_force(problem: AssignmentProblem) -> float:
+    return min(problem.objective(c) for c in itertools.product(*(range(len(c)) for c in problem.costs)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AssignmentProblem:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 7))
+    unit = draw(st.sampled_from([1.0, 1e-6, 1e6]))  # the scale of costs must not matter
+    forbidden = draw(st.sampled_from([0.0, 0.2, 0.6]))
+
+    def numbers(*shape: int) -> np.ndarray:
+        values = rng.integers(0, 9, shape) * unit
+        return np.where(rng.random(shape) < forbidden, math.inf, values)
+
+    sizes = rng.integers(1, 5, count)
+    edges = [
+        (i, j, numbers(sizes[i], sizes[j]))
+        for i, j in itertools.product(range(count), repeat=2)
+        if rng.random() < draw(st.sampled_from([0.2, 0.5]))
+    ]
+    rows = []
+    if draw(st.booleans()):
+        usages = [rng.integers(0, 6, size).astype(float) for size in sizes]
+        starts = rng.integers(0, 6, count)
+        intervals = [(int(s), int(s + n)) for s, n in zip(starts, rng.integers(0, 5, count), strict=True)]
+        rows = live_rows(intervals, usages, float(rng.integers(2, 12)))
+    return AssignmentProblem([np.where(np.isinf(c), 0.0, c) for c in map(numbers, sizes)], edges, rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_optimum_is_that_of_brute_force(problem: AssignmentProblem) -> None:
+    expected = brute_force(problem)
+    if math.isinf(expected):
+        with pytest.raises(InfeasibleError):
+            solve_assignment(problem)
+        return
+    answer = solve_assignment(problem)
+    assert answer.objective == pytest.approx(expected, rel=1e-6)
+    assert problem.objective(answer.choice) == answer.objective
+    assert answer.bound == pytest.approx(expected, rel=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_presolve_keeps_an_optimum(problem: AssignmentProblem) -> None:
+    expected = brute_force(problem)
+    reduction = Reduction(problem.costs, problem.edges, [(r.usage, r.limit) for r in problem.rows])
+    try:
+        reduction.run()
+    except InfeasibleError:
+        assert math.isinf(expected)
+        return
+    left = reduction.nodes
+    choices = itertools.product(*(range(len(reduction.costs[i])) for i in left))
+    best = min(problem.objective(reduction.restore(dict(zip(left, c, strict=True)))) for c in choices)
+    assert best == pytest.approx(expected)
+
+
+def test_a_tree_is_solved_by_presolve_alone() -> None:
+    rng = np.random.default_rng(0)
+    edges = [(int(rng.integers(0, i)), i, rng.random((6, 6))) for i in range(1, 200)]
+    answer = solve_assignment(AssignmentProblem([rng.random(6) for _ in range(200)], edges))
+    assert answer.num_variables == 0
+    assert answer.gap < 1e-12
+
+
+def test_a_shared_resource_couples_nodes_without_edges() -> None:
+    costs = [np.array([0.0, 3.0]), np.array([0.0, 2.0])]
+    usage = {0: np.array([5.0, 1.0]), 1: np.array([5.0, 1.0])}
+    answer = solve_assignment(AssignmentProblem(costs, [], [Row(usage, 6.0)]))
+    assert (answer.choice, answer.objective) == ([0, 1], 2.0)
+
+
+def test_live_rows_are_the_maximal_live_sets() -> None:
+    usages = [np.ones(1)] * 4
+    rows = live_rows([(0, 3), (1, 2), (2, 5), (4, 4)], usages, 7.0)
+    assert [sorted(row.usage) for row in rows] == [[0, 1], [0, 2]]
+
+
+def test_infeasible_names_its_nodes() -> None:
+    closed = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    with pytest.raises(InfeasibleError) as error:
+        solve_assignment(AssignmentProblem([np.array([0.0, math.inf]), np.array([math.inf, 0.0])], [(0, 1, closed)]))
+    assert error.value.nodes
+
+
+def test_a_table_of_the_wrong_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"edge \(0, 1\) needs a table of shape \(2, 3\)"):
+        AssignmentProblem([np.zeros(2), np.zeros(3)], [(0, 1, np.zeros((3, 2)))])
+
+
+def load_instance(name: str) -> AssignmentProblem:
+    """An instance of the ASPLOS 2025 contest on intra-operator parallelism; costs of 1e18 mean forbidden."""
+    data = json.loads(gzip.decompress((INSTANCES / f"{name}.json.gz").read_bytes()))["problem"]
+
+    def numbers(values: list[float]) -> np.ndarray:
+        array = np.array(values, float)
+        return np.where(array >= 1e18, math.inf, array)
+
+    nodes, edges = data["nodes"], data["edges"]
+    costs = [numbers(c) for c in nodes["costs"]]
+    tables = [
+        (i, j, numbers(c).reshape(len(costs[i]), len(costs[j])))
+        for (i, j), c in zip(edges["nodes"], edges["costs"], strict=True)
+    ]
+    usages = [np.array(u, float) for u in nodes["usages"]]
+    return AssignmentProblem(costs, tables, live_rows([tuple(i) for i in nodes["intervals"]], usages, data["usage_limit"]))
+
+
+@pytest.mark.parametrize("name", ["G", "B"])
+def test_public_instance_is_solved_to_its_known_optimum(name: str) -> None:
+    if not INSTANCES.is_dir():
+        pytest.skip(f"the public instances are not at {INSTANCES}")
+    with (INSTANCES / "best_known.csv").open() as file:
+        best = {row["instance"]: float(row["best_contest_cost"]) for row in csv.DictReader(file)}
+    answer = solve_assignment(load_instance(name), time_limit_s=120)
+    assert answer.objective == best[name]
+    assert answer.gap <= 1e-6

@@ -1,0 +1,103 @@
+"""Differentiation of a block, and graphs as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import fx
+
+from passes.blocks import Block
+from passes.collectives import ops
+from passes.differentiate import collectives_of, differentiate
+from passes.infer import call
+from passes.serialize import GraphFormatError, block_from_data, block_to_data
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def placeholder(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
+    node = graph.create_node("placeholder", name, name=name)
+    node.meta.update(val=torch.empty(shape, dtype=torch.float64, device="meta"), path="layer.0", source="model.py:7")
+    return node
+
+
+def mlp() -> Block:
+    """linear, gelu, layer norm, linear; the input is also an output."""
+    graph = fx.Graph()
+    up, down, x = (placeholder(graph, n, *s) for n, s in (("up", (8, 4)), ("down", (4, 8)), ("x", (2, 3, 4))))
+    h = call(graph, aten.linear.default, (x, up), like=x)
+    h = call(graph, aten.gelu.default, (h,), like=x)
+    h = call(graph, aten.layer_norm.default, (h, [8]), like=x)
+    y = call(graph, aten.linear.default, (h, down), like=x)
+    graph.output((y, x))
+    return Block("mlp", graph, ("up", "down"), ("x",))
+
+
+def eager(up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    h = torch.nn.functional.gelu(torch.nn.functional.linear(x, up))
+    return torch.nn.functional.linear(torch.nn.functional.layer_norm(h, [8]), down)
+
+
+def test_pieces_compute_what_autograd_computes() -> None:
+    parts = differentiate(mlp(), CPU, [True], [True, True], [True, False])
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((8, 4), (4, 8), (2, 3, 4))]
+    seed = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(eager(*leaves), leaves, seed)
+
+    y, same, *saved = parts.forward.module(*(leaf.detach() for leaf in leaves))
+    assert torch.equal(y, eager(*leaves))
+    assert torch.equal(same, leaves[2])
+    assert len(saved) == len(parts.saved)
+    assert {"primals_1", "primals_2"} <= set(parts.saved), "weights are saved by reference, not as transposed views"
+    x_grad, up_grad, down_grad = parts.backward.module(*saved, seed)
+    x_first, *carried = parts.backward_input.module(*saved, seed)
+    up_last, down_last = parts.backward_weight.module(*carried)
+    for mine, halves, theirs in zip((up_grad, down_grad, x_grad), (up_last, down_last, x_first), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(halves, theirs)
+
+
+def test_a_gradient_that_is_zero_is_none() -> None:
+    parts = differentiate(mlp(), CPU, [True], [True, True], [False, True])
+    assert parts.backward.outputs[1:] == (None, None)
+
+
+def test_backward_collectives_are_the_transposed_forward_ones() -> None:
+    graph = fx.Graph()
+    w, x = placeholder(graph, "w", 8, 4), placeholder(graph, "x", 2, 3, 4)
+    whole = call(graph, ops.all_gather.default, (x, 1, "tp", 2, "reduce"), like=x)
+    y = call(graph, aten.linear.default, (whole, w), like=x)
+    graph.output((call(graph, ops.reduce_scatter.default, (y, 1, "tp", 2), like=x),))
+    parts = differentiate(Block("column", graph, ("w",), ("x",)), CPU, [True], [True], [True])
+    forward, backward = collectives_of(parts.forward.graph), collectives_of(parts.backward.graph)
+    assert [(u.op, u.shape) for u in forward] == [("all_gather", (2, 3, 4)), ("reduce_scatter", (2, 6, 8))]
+    assert [(u.op, u.shape) for u in backward] == [("all_gather", (2, 3, 8)), ("reduce_scatter", (2, 6, 4))]
+    assert {(u.path, u.source) for u in (*forward, *backward)} == {("layer.0", "model.py:7")}
+
+
+def test_graphs_round_trip_through_json() -> None:
+    block = mlp()
+    text = json.dumps(block_to_data(block))
+    again = block_from_data("mlp", tuple(json.loads(text)), block.states, block.inputs)
+    assert json.dumps(block_to_data(again)) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "aten.nonsense.default"}, "not registered"),
+        ({"args": [{"node": "later"}]}, "not defined before"),
+        ({"op": "call_module"}, "unknown kind of node"),
+        ({"val": [[1], "float17"]}, "not a tensor type"),
+    ],
+)
+def test_data_that_is_no_graph_is_refused_with_the_node(change: dict[str, object], message: str) -> None:
+    block = mlp()
+    nodes = [dict(n) for n in block_to_data(block)]
+    nodes[4].update(change)
+    with pytest.raises(GraphFormatError, match=message) as error:
+        block_from_data("mlp", tuple(nodes), block.states, block.inputs)
+    assert nodes[4]["name"] in str(error.value)

@@ -28,8 +28,6 @@ from benchmarks.common import (
     Attention,
     FeedForward,
     Llama,
-    LlamaConfig,
-    LlamaLayer,
     MlpLayer,
     Step,
     WithLoss,

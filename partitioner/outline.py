@@ -6,6 +6,7 @@ Read from the program's data alone: no graph is built, no operator has to be reg
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
 from passes.layouts import Layout, local_shape
-from runtime.program import Instruction, Program, StateData
+from runtime.program import Instruction, Program, Stage, StateData
 
 Direction = Literal["forward", "backward"]
 
@@ -171,6 +172,22 @@ def path_range(paths: Sequence[str]) -> str:
     return f"{first} – {last}"
 
 
+def chunk_starts(stage: Stage) -> list[int]:
+    """The positions of the calls with which the stage's chunks (its virtual stages) begin."""
+    starts: set[int] = set()
+    fresh = True
+    for instruction in stage.instructions:
+        if instruction.microbatch != 0:
+            continue
+        if instruction.op == "F" and instruction.calls:
+            if fresh:
+                starts.add(instruction.calls[0])
+            fresh = False
+        elif instruction.op in ("RECV_F", "SEND_F", "B", "I"):
+            fresh = True
+    return sorted(starts)
+
+
 class _Outliner:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -203,7 +220,10 @@ class _Outliner:
         reductions = Counter[tuple[str, str]]()
         counts = Counter[tuple[str, str]]()
         for bucket in stage.buckets:
-            key = ("all_reduce", "×".join(bucket.axes))
+            axes = [a for a in bucket.axes if program.mesh.get(a, 1) > 1]
+            if not axes:
+                continue
+            key = ("all_reduce", "×".join(axes))
             reductions[key] += sum(state_bytes(program.states[s], self.tp) for s in bucket.states)
             counts[key] += 1
         loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
@@ -216,7 +236,7 @@ class _Outliner:
             num_parameters=sum(math.prod(s.shape) for s in held),
             parameter_bytes=sum(state_bytes(s, self.tp) for s in held),
             reductions=tuple(
-                Moved(op, axes, "backward", counts[op, axes], num_bytes) for (op, axes), num_bytes in reductions.items()
+                Moved(op, over, "backward", counts[op, over], num_bytes) for (op, over), num_bytes in reductions.items()
             ),
             loads=tuple(dict.fromkeys(inputs.get(v, v) for v in loads)),
         )
@@ -224,12 +244,10 @@ class _Outliner:
     def groups(self, index: int) -> tuple[CallGroup, ...]:
         stage = self.program.stages[index]
         recomputed = set(stage.checkpoint_calls)
-        starts = {i.calls[0] for i in stage.instructions if i.op == "F" and i.calls}  # a virtual stage begins here
-        chunk = 0
-        kinds: list[tuple[str, bool, bool, int]] = []
-        for i, call in enumerate(stage.calls):
-            chunk += i in starts
-            kinds.append((call.block, i in recomputed, call.prologue, chunk))
+        starts = chunk_starts(stage)
+        kinds = [
+            (call.block, i in recomputed, call.prologue, bisect_right(starts, i)) for i, call in enumerate(stage.calls)
+        ]
         made: list[CallGroup] = []
         for start, period, repeats in fold_runs(kinds):
             stop = start + period * repeats

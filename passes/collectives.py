@@ -67,6 +67,8 @@ _FAKES = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+# Without a tensor among its arguments there is no device to dispatch on.
+_library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64, device="meta"), "BackendSelect")
 
 
 def _keep(*names: str) -> Any:

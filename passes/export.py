@@ -7,6 +7,7 @@ are constants of the model and keep their values.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import traceback
@@ -28,6 +29,7 @@ from passes.errors import CaptureError, PartitionError
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_PYTHON = str(Path(traceback.__file__).parent)
 _CPU = torch.device("cpu")
 
 
@@ -96,13 +98,24 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
 def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     """Export the twin. Raises :class:`CaptureError` with the model's line and torch.export's reason."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _slow_path():
             warnings.simplefilter("ignore")
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
     except Exception as error:
         raise CaptureError(_explain(twin.module, error)) from error
+
+
+@contextlib.contextmanager
+def _slow_path() -> Iterator[None]:
+    """nn.TransformerEncoderLayer as operators rather than one fused inference kernel."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,8 +129,8 @@ def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, "<"))]
-    user = [f for f in frames if f.filename != __file__ and not f.filename.endswith("passes/capture.py")]
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [f for f in frames if _is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     named = _FRAME.findall(str(error))
     where = ""
@@ -134,8 +147,13 @@ def _explain(model: nn.Module, error: Exception) -> str:
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
     """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
-    frames = [f for f in _FRAME.findall(stack_trace or "") if not f[0].startswith((_TORCH, "<"))]
+    frames = [f for f in _FRAME.findall(stack_trace or "") if _is_users(f[0])]
     return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not in_python and not file.startswith((_TORCH, "<"))
 
 
 @lru_cache(maxsize=4096)

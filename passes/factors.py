@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 Sections = tuple[int, ...]
+_IMPOSSIBLE = Layout("P", -2)
 Wanted = Mapping[int, Collection[Layout]]
 
 
@@ -80,7 +81,7 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
         return found
     wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
     for factor, size in factors.sizes.items():
-        if factor in factors.whole or size % num_ranks:
+        if factor in factors.whole or size < num_ranks or size % num_ranks:
             continue
         for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
             strategy = _sharded(factors, factor, sections, reads)
@@ -123,13 +124,13 @@ def _sharded(
     layouts: list[Layout] = []
     for i, dims in enumerate(factors.operands):
         layout = _layout(dims, factor, factors.sizes, sections, spans.operands[i] if spans else None)
-        if layout is False:
+        if layout is _IMPOSSIBLE:
             return None
         layouts.append(reads[i] if layout is None else layout)
     results: list[Layout] = []
     for i, dims in enumerate(factors.results):
         layout = _layout(dims, factor, factors.sizes, sections, spans.results[i] if spans else None)
-        if layout is False:
+        if layout is _IMPOSSIBLE:
             return None
         results.append(without if layout is None else layout)
     return Strategy(factor, sections, tuple(layouts), tuple(results))
@@ -137,20 +138,20 @@ def _sharded(
 
 def _layout(
     dims: Dims, factor: str, sizes: Mapping[str, int], sections: Sections, span: tuple[int, int] | None
-) -> Layout | None | bool:
-    """How a tensor is sharded along with ``factor``: ``None`` if it lacks it, ``False`` if it cannot be."""
+) -> Layout | None:
+    """How a tensor is sharded along with ``factor``: ``None`` if it lacks it, ``_IMPOSSIBLE`` if it cannot be."""
     found: Layout | None = None
     for dim, names in enumerate(dims):
         if factor not in names:
             continue
         if found is not None:  # a diagonal
-            return False
+            return _IMPOSSIBLE
         if len(names) == 1:
             found = shard(dim, sections if span is None else within(sections, span))
             continue
         outer, inner = _around(names, factor, sizes)
         if outer > MAX_SECTIONS:
-            return False
+            return _IMPOSSIBLE
         parts = tuple(s * inner for s in sections or (sizes[factor],))
         found = shard(dim, parts * outer)
     return found

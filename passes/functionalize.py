@@ -1,8 +1,8 @@
 """From an exported program to one flat graph of pure operators.
 
-Requires: an ``ExportedProgram``. Provides: a graph without sub-graphs (regions without gradients become explicit
-``detach`` operators on what enters them), without assertions, without in-place operators, on ``meta``; every operator has
-``val``, ``path``, ``source`` and ``stack`` (the module calls around it, outermost first, ``layers.0@1`` for the second).
+Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (what enters a region without
+gradients passes through an explicit ``detach``), no assertions and no in-place operators; buffers that the model changes
+are its first outputs, as torch.export's signature lists them.
 """
 
 from __future__ import annotations
@@ -10,75 +10,129 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
-from passes.infer import META
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
-# In-place by schema, but on tensors that were made for the purpose.
+# In-place by their schema, but applied to tensors made for the purpose.
 _PURE = {aten.detach_.default: aten.detach.default}
-_REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
 
 
-def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """A program of the same meaning whose graph is flat and functional; buffers that change are extra outputs."""
+def flatten_program(program: ExportedProgram) -> ExportedProgram:
+    """The program, flat and functional. The one given is not changed.
+
+    Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
+    """
+    inliner = _Inliner(_trainable(program))
+    graph = inliner.run(program)
+    flat = copy.copy(program)
+    flat._graph_module = fx.GraphModule({}, graph)
+    flat._graph_module.meta.update(program.graph_module.meta)
+    if not inliner.mutates:
+        return flat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flat = copy.copy(program)
-        graph, mutates = _inline(program)
-        flat._graph_module = fx.GraphModule({}, graph)
-        flat._graph_module.meta.update(program.graph_module.meta)
-        if mutates:
-            flat = flat.run_decompositions({})
-    return flat
+        return flat.run_decompositions({})
 
 
-def _inline(program: ExportedProgram) -> tuple[fx.Graph, bool]:
-    trainable = {
+def _trainable(program: ExportedProgram) -> set[str]:
+    """The placeholders of parameters that take a gradient."""
+    return {
         spec.arg.name
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.PARAMETER and program.state_dict[str(spec.target)].requires_grad
     }
-    inliner = _Inliner()
-    env: dict[fx.Node, Any] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = inliner.graph.node_copy(node)
-            if node.name in trainable:
-                inliner.needs_grad.add(env[node])
-    inliner.body(program.graph_module, program.graph, env, True)
-    return inliner.graph, inliner.mutates
 
 
 class _Inliner:
-    """Copies a graph and its regions into one; knows which values so far need a gradient."""
+    """Copies a graph and its regions into one graph; knows which values so far may need a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
+        self.trainable = trainable
         self.needs_grad: set[fx.Node] = set()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
 
-    def body(self, owner: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operators of ``graph``; ``grad``: whether gradients are on. Returns what it outputs."""
-        for node in graph.nodes:
+    def run(self, program: ExportedProgram) -> fx.Graph:
+        env: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self.graph.node_copy(node)
+                if node.name in self.trainable:
+                    self.needs_grad.add(env[node])
+        results = self.body(program.graph_module, env, grad=True)
+        self.graph.output(results)
+        return self.graph
+
+    def body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
+        """Copy the operators of ``owner``'s graph; returns what it outputs. ``grad``: whether gradients are on."""
+        for node in owner.graph.nodes:
             if node.op == "output":
-                result = fx.node.map_arg(node.args[0], env.__getitem__)
-                if owner is not None and not hasattr(self.graph, "_done") and graph.owning_module is None:
-                    pass
-                return self.finish(node, result) if grad is True and _is_top(env, graph) else result
-            if node.op == "call_function":
-                env[node] = self.operator(owner, node, env, grad)
-            elif node.op == "get_attr":
+                return fx.node.map_arg(node.args[0], env.__getitem__)
+            if node.op == "get_attr":
                 env[node] = getattr(owner, str(node.target))
+            elif node.op == "call_function":
+                env[node] = self.operator(node, env, grad)
         raise AssertionError("a graph ends in an output node")
+
+    def operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.region(node, env, grad)
+        if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return self.copy(node, env, grad)
+        if node.target._schema.name.split("::")[1].startswith(_CHECKS):
+            return None
+        self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
+        return self.copy(node, env, grad)
+
+    def region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+        """Inline a sub-graph that runs with gradients or autocast switched."""
+        args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        name = node.target.name()  # type: ignore[union-attr]
+        if name == "wrap_with_set_grad_enabled":
+            grad, owner, *operands = args
+        elif name == "wrap_with_autocast" and args[2] is False:
+            owner, *operands = args[4:]
+        else:
+            what = "an autocast region that is on" if name == "wrap_with_autocast" else f"the operator {name}"
+            raise UnsupportedError(
+                f"{what} ({source_of(node.meta.get('stack_trace'))}) cannot be kept exact; "
+                "give the precision by partition(precision=...) and write control flow without torch.cond and its kin"
+            )
+        inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
+        return self.body(owner, dict(zip(inner, operands, strict=True)), bool(grad))
+
+    def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
+        def operand(n: fx.Node) -> Any:
+            value = env[n]
+            return self.without_grad(value) if not grad and value in self.needs_grad else value
+
+        made = self.graph.node_copy(node, operand)
+        made.target = _PURE.get(node.target, node.target)  # type: ignore[arg-type]
+        if made.target is not aten.detach.default and any(n in self.needs_grad for n in made.all_input_nodes):
+            self.needs_grad.add(made)
+        return made
+
+    def without_grad(self, value: fx.Node) -> fx.Node:
+        if not _floating(value):
+            return value
+        if value not in self.detached:
+            self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
+            self.detached[value].meta.update(value.meta)
+        return self.detached[value]
+
+
+def _floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)

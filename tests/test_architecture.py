@@ -19,8 +19,8 @@ MAX_API_LINES = 100
 LONGER: dict[str, str] = {}  # module -> why it is one idea all the same
 
 FAMILIES = (
-    "llama gpt2 gpt gptneo mistral mixtral qwen gemma opt bloom bert roberta deberta t5 bart vit falcon phi deepseek "
-    "mamba whisper clip olmo huggingface transformers"
+    "llama gpt2 gpt gptneo mistral mixtral qwen gemma bert roberta deberta t5 bart vit falcon phi deepseek "
+    "mamba whisper olmo huggingface"
 ).split()
 NAMES = re.compile(rf"(?<![a-z])({'|'.join(FAMILIES)})(?![a-z])", re.IGNORECASE)
 

@@ -128,7 +128,9 @@ def load_instance(name: str) -> AssignmentProblem:
         for (i, j), c in zip(edges["nodes"], edges["costs"], strict=True)
     ]
     usages = [np.array(u, float) for u in nodes["usages"]]
-    return AssignmentProblem(costs, tables, live_rows([tuple(i) for i in nodes["intervals"]], usages, data["usage_limit"]))
+    return AssignmentProblem(
+        costs, tables, live_rows([tuple(i) for i in nodes["intervals"]], usages, data["usage_limit"])
+    )
 
 
 @pytest.mark.parametrize("name", ["G", "B"])

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models import BATCH, CASES, IGNORED, Case, float64, run, whole_loss
 
-
 UNUSED = {  # parameters that nothing reads
     "bert-untied": ["cls.predictions.bias"],
     "roberta-untied": ["lm_head.bias"],
@@ -50,7 +49,9 @@ def test_model_runs_in_float64(case: Case):
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_builds_are_the_same(case: Case):
     first, second = case.build(), case.build()
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("tied")])

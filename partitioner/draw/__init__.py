@@ -1,0 +1,3 @@
+"""Pictures of a plan as SVG."""
+
+from __future__ import annotations

@@ -176,6 +176,14 @@ def text(
     return element
 
 
+def span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
+    """More of the line ``parent``, ``gap`` pixels after what it has, of ordinary weight."""
+    attributes = {"font-size": number(size), "font-weight": "400", "fill": PALETTE[fill].light, "class": f"f-{fill}"}
+    element = ET.SubElement(parent, "tspan", attributes | {"dx": number(gap)})
+    element.text = content
+    return element
+
+
 _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 

@@ -5,10 +5,11 @@
     minimise    sum_i cost_i[x_i]  +  sum_(i,j) table_ij[x_i, x_j]
     subject to  sum_i usage_ri[x_i] <= limit_r     for every row r
 
-An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected component
-is solved as a mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each
-edge continuous ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and
-``sum_p e[p,q] = s_j[q]``. HiGHS solves it through OR-Tools MathOpt.
+An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected
+component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer program
+over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous ``e[p,q] >= 0``
+whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``. HiGHS solves it
+through OR-Tools MathOpt.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from partitioner.solve.elimination import eliminate, elimination_order
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
 from passes.errors import PartitionError
 
@@ -119,6 +121,13 @@ def solve_assignment(
     reduction.run()
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
+        order = _narrow(reduction, nodes)
+        if order is not None:
+            tables = [(i, j, t) for i in nodes for j, t in reduction.tables[i].items() if i < j]
+            best, cost = eliminate({i: reduction.costs[i] for i in nodes}, tables, order)
+            choice.update(best)
+            bound += cost
+            continue
         left = time_limit_s - (time.perf_counter() - start)
         program = _Program(reduction, nodes)
         size += program.num_variables
@@ -127,6 +136,14 @@ def solve_assignment(
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
+
+
+def _narrow(reduction: Reduction, nodes: Sequence[int]) -> list[int] | None:
+    """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
+    if any(reduction.usage[i] for i in nodes):
+        return None
+    sizes = {i: len(reduction.costs[i]) for i in nodes}
+    return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes})
 
 
 def _components(reduction: Reduction) -> list[list[int]]:
@@ -210,8 +227,8 @@ class _Program:
             raise InfeasibleError("no assignment satisfies the tables and the limits together", tuple(self.nodes))
         if not result.has_primal_feasible_solution():
             raise TimeLimitError(
-                f"no assignment found in {time_limit_s:.1f} s ({len(self.nodes)} nodes, {self.num_variables} variables, "
-                f"{reason.name.lower()}); allow more time or loosen the limits"
+                f"no assignment found in {time_limit_s:.1f} s ({len(self.nodes)} nodes, {self.num_variables} "
+                f"variables, {reason.name.lower()}); allow more time or loosen the limits"
             )
         variables = list(model.variables())[: self.num_choices]
         taken = np.array(result.variable_values(variables))

@@ -8,7 +8,7 @@ step           what it does
 =============  =======================================================================================================
 normalise      moves row and column minima of a table into its nodes; drops tables of zeros and impossible choices
 forced         a node with one choice is added to its neighbours and to the limits
-eliminate      a node with at most two neighbours (and no resource) is minimised out: its neighbours' table takes its place
+eliminate      a node with at most two neighbours (and no resource) is minimised out, into a table of these two
 follow         a node whose choice is decided by one neighbour's choice is merged into that neighbour
 dominate       a choice is dropped where another is never worse, whatever the neighbours do (Goldstein's criterion)
 =============  =======================================================================================================
@@ -187,13 +187,11 @@ class Reduction:
         return True
 
     def _follow(self, node: int) -> bool:
-        for leader, table in self.tables[node].items():
-            finite = np.isfinite(table)
-            if (finite.sum(axis=0) == 1).all():
-                break
-        else:
+        leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
+        if leader is None:
             return False
-        decided = finite.argmax(axis=0)  # per choice of the leader: that of the node
+        table = self.tables[node][leader]
+        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: that of the node
         self.costs[leader] = self.costs[leader] + self.costs[node][decided] + table.min(axis=0)
         for row, usage in self.usage[node].items():
             old = self.usage[leader].get(row)
@@ -223,7 +221,7 @@ class Reduction:
         tie = beaten & beaten.T
         beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
         np.fill_diagonal(beaten, False)
-        return self._drop(node, ~beaten.any(axis=1))
+        return self._drop(node, np.logical_not(beaten.any(axis=1)))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,25 @@
+"""Factor rules: how each operator may be sharded. One file per family; users add theirs with :func:`rule`."""
+
+from passes.rules import (
+    attention,
+    collective,
+    contraction,
+    convolution,
+    creation,
+    indexing,
+    loss,
+    normalisation,
+    pieces,
+    pointwise,
+    reduction,
+    reshape,
+)
+from passes.rules.algebra import Local, Lowering, OpFactors, Spans
+from passes.rules.registry import factors_of, has_rule, rule
+
+__all__ = ["Local", "Lowering", "OpFactors", "Spans", "factors_of", "has_rule", "rule"]
+
+FAMILIES = (
+    attention, collective, contraction, convolution, creation, indexing, loss, normalisation, pieces, pointwise,
+    reduction, reshape,
+)  # fmt: skip

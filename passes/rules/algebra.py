@@ -11,13 +11,13 @@ factor shards every tensor dim that holds it; a result without it is then a part
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 
+from passes.gradients import differentiable
 from passes.infer import call
 from passes.layouts import Layout, local_shape
 
@@ -77,6 +77,7 @@ class Spans:
 class OpFactors:
     """The factor rule of one operator call.
 
+    ``operands`` and ``results`` have the factors of every dim; a dim larger than 1 without any is never sharded.
     ``linear``: sets of operand positions; if exactly these are partial sums and the others whole, so are the results.
     ``local`` writes the operator for local shapes where its own arguments do not fit them.
     """
@@ -93,7 +94,7 @@ class OpFactors:
     def __str__(self) -> str:
         def dim(factors: tuple[str, ...]) -> str:
             names = [f + "!" * (f in self.whole) for f in factors]
-            return "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+            return "_" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
 
         sides = [", ".join(" ".join(map(dim, dims)) for dims in side) for side in (self.operands, self.results)]
         return " -> ".join(sides)
@@ -113,13 +114,21 @@ class Local:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append an operator with its meta value."""
-        return call(self.graph, target, args, kwargs, like=self.node)
+        node = call(self.graph, target, args, kwargs, like=self.node)
+        node.meta["grad"] = bool(node.meta.get("grad", True)) and differentiable(node.meta["val"])
+        return node
 
-    def copy(self, target: Callable[..., Any] | None = None, **changes: Any) -> fx.Node:
-        """The operator on the local operands, with other arguments (``arg<i>`` or the keyword's name)."""
+    def copy(self, **changes: Any) -> fx.Node:
+        """The operator on the local operands, some arguments (by their names in its schema) changed."""
         args, kwargs = with_operands(self.node, self.operands)
-        args = tuple(changes.pop(f"arg{i}", a) for i, a in enumerate(args))
-        return call(self.graph, target or _target(self.node), args, {**kwargs, **changes}, like=self.node)
+        changed = list(args)
+        for name, new in changes.items():
+            index = _parameters_of(self.node.target).get(name, (-1, None))[0]
+            if 0 <= index < len(changed):
+                changed[index] = new
+            else:
+                kwargs[name] = new
+        return self.call(_target(self.node), *changed, **kwargs)
 
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
         shape = tuple(results_of(self.node)[index].shape)
@@ -190,11 +199,23 @@ def results_of(node: fx.Node) -> tuple[Tensor, ...]:
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument of the node, by position or by keyword."""
-    if index < len(node.args):
-        return node.args[index]
-    return node.kwargs.get(name, default)
+_parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of the node by its name in the operator's schema, or its default; ``default`` if there is none."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    index, preset = _parameters_of(node.target).get(name, (-1, default))
+    return node.args[index] if 0 <= index < len(node.args) else preset
+
+
+def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
+    """The place and default of each parameter of an operator."""
+    if target not in _parameters:
+        schema = target._schema.arguments
+        _parameters[target] = {a.name: (-1 if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema)}
+    return _parameters[target]
 
 
 def as_dim(dim: int, rank: int) -> int:
@@ -202,8 +223,8 @@ def as_dim(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def as_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """The dims an argument names: one, several, or all for ``None`` and ``[]``."""
+def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
+    """The dims that an argument names: one, several, or all for ``None`` and ``[]``."""
     if dims is None or (not isinstance(dims, int) and not dims):
         return tuple(range(rank))
     return tuple(d + rank if d < 0 else d for d in ((dims,) if isinstance(dims, int) else dims))
@@ -233,12 +254,15 @@ def named(
     linear: tuple[frozenset[int], ...] = (),
     lower: Mapping[str, Lowering] | None = None,
     local: Callable[[Local], fx.Node] | None = None,
+    spans: Spans | None = None,
 ) -> OpFactors:
     """The rule that has at most one factor per dim; sizes are read off the tensors, dims of size 1 lose theirs.
 
-    A name that stands for two sizes (a gather's index shorter than its source) is whole.
+    ``None`` is a dim without a factor, which is never sharded. A name that stands for two sizes (a gather's index
+    shorter than its source) is whole.
     """
-    sizes: dict[str, int] = {}
+    cut = None if spans is None else spans.factor
+    sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
     clash: set[str] = set()
     sides: list[tuple[Dims, ...]] = []
     shapes = [shape(o) for o in operands_of(node)], [tuple(r.shape) for r in results_of(node)]
@@ -247,17 +271,17 @@ def named(
         for pattern, dims in zip(patterns, side, strict=True):
             factors: list[tuple[str, ...]] = []
             for name, size in zip(pattern, dims, strict=True):
-                if name is None or size == 1:
+                if name is None or (size == 1 and name != cut):
                     factors.append(())
                     continue
-                if sizes.setdefault(name, size) != size:
+                if name != cut and sizes.setdefault(name, size) != size:
                     clash.add(name)
                 factors.append((name,))
             tensors.append(tuple(factors))
         sides.append(tuple(tensors))
     if clash:
         whole = whole | clash
-    return OpFactors(sizes, sides[0], sides[1], whole, linear, lower or {}, local)
+    return OpFactors(sizes, sides[0], sides[1], whole, linear, lower or {}, local, spans)
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
@@ -265,5 +289,3 @@ def everything_whole(node: fx.Node) -> OpFactors:
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))
 
 
-def product(sizes: Sequence[int]) -> int:
-    return math.prod(sizes)

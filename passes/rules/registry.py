@@ -56,11 +56,11 @@ def _getitem(node: fx.Node) -> OpFactors:
 
 
 def family(*names: str) -> Callable[[R], R]:
-    """Give the ``aten`` operators of these names (``view``, ``view.dtype``) one rule function."""
+    """Give operators one rule function: of ``aten`` (``view``, ``view.dtype``), or of ``namespace::name``."""
 
     def register(function: R) -> R:
         for name in names:
-            _rules[f"aten::{name}"] = function
+            _rules[name if "::" in name else f"aten::{name}"] = function
         _found.clear()
         return function
 
@@ -89,7 +89,8 @@ def rule(
     """
     name = _name_of(target)
     if (function is None) == (not texts):
-        raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {'both' if texts else 'neither'}")
+        got = "both" if texts else "neither"
+        raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {got}")
     _rules[name] = function or _text_rule(name, texts, tuple(frozenset(s) for s in linear))
     _found.clear()
 

@@ -106,9 +106,8 @@ class _Parser:
         sides = self.text.split("->")
         if len(sides) != 2:
             raise self.error(f"expected one '->', got {len(sides) - 1}")
-        operands, results = (tuple(map(self.pattern, s.split(","))) if s.strip() else () for s in sides)
-        if not results:
-            raise self.error("there is no result")
+        operands = tuple(map(self.pattern, sides[0].split(","))) if sides[0].strip() else ()
+        results = tuple(map(self.pattern, sides[1].split(",")))  # nothing is a result without dims
         for positions in linear:
             if not positions or any(not 0 <= p < len(operands) for p in positions):
                 raise self.error(f"linear={sorted(positions)} names operands that are not among the {len(operands)}")
@@ -121,8 +120,9 @@ class _Parser:
 
     def pattern(self, text: str) -> Pattern:
         dims: list[tuple[str, ...]] = []
-        ellipsis, group, at = False, None, 0
         names: list[str] = []
+        group: list[str] | None = None
+        ellipsis, at = False, 0
         while text[at:].strip():
             match = _TOKEN.match(text, at)
             if match is None:

@@ -1,0 +1,170 @@
+"""How long a planned step takes, against the same step written by hand or with torch's own tools.
+
+Two Gloo ranks with one thread each run ours and the peers in turns, in one process pair per model and mesh; every
+figure is a median of ratios of neighbouring repetitions. A step is forward, loss, backward and all gradient reductions,
+without an optimizer. Every contender's loss is checked against the unmodified model's.
+
+    python benchmarks/overhead.py [--quick] [--only tp2/mlp64] [--json] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import runtime
+from benchmarks import common, peers
+from partitioner import Constraints, Plan, Topology, partition
+
+# A ratio above this is more overhead than we accept.
+LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "gpipe": 1.05, "1f1b": 1.05}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pair of processes: a workload on a mesh, our plans by name, and for each peer the plan it is held against."""
+
+    mesh: str
+    workload: str
+    plans: dict[str, dict[str, Any]]
+    against: dict[str, str]
+
+    @property
+    def cases(self) -> dict[str, tuple[str, str]]:
+        """Case name -> (our plan, the peer)."""
+        return {f"{self.mesh}/{self.workload}/{peer}": (plan, peer) for peer, plan in self.against.items()}
+
+
+def _jobs(only: str) -> list[Job]:
+    def schedules(workload: str) -> dict[str, dict[str, Any]]:
+        size = len(common.WORKLOADS[workload].batch()[0]) // peers.NUM_MICROBATCHES
+        return {s: dict(pp=2, dp=1, tp=1, microbatch_size=size, schedule=s) for s in ("gpipe", "1f1b")}
+
+    jobs = []
+    for name in common.WORKLOADS:
+        jobs += [
+            Job("tp2", name, {"ours": dict(pp=1, dp=1, tp=2)}, {"explicit": "ours", "dtensor": "ours"}),
+            Job("dp2", name, {"ours": dict(pp=1, dp=2, tp=1)}, {"ddp": "ours"}),
+            Job("pp2", name, schedules(name), {"gpipe": "gpipe", "1f1b": "1f1b"}),
+        ]
+    kept = []
+    for job in jobs:
+        against = {peer: plan for case, (plan, peer) in job.cases.items() if only in case}
+        if against:
+            plans = {name: c for name, c in job.plans.items() if name in against.values()}
+            kept.append(Job(job.mesh, job.workload, plans, against))
+    return sorted(kept, key=lambda job: ["tp2", "dp2", "pp2"].index(job.mesh))
+
+
+@dataclass
+class Outcome:
+    times: dict[str, list[float]]  # contender -> seconds per step, by repetition
+    losses: dict[str, float]
+    expected_loss: float = field(default=math.nan)
+
+
+def _ours(work: common.Workload, path: str) -> common.Step:
+    engine = runtime.Engine(Plan.load(path), weights=work.whole())
+    batch = work.batch()
+    return lambda: float(engine.step(batch))
+
+
+def _measure(workload: str, plans: dict[str, str], rivals: list[str], repetitions: int, block_s: float) -> Outcome:
+    """What each of the two ranks runs."""
+    work = common.WORKLOADS[workload]
+    steps = {f"ours {name}": _ours(work, path) for name, path in plans.items()}
+    steps |= {rival: peers.PEERS[rival](work) for rival in rivals}
+    losses = {name: step() for name, step in steps.items()}
+    times = common.interleaved(steps, repetitions=repetitions, block_s=block_s)
+    expected = peers.single(work)() if dist.get_rank() == 0 else math.nan
+    return Outcome(times, losses, expected)
+
+
+def run(job: Job, repetitions: int, block_s: float) -> Outcome:
+    """Plan, then measure on two ranks.
+
+    Raises:
+        RuntimeError: a rank failed, or a contender's loss is not the model's.
+    """
+    work = common.WORKLOADS[job.workload]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {}
+        for name, given in job.plans.items():
+            model = work.whole()
+            plan = partition(model, Topology.local(2), work.batch(), constraints=Constraints(**given))
+            paths[name] = str(Path(folder) / f"{name}.json")
+            plan.save(paths[name])
+        ranks = common.run_ranks(2, _measure, job.workload, paths, list(job.against), repetitions, block_s)
+    for name in ranks[0].losses:
+        # A peer may know the loss on one rank only (pipelining), or each rank its own part of the batch's mean (DDP).
+        known = [r.losses[name] for r in ranks if not math.isnan(r.losses[name])]
+        if not math.isclose(statistics.mean(known), ranks[0].expected_loss, rel_tol=1e-5):
+            raise RuntimeError(f"{job.mesh}/{job.workload}: {name} has loss {known}, not {ranks[0].expected_loss}")
+    return ranks[0]
+
+
+def _row(case: str, ours: list[float], peer: list[float], ratio: float, limit: float) -> list[str]:
+    colour = "green" if ratio <= limit else "red"
+    quartiles = statistics.quantiles([a / b for a, b in zip(ours, peer, strict=True)], n=4)
+    milliseconds = (f"{statistics.median(t) * 1e3:.2f}" for t in (ours, peer))
+    spread = f"{quartiles[0]:.2f}-{quartiles[2]:.2f}"
+    return [case, *milliseconds, f"[{colour}]{ratio:.3f}[/]", spread, f"{limit:.2f}"]
+
+
+def _table() -> Table:
+    table = Table(title="step time, two Gloo ranks on this machine")
+    table.add_column("case")
+    for heading in ("ours (ms)", "peer (ms)", "ours / peer", "quartiles", "at most"):
+        table.add_column(heading, justify="right")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Step time against hand-written peers and torch's own tools.")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio is above its limit")
+    options = parser.parse_args(arguments)
+
+    console = Console()
+    measure: Callable[[Job], Outcome] = partial(run, repetitions=12 if options.quick else 48, block_s=0.1)
+    ratios: dict[str, float] = {}
+    failures = 0
+    table = _table()
+    for job in _jobs(options.only):
+        with console.status(f"{job.mesh} {job.workload}"):
+            try:
+                outcome = measure(job)
+            except (RuntimeError, ValueError) as error:
+                failures += 1
+                console.print(f"[red]{job.mesh}/{job.workload}[/]", str(error), markup=True)
+                continue
+        for case, (plan, peer) in job.cases.items():
+            ours, theirs = outcome.times[f"ours {plan}"], outcome.times[peer]
+            ratios[case] = round(common.median_ratio(ours, theirs), 4)
+            table.add_row(*_row(case, ours, theirs, ratios[case], LIMITS[peer]))
+    console.print(table)
+    if options.json:
+        print(json.dumps({"ratios": ratios}))
+    above = [case for case, ratio in ratios.items() if ratio > LIMITS[case.rsplit("/", 1)[1]]]
+    return 1 if failures or (options.check and above) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

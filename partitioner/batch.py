@@ -1,0 +1,106 @@
+"""Which dim of every value is the batch: sharding on the axis ``data``, microbatches times data-parallel ranks.
+
+The same solver as for every axis, with other costs: work that is not divided is dear, samples that meet are dearer the
+more often they do, and nothing else counts. A mean loss ends as a partial sum; how many targets count is a total over
+the batch, known before the pipeline starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import fx
+
+from partitioner.solve.sharding import DATA, ShardingSolution, solve_sharding
+from partitioner.solve.share import matmul_flops
+from passes.blocks import FoldedModel, ModelInput, TensorSpec
+from passes.errors import InputsError
+from passes.factors import Strategy, results_of
+from passes.layouts import PARTIAL, REPLICATED, Layout, shard
+from passes.shard import RESHARDS
+
+# All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
+_ALL_WORK = 1000.0
+_TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
+_SLICE = 1e-6  # taking a part of a value that is whole
+
+
+def batch_size(model: FoldedModel, global_batch: int | None) -> int:
+    """The global batch: as given, else the first dim of the first input that has one."""
+    if global_batch is not None:
+        return global_batch
+    sizes = [i.spec.shape[0] for i in model.inputs if i.spec.shape]
+    if not sizes:
+        raise InputsError("no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch")
+    return sizes[0]
+
+
+def shard_batch(model: FoldedModel, batch: int) -> ShardingSolution:
+    """The layouts that split ``batch`` samples; they hold for any number of parts that divides it.
+
+    Raises :class:`partitioner.solve.sharding.ShardingError` where the samples cannot be told apart at all.
+    """
+    outputs = {
+        o.value: [REPLICATED, PARTIAL, *map(shard, range(len(model.values[o.value].shape)))]
+        for o in model.outputs
+        if o.value is not None and o.value != model.loss
+    }
+    return solve_sharding(
+        model,
+        DATA,
+        batch,
+        BatchCosts(_work(model)),
+        input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
+        output_layouts=outputs,
+    )
+
+
+def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
+    return [shard(d) for d, size in enumerate(model_input.spec.shape) if size == batch] + [REPLICATED]
+
+
+def _work(model: FoldedModel) -> float:
+    return sum(
+        model.num_calls(name) * node_work(node)
+        for name, block in model.blocks.items()
+        for node in block.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def node_work(node: fx.Node) -> float:
+    """Matrix-multiply FLOPs plus elements made: enough to tell much from little."""
+    return float(matmul_flops(node) + sum(r.numel() for r in results_of(node)))
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Costs on the axis ``data``; ``total`` is the whole model's work."""
+
+    total: float
+
+    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
+        return work / num_ranks if strategy.factor is not None else work
+
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        if source == target:
+            return 0.0
+        reshard = RESHARDS.get((source.kind, target.kind))
+        if reshard is None:
+            return math.inf
+        meetings = (reshard.forward is not None) + (differentiable and reshard.backward is not None)
+        if not meetings:
+            return _SLICE
+        is_total = (source.kind, target.kind) == ("P", "R") and not differentiable
+        return _TOTAL if is_total else float(meetings)
+
+    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
+        return 0.0
+
+    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
+        """Of two dims that would do, the first."""
+        return _SLICE * layout.dim if layout.is_shard else 0.0

@@ -1,0 +1,157 @@
+"""The costs that decide a sharding: of operators under a strategy, of reshards, of states and of what passes between calls.
+
+They are those of ``solve/sharding.py``'s protocol, in seconds per microbatch. :class:`TensorCosts` is for an axis whose
+ranks communicate, :class:`DataCosts` for the axis of the batch, whose parts are microbatches as well as ranks and thus
+cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from partitioner.cost.calls import exchange_time, operand_needs
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.compute import kernels_time
+from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
+from partitioner.topology.groups import Group
+from partitioner.topology.model import DeviceType
+from passes.blocks import TensorSpec
+from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
+from passes.layouts import Layout, local_shape
+from passes.shard import RESHARDS
+
+
+@dataclass
+class TensorCosts:
+    """Seconds per microbatch of what is sharded over ``group``.
+
+    ``num_microbatches``: what happens once per step is divided by it. ``sequence_parallel``: ``False`` forbids values
+    between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
+    held whole is updated whole by every rank.
+    """
+
+    device: DeviceType
+    group: Group
+    train: bool = True
+    num_microbatches: int = 1
+    sequence_parallel: bool | None = None
+    update_bytes: float = 8.0
+    _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
+
+    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        """One call of an operator, forward and backward, with the collectives of its special lowering."""
+        key = (node, strategy)
+        if key not in self._nodes:
+            self._nodes[key] = operator_time(node, strategy, num_ranks, self.device, self.train) + self._lowering(
+                node, strategy, num_ranks
+            )
+        return self._nodes[key]
+
+    def _lowering(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        if strategy.factor is None:
+            return 0.0
+        factors = factors_of(node)
+        lowering = factors.lower.get(strategy.factor) if factors is not None else None
+        if lowering is None:
+            return 0.0
+        result = results_of(node)[0]
+        size = math.prod(local_shape(strategy.results[0], tuple(result.shape), num_ranks)) * result.dtype.itemsize
+        return sum(collective_time(name, size, self.group) for name in lowering.collectives)
+
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """One change of layout, forward and, where ``differentiable``, backward; ``math.inf`` where there is none."""
+        if source == target or (source.kind == target.kind and not source.is_shard):
+            return 0.0
+        change = RESHARDS.get((source.kind, target.kind))
+        if change is None:
+            return math.inf
+        sharded = target if target.is_shard else source
+        strided = sharded.is_shard and math.prod(spec.shape[: sharded.dim]) > 1
+        seconds = self.device.launch  # also for what is free of communication: the simpler of equals wins
+        for op in (change.forward, change.backward if differentiable and self.train else None):
+            if op is not None:
+                seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)
+        if source.is_shard and target.is_shard and source.dim == target.dim:  # other sections: gathered, then cut
+            seconds += exchange_time("all_gather", spec.nbytes, self.group, self.device, strided)
+        return seconds
+
+    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
+        """The update of a rank's part, and under ``R'`` the reduction of the gradient; both once per step."""
+        if not self.train or not spec.dtype.is_floating_point:
+            return 0.0
+        local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
+        seconds = local * self.update_bytes / self.device.memory_bandwidth
+        if layout.kind == "R'":
+            seconds += collective_time("all_reduce", spec.nbytes, self.group)
+        return seconds / self.num_microbatches
+
+    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
+        """A value that is kept until backward: written once and read once, by every rank that holds it."""
+        if layout.is_shard and self.sequence_parallel is False:
+            return math.inf
+        local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
+        return 2.0 * local / self.device.memory_bandwidth
+
+
+@dataclass
+class DataCosts:
+    """Costs on the axis of the batch: operators take their share of the time, and nothing may be sent.
+
+    The exception is what gathers or adds up a whole value forward (a count of targets, an output of the model); it
+    costs ``dear``, more than any operator, and is moved out of the pipeline later where it can be.
+    """
+
+    device: DeviceType
+    train: bool = True
+    dear: float = 1e3
+    _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
+
+    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        """One call of an operator; a special lowering that communicates is ``dear``."""
+        key = (node, strategy)
+        if key not in self._nodes:
+            factors = factors_of(node) if strategy.factor is not None else None
+            lowering = factors.lower.get(strategy.factor) if factors is not None and strategy.factor else None
+            seconds = self.dear * len(lowering.collectives) if lowering is not None else 0.0
+            self._nodes[key] = seconds + operator_time(node, strategy, num_ranks, self.device, self.train)
+        return self._nodes[key]
+
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """Nothing where nothing is sent, ``dear`` for ``S -> R`` and ``P -> R``, else ``math.inf``."""
+        if source == target:
+            return 0.0
+        change = RESHARDS.get((source.kind, target.kind))
+        if change is None:
+            return math.inf
+        backward = change.backward if differentiable and self.train else None
+        if change.forward is None and backward is None:
+            return 0.0
+        return self.dear if change.forward in ("all_gather", "all_reduce") and backward is None else math.inf
+
+    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
+        """States are whole on every replica."""
+        return math.inf if layout.is_shard else 0.0
+
+    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
+        """Prefers what is split over what every replica holds."""
+        return spec.nbytes / self.device.memory_bandwidth * (0.0 if layout.is_shard else 1.0)
+
+
+def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
+    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
+    operands = [
+        Operand(local_shape(layout, tuple(o.meta["val"].shape), num_ranks), o.meta["val"].dtype)
+        for o, layout in zip(operands_of(node), strategy.operands, strict=True)
+        if isinstance(o.meta["val"], Tensor)
+    ]
+    results = [
+        Operand(local_shape(layout, tuple(r.shape), num_ranks), r.dtype)
+        for r, layout in zip(results_of(node), strategy.results, strict=True)
+    ]
+    seconds = kernels_time(forward_kernels(node, operands, results), device)
+    if train and needs_gradient(node):
+        seconds += kernels_time(backward_kernels(node, operands, results, operand_needs(node)), device)
+    return seconds

@@ -1,0 +1,42 @@
+"""Seconds of collectives and messages: start-up plus size over bandwidth (alpha-beta), by the levels a group spans.
+
+``num_bytes`` is always the size of the whole tensor: what an all-gather gives, what a reduce-scatter takes, what all
+ranks of an all-to-all hold together. A ring moves ``2 (n - 1) / n`` of it through each rank for an all-reduce and half
+of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from partitioner.topology.groups import Group
+from partitioner.topology.model import Link
+
+# How often (n - 1) / n of the whole tensor passes through each rank's links.
+_ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+def collective_time(op: str, num_bytes: float, group: Group) -> float:
+    """Seconds of ``op`` over ``group``; 0 in a group of one. Raises ``KeyError`` for an unknown collective."""
+    if group.size == 1:
+        return 0.0
+    if op == "all_to_all":
+        return group.one_way_start + _exchange(num_bytes, group)
+    share = _ROUNDS[op] * (group.size - 1) / group.size
+    start = group.all_reduce_start if _ROUNDS[op] == 2 else group.one_way_start
+    return start + share * num_bytes / group.bus_bandwidth
+
+
+def _exchange(num_bytes: float, group: Group) -> float:
+    """Each rank holds an n-th and sends an n-th of that to every other; the levels work at the same time."""
+    piece = num_bytes / group.size**2
+    seconds, reached = 0.0, 1
+    for tier in group.tiers:
+        here = reached * tier.ways
+        rate = min(group.cap, tier.level.bandwidth * tier.level.efficiency)
+        seconds = max(seconds, (here - reached) * piece / rate)
+        reached = here
+    return seconds
+
+
+def message_time(num_bytes: float, link: Link) -> float:
+    """Seconds of one message between pipeline stages; nothing is sent for no bytes."""
+    return link.time(num_bytes) if num_bytes else 0.0

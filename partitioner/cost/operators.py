@@ -1,0 +1,312 @@
+"""What an operator asks of a device: floating-point operations, memory traffic and kernel launches.
+
+Everything is read off the shapes of operands and results, so the same table serves whole tensors, one rank's shards
+under a strategy, and a finished local graph. Families of operators are rows of tables; what is in none of them moves
+its operands and results through memory once, and as much again for each gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from passes.collectives import collective_name
+from passes.factors import factors_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch."""
+
+    shape: Shape
+    dtype: torch.dtype
+    state: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
+
+    ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product. ``kind``: the row of the device's
+    table of memory efficiencies.
+    """
+
+    kind: str
+    num_bytes: float
+    state_bytes: float = 0.0
+    flops: float = 0.0
+    smallest: float = math.inf
+    precision: str = "fp32"
+    launches: int = 1
+
+
+PRECISIONS: dict[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+# Results that share their operand's memory.
+VIEWS = frozenset(
+    """view _unsafe_view reshape t transpose permute expand slice select narrow squeeze unsqueeze split
+    split_with_sizes chunk tensor_split unbind diagonal alias detach as_strided movedim moveaxis flatten unflatten
+    swapaxes swapdims view_as expand_as numpy_T mT mH adjoint lift_fresh real imag contiguous""".split()
+)
+_SUMMED_BACK = frozenset(("expand", "expand_as"))  # the gradient of a view that repeats is summed
+_FILLED_BACK = frozenset("slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split())
+_MAYBE_COPIES = frozenset(("reshape", "contiguous", "flatten"))
+
+_LOOKUPS = frozenset(
+    """embedding index_select gather index take_along_dim scatter scatter_add scatter_reduce index_put index_add
+    index_copy masked_select _unsafe_index _unsafe_masked_index take""".split()
+)
+_SORTS = frozenset("sort argsort topk kthvalue median mode histc bincount unique _unique2 searchsorted".split())
+_NORMS = frozenset(
+    """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
+    _native_batch_norm_legit cudnn_batch_norm instance_norm""".split()
+)
+_REDUCTIONS = frozenset(
+    """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax norm
+    linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
+)
+_SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
+_ADDITIONS = frozenset(("add", "sub", "rsub"))
+_ATTENTION = frozenset(
+    """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu""".split()
+)
+# Products in a fused attention's backward over those forward: scores again, and four more of the same size, over two
+# (Dao et al. 2022, FlashAttention).
+_ATTENTION_BACKWARD = 2.5
+
+_Product = tuple[float, float]  # FLOPs, the smallest of M, N and K
+
+
+def _contraction(a: Shape, b: Shape, out: Shape) -> _Product:
+    k = a[-1]
+    n = out[-1] if len(out) else 1
+    rows = math.prod(out) / n if len(b) <= 2 else out[-2]
+    return 2.0 * math.prod(out) * k, min(rows, n, k)
+
+
+def _linear(a: Shape, b: Shape, out: Shape) -> _Product:
+    return 2.0 * math.prod(out) * a[-1], min(math.prod(a[:-1]), b[0], a[-1])
+
+
+def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
+    k = math.prod(b[1:])
+    return 2.0 * math.prod(out) * k, min(math.prod(out) / max(1, b[0]), b[0], k)
+
+
+# Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
+_PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "_grouped_mm"), (0, 1, _contraction)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
+    "linear": (0, 1, _linear),
+    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _convolution)),
+}
+
+
+def operator_name(node: fx.Node) -> str:
+    """``mm`` for ``aten.mm.default``; empty for what is no torch operator."""
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares its operand's memory."""
+    name = operator_name(node)
+    return node.target is operator.getitem or (name in VIEWS and not (name in _MAYBE_COPIES and _copies(node)))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether most of the work of a model may be in such an operator: matrix products and attention."""
+    name = operator_name(node)
+    return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a reshape of a tensor with gaps has to copy."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    value: Tensor = source.meta["val"]
+    if value.is_contiguous():
+        return False
+    if operator_name(node) == "contiguous":
+        return True
+    try:
+        value.view(node.meta["val"].shape)
+    except RuntimeError:
+        return True
+    return False
+
+
+def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
+    """What running ``node`` on tensors of these shapes takes; nothing for views and collectives."""
+    if node.target is operator.getitem or collective_name(node.target) is not None or not results:
+        return []
+    name = operator_name(node)
+    if name in VIEWS:
+        return [_kernel("default", [*operands, *results])] if name in _MAYBE_COPIES and _copies(node) else []
+    if is_product(node):
+        flops, smallest = _product(node, name, operands, results)
+        kind = "attention" if name in _ATTENTION else "matmul"
+        return [_kernel(kind, [*operands, *results], flops, smallest, _precision(operands))]
+    if name in _LOOKUPS:
+        # a gather reads as much as it writes; a scatter writes over a copy
+        table = operands[0] if name.startswith(("scatter", "index_put", "index_add", "index_copy")) else results[0]
+        return [_kernel("lookup", [*operands[1:], table, *results])]
+    return [_kernel(_kind(node, name), [*operands, *results])]
+
+
+def backward_kernels(
+    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
+) -> list[Kernel]:
+    """What the gradients of the operands that ``needs`` marks take."""
+    if not any(needs) or node.target is operator.getitem or collective_name(node.target) is not None or not results:
+        return []
+    name = operator_name(node)
+    result = results[0]
+    wanted = [o for o, need in zip(operands, needs, strict=True) if need]
+    if name in VIEWS:
+        if name in _SUMMED_BACK and wanted[0].numel < result.numel:
+            return [_kernel("reduction", [wanted[0], result])]
+        return [_kernel("default", [wanted[0], result])] if name in _FILLED_BACK else []
+    if name in _ATTENTION:
+        flops, smallest = _product(node, name, operands, results)
+        traffic = [*operands, *operands, result, result]
+        return [_kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)]
+    if is_product(node):
+        return _product_backward(node, name, operands, results, needs)
+    if name in _LOOKUPS:
+        return [_kernel("lookup", [o, result, result], launches=2) for o in wanted]
+    if name in _SUMS:
+        return []
+    kind = _kind(node, name)
+    if kind == "pointwise":
+        return [k for o in wanted for k in _pointwise_backward(name, o, operands, result)]
+    return [_kernel(kind, [o, o, result]) for o in wanted]
+
+
+def _pointwise_backward(name: str, wanted: Operand, operands: Sequence[Operand], result: Operand) -> list[Kernel]:
+    broadcast = [_kernel("reduction", [result, wanted])] if wanted.numel < result.numel else []
+    if name in _ADDITIONS:
+        return broadcast  # the gradient itself
+    others = [o for o in operands if o is not wanted] or [wanted]
+    return [_kernel("pointwise", [result, *others, result]), *broadcast]
+
+
+def _product_backward(
+    node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
+) -> list[Kernel]:
+    """One product of the same size for each factor; a bias' gradient is summed."""
+    flops, smallest = _product(node, name, operands, results)
+    factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
+    precision = _precision(operands)
+    kernels = []
+    for place, (operand, need) in enumerate(zip(operands, needs, strict=True)):
+        if not need:
+            continue
+        if place in factors:
+            others = [o for i, o in enumerate(operands) if i in factors and i != place]
+            kernels.append(_kernel("matmul", [results[0], *others, operand], flops, smallest, precision))
+        elif operand.numel < results[0].numel:
+            kernels.append(_kernel("reduction", [results[0], operand]))
+    return kernels
+
+
+def add_kernel(value: Operand) -> Kernel:
+    """Adding one gradient of ``value`` to another."""
+    return _kernel("pointwise", [value, value, value])
+
+
+def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]) -> _Product:
+    out = results[0].shape
+    if name in _PRODUCTS:
+        first, second, formula = _PRODUCTS[name]
+        return formula(operands[first].shape, operands[second].shape, out)
+    if name in _ATTENTION:
+        return _attention(node, operands, out)
+    return _einsum(node, operands)
+
+
+def _attention(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
+    """Scores and their product with the values; a causal mask leaves half of them."""
+    query, key = operands[0].shape, operands[1].shape
+    causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
+    pairs = query[-2] * key[-2]
+    if causal:  # query i sees keys up to i
+        seen = min(query[-2], key[-2])
+        pairs = seen * (seen + 1) // 2 + max(0, query[-2] - key[-2]) * key[-2]
+    heads = math.prod(query[:-2])
+    return 2.0 * heads * pairs * (query[-1] + out[-1]), min(query[-2], key[-2], query[-1])
+
+
+def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
+    """The product of all loop sizes, from the equation or, where it has an ellipsis, from the factor rule."""
+    equation = str(node.args[0]).replace(" ", "")
+    if "." in equation:
+        factors = factors_of(node)
+        sizes = list(factors.sizes.values()) if factors is not None else [operands[0].numel]
+        return 2.0 * math.prod(sizes), float(min(sizes, default=1))
+    by_letter = {
+        letter: size
+        for letters, operand in zip(equation.split("->")[0].split(","), operands, strict=True)
+        for letter, size in zip(letters, operand.shape, strict=True)
+    }
+    return 2.0 * math.prod(by_letter.values()), float(min(by_letter.values(), default=1))
+
+
+def _kind(node: fx.Node, name: str) -> str:
+    if name in _NORMS:
+        return "norm"
+    if name in _REDUCTIONS:
+        return "reduction"
+    if name in _SORTS:
+        return "sort"
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return "pointwise"
+    return "default"
+
+
+def _precision(operands: Sequence[Operand]) -> str:
+    return PRECISIONS.get(operands[0].dtype, "fp32") if operands else "fp32"
+
+
+def _kernel(
+    kind: str,
+    traffic: Sequence[Operand],
+    flops: float = 0.0,
+    smallest: float = math.inf,
+    precision: str = "fp32",
+    launches: int = 1,
+) -> Kernel:
+    return Kernel(
+        kind,
+        float(sum(o.nbytes for o in traffic)),
+        float(sum(o.nbytes for o in traffic if o.state)),
+        flops,
+        smallest,
+        precision,
+        launches,
+    )

@@ -1,0 +1,195 @@
+"""Which tensors a block keeps from forward for its backward, and how much it needs besides while it runs.
+
+An operator's gradient needs some of its operands or its result: the table below, by family. Views keep what they look
+at. States are not counted (a rank holds them anyway), and the block's inputs are told apart: several calls may keep the
+same one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, fx
+
+from partitioner.cost.operators import is_view, operator_name
+from passes.blocks import Block
+from passes.collectives import collective_name
+from passes.factors import needs_gradient, operands_of, results_of
+from passes.gradients import differentiable
+
+Need = Literal["nothing", "operands", "others", "result", "both", "indices", "attention"]
+Value = tuple[fx.Node, int]  # a node's result, views traced back
+
+# What the gradient of an operator needs; what is not listed needs its operands.
+#   others     for each operand with a gradient the other ones (a product)
+#   indices    what is not differentiable: indices, masks, conditions, and results of that kind
+#   attention  operands, result and the logarithm of the sum of exponents, one fp32 number per row
+_NEEDS: dict[str, Need] = {
+    **dict.fromkeys(
+        """add sub rsub neg sum mean cat stack concat clone _to_copy to copy ones_like zeros_like full_like round floor
+        ceil sign constant_pad_nd pad roll flip repeat cumsum""".split(),
+        "nothing",
+    ),
+    **dict.fromkeys(
+        """mul mm bmm mv dot matmul _grouped_mm addmm addmv baddbmm linear einsum convolution conv1d conv2d conv3d
+        lerp""".split(),
+        "others",
+    ),
+    **dict.fromkeys(
+        """exp sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax expm1 cumprod""".split(),
+        "result",
+    ),
+    **dict.fromkeys("logsumexp amax amin max min norm linalg_vector_norm div prod".split(), "both"),
+    **dict.fromkeys(
+        """where masked_fill embedding index_select gather index take_along_dim scatter scatter_add index_put index_add
+        index_copy masked_select sort topk tril triu dropout native_dropout""".split(),
+        "indices",
+    ),
+    **dict.fromkeys(
+        """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
+        """.split(),
+        "both",
+    ),
+    **dict.fromkeys(
+        """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu""".split(),
+        "attention",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one call of a block. ``inside``: kept tensors that the block makes; ``inputs``: whether each input is.
+
+    ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more.
+    """
+
+    inside: int
+    inputs: tuple[bool, ...]
+    working: int
+
+
+def kept_by(block: Block, train: bool = True) -> Kept:
+    """What one call of ``block`` keeps and needs. Without training nothing is kept."""
+    states = set(block.states)
+    saved: dict[Value, int] = {}
+    extra = 0
+    for node in block.graph.nodes:
+        if train and node.op == "call_function" and needs_gradient(node):
+            for value in _needed(node):
+                saved[value] = _nbytes(value)
+            extra += _row_statistics(node)
+    saved = {value: size for value, size in saved.items() if value[0].name not in states}
+    made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
+    kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
+    inside = sum(made.values()) + extra
+    working = _forward_peak(block, made)
+    if train:
+        working = max(working, _backward_peak(block))
+    return Kept(inside, tuple(name in kept_names for name in block.inputs), working)
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that ``node`` looks at: views and picked results traced back to what was computed."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node), node
+            assert isinstance(index, int), node
+            if not is_view(source):
+                return source, index
+            node = source
+        elif collective_name(node.target) == "copy" or (is_view(node) and node.all_input_nodes):
+            node = node.all_input_nodes[0]
+        else:
+            break
+    return node, 0
+
+
+def _needed(node: fx.Node) -> Iterator[Value]:
+    """The values that the gradient of ``node`` reads."""
+    if is_view(node) or collective_name(node.target) is not None:
+        return
+    operands = operands_of(node)
+    need = _NEEDS.get(operator_name(node), "operands")
+    if need in ("operands", "both", "attention"):
+        yield from (value_of(o) for o in operands)
+    elif need == "others":
+        marked = [needs_gradient(o) for o in operands]
+        for place, operand in enumerate(operands):
+            if sum(marked) > marked[place]:
+                yield value_of(operand)
+    elif need == "indices":
+        yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
+    if need in ("result", "both", "attention"):
+        yield from ((node, i) for i in range(len(results_of(node))))
+    elif need == "indices":
+        yield from ((node, i) for i, r in enumerate(results_of(node)) if not differentiable(r))
+
+
+def _row_statistics(node: fx.Node) -> int:
+    """Bytes that a fused attention keeps besides operands and result, where it is one operator of one result."""
+    if _NEEDS.get(operator_name(node)) != "attention" or len(results_of(node)) > 1:
+        return 0
+    return 4 * math.prod(node.meta["val"].shape[:-1])
+
+
+def _nbytes(value: Value) -> int:
+    tensors = results_of(value[0])
+    return tensors[value[1]].nbytes if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
+
+
+def _forward_peak(block: Block, saved: dict[Value, int]) -> int:
+    """The most bytes over what is kept in the end that are alive at a time while the block runs forward."""
+    nodes = [n for n in block.graph.nodes if n.op == "call_function"]
+    last: dict[Value, int] = {}
+    for place, node in enumerate(nodes):
+        for operand in node.all_input_nodes:
+            last[value_of(operand)] = place
+    for output in block.outputs:
+        last[value_of(output)] = len(nodes)
+    dying: dict[int, list[Value]] = {}
+    for value, place in last.items():
+        if value[0].op == "call_function" and value not in saved:
+            dying.setdefault(place, []).append(value)
+    alive = peak = kept = 0
+    total = sum(saved.values())
+    for place, node in enumerate(nodes):
+        for value in _made(node):
+            if value in saved:
+                kept += saved[value]
+            elif value in last:
+                alive += _nbytes(value)
+        peak = max(peak, alive + kept - total)
+        alive -= sum(_nbytes(value) for value in dying.get(place, ()))
+    return max(0, peak)
+
+
+def _backward_peak(block: Block) -> int:
+    """The most bytes of gradients that are alive at a time; those of the states all together, as they are returned."""
+    states = set(block.states)
+    of_states = sum(_nbytes((n, 0)) for n in block.placeholders if n.name in states and needs_gradient(n))
+    alive = {value_of(n): _nbytes(value_of(n)) for n in block.outputs if needs_gradient(n)}
+    peak = sum(alive.values())
+    for node in reversed(list(block.graph.nodes)):
+        if node.op != "call_function" or not needs_gradient(node) or is_view(node):
+            continue
+        for operand in operands_of(node):
+            value = value_of(operand)
+            if needs_gradient(operand) and value[0].name not in states:
+                alive[value] = _nbytes(value)
+        peak = max(peak, sum(alive.values()))
+        for value in _made(node):
+            alive.pop(value, None)
+    return peak + of_states
+
+
+def _made(node: fx.Node) -> list[Value]:
+    if is_view(node) or collective_name(node.target) == "copy":
+        return []
+    return [(node, i) for i in range(len(results_of(node)))]

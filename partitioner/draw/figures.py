@@ -1,0 +1,55 @@
+"""The key figures of a plan, as every picture and the summary show them."""
+
+from __future__ import annotations
+
+from partitioner.plan import Plan
+from partitioner.units import bytes_text, percent, plural, seconds_text
+from runtime.program import AXES
+
+AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
+COLLECTIVE_NAMES = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+
+
+def mesh_text(mesh: dict[str, int]) -> str:
+    """``pp 4 × dp 2 × tp 2``; axes of one rank are left out, and a mesh of one rank is ``one rank``."""
+    return " × ".join(f"{axis} {mesh[axis]}" for axis in AXES if mesh.get(axis, 1) > 1) or "one rank"
+
+
+def capacities(plan: Plan) -> tuple[int, ...]:
+    """The bytes that a program may use on the device of every rank."""
+    return tuple(plan.topology.devices[d].usable for d in plan.devices)
+
+
+def memory_text(plan: Plan) -> str:
+    """The fullest rank's peak against what its device has."""
+    peaks = plan.estimate.memory
+    if not peaks:
+        return "unknown"
+    rooms = capacities(plan)
+    fullest = max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]))
+    return f"{bytes_text(peaks[fullest])} of {bytes_text(rooms[fullest])}"
+
+
+def key_figures(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
+    program, estimate = plan.program, plan.estimate
+    return [
+        ("mesh", mesh_text(program.mesh)),
+        ("ranks", f"{program.world_size:,}"),
+        ("microbatches", f"{program.num_microbatches:,}"),
+        ("schedule", program.schedule),
+        ("step time", seconds_text(estimate.step_time)),
+        ("MFU", percent(estimate.mfu)),
+        ("bubble", percent(estimate.bubble)),
+        ("memory, fullest rank", memory_text(plan)),
+    ]
+
+
+def picture_title(plan: Plan) -> str:
+    objective = "training step" if plan.program.objective == "train" else "inference"
+    return f"{plan.model}: {objective} on {plural(plan.program.world_size, 'rank')}"

@@ -1,0 +1,262 @@
+"""The ``graph`` view: a panel per stage with its folded calls; hand-overs, long edges and tied weights between them.
+
+The ranks of a stage are one panel, so the picture grows with the stages and not with the ranks, and a long run of
+equal stages is one panel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree as ET
+
+from partitioner.draw.card import Card, Row
+from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, key_figures, mesh_text, picture_title
+from partitioner.draw.lanes import Box, Lanes, Wire, draw_wires
+from partitioner.draw.stage import Panel, arrow, draw_panel, stage_panel
+from partitioner.draw.svg import Header, draw_header, group, line, picture, text, text_width, to_text
+from partitioner.outline import Flow, Outline, StageOutline, outline
+from partitioner.plan import Plan
+from partitioner.units import bytes_text, count_text, percent, plural, ranges
+
+MOST_STAGES = 8  # with more, runs of equal stages are drawn once
+_FEWEST_EQUAL = 3
+_WIDEST = 1900.0  # pixels of a row of panels
+_MARGIN, _LINK_Y, _LABEL = 24.0, 42.0, 10.0
+
+_LEGEND = (
+    ("all_gather", "all-gather"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("all_reduce", "all-reduce"),
+    ("all_to_all", "all-to-all"),
+    ("send", "send and receive between stages"),
+    ("long_edge", "value relayed over several stages"),
+    ("tied", "tied weight"),
+    ("memory", "peak memory"),
+)
+
+
+def draw_graph(plan: Plan) -> str:
+    """The picture as SVG text."""
+    scene = _Scene(plan, outline(plan.program))
+    drawing, width, height = scene.draw()
+    used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
+    header = Header(
+        title=picture_title(plan),
+        subtitle="Bytes are those of one rank and one microbatch; reductions of gradients are once per step.",
+        figures=key_figures(plan),
+        legend=[(colour, meaning) for colour, meaning in _LEGEND if colour in used],
+    )
+    total = max(width + 2 * _MARGIN, 860.0)
+    top = draw_header(picture(total, 0, ""), header, total)
+    root = picture(total, top + height + _MARGIN, picture_title(plan))
+    draw_header(root, header, total)
+    drawing.set("transform", f"translate({_MARGIN:g} {top:g})")
+    root.append(drawing)
+    return to_text(root)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal consecutive ``stages``, drawn once as the first of them."""
+
+    stage: StageOutline
+    stages: tuple[int, ...]
+
+
+def clusters_of(whole: Outline) -> list[Cluster]:
+    """The stages, with runs of equal ones joined where there are more than ``MOST_STAGES``."""
+    if len(whole.stages) <= MOST_STAGES:
+        return [Cluster(stage, (stage.index,)) for stage in whole.stages]
+    runs: list[Cluster] = []
+    for stage in whole.stages:
+        if runs and _likeness(runs[-1].stage) == _likeness(stage):
+            runs[-1] = Cluster(runs[-1].stage, (*runs[-1].stages, stage.index))
+        else:
+            runs.append(Cluster(stage, (stage.index,)))
+    clusters: list[Cluster] = []
+    for run in runs:
+        short = len(run.stages) < _FEWEST_EQUAL
+        clusters += [Cluster(whole.stages[s], (s,)) for s in run.stages] if short else [run]
+    return clusters
+
+
+def _likeness(stage: StageOutline) -> object:
+    groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed) for g in stage.groups]
+    return groups, stage.reductions, stage.parameter_bytes
+
+
+class _Scene:
+    def __init__(self, plan: Plan, whole: Outline) -> None:
+        self.plan = plan
+        self.whole = whole
+        self.clusters = clusters_of(whole)
+        self.shown = {s: i for i, c in enumerate(self.clusters) for s in c.stages}
+        self.links = {(k.source, k.target, k.direction): k for k in whole.links}
+        self.panels = [self.panel(c) for c in self.clusters]
+
+    def draw(self) -> tuple[ET.Element, float, float]:
+        """The drawing, its width and its height."""
+        rows = self.rows()
+        columns = range(len(rows[0]))
+        widths = [max(self.panels[row[i]].width for row in rows if i < len(row)) for i in columns]
+        gaps = [max(self.gap(row[i]) for row in rows if i < len(row)) for i in columns]
+        lefts = [sum(widths[:i]) + sum(gaps[:i]) for i in columns]
+        boxes = [
+            Box(number, lefts[i], widths[i], self.panels[index].height)
+            for number, row in enumerate(rows)
+            for i, index in enumerate(row)
+        ]
+        right = max(b.left + b.width for b in boxes)
+        beside = [(row[i], row[i + 1]) for row in rows for i in range(len(row) - 1)]
+        lanes = Lanes(boxes, self.wires(set(beside)), right)
+        tops, bottoms, y = [], [], 0.0
+        for number, row in enumerate(rows):
+            tops.append(y)
+            bottoms.append(y + max(self.panels[i].height for i in row))
+            y = bottoms[-1] + lanes.height(number)
+        drawing = ET.Element("g")
+        for index, (panel, box) in enumerate(zip(self.panels, boxes, strict=True)):
+            draw_panel(drawing, panel, box.left, tops[box.row], box.width, box.height)
+            if any(first == index for first, _ in beside):
+                self.hand_over(drawing, index, box.left + box.width, boxes[index + 1].left, tops[box.row] + _LINK_Y)
+        draw_wires(drawing, lanes, tops, bottoms)
+        return drawing, lanes.width, y
+
+    def rows(self) -> list[list[int]]:
+        """Panel numbers row by row, the rows about equally long."""
+        widest = max(p.width for p in self.panels) + max((self.gap(i) for i in range(len(self.panels))), default=0.0)
+        most = max(1, int(_WIDEST // widest))
+        count = math.ceil(len(self.panels) / most)
+        size = math.ceil(len(self.panels) / count)
+        return [list(range(i, min(i + size, len(self.panels)))) for i in range(0, len(self.panels), size)]
+
+    def neighbours(self, index: int) -> tuple[int, int] | None:
+        """The stages on either side of the gap after panel ``index``."""
+        if index + 1 >= len(self.clusters):
+            return None
+        return self.clusters[index].stages[-1], self.clusters[index + 1].stages[0]
+
+    def link_labels(self, stages: tuple[int, int]) -> tuple[str, str]:
+        forward = self.links.get((*stages, "forward"))
+        backward = self.links.get((stages[1], stages[0], "backward"))
+        return (
+            f"{bytes_text(forward.num_bytes)} forward" if forward else "",
+            f"{bytes_text(backward.num_bytes)} backward" if backward else "",
+        )
+
+    def gap(self, index: int) -> float:
+        stages = self.neighbours(index)
+        labels = self.link_labels(stages) if stages else ("",)
+        return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
+
+    def hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
+        """Arrows between neighbouring panels: forward, and backward below it."""
+        stages = self.neighbours(index)
+        assert stages is not None
+        directions = (("forward", stages, left, right), ("backward", stages[::-1], right, left))
+        labels = self.link_labels(stages)
+        for (direction, (source, target), start, end), label in zip(directions, labels, strict=True):
+            link = self.links.get((source, target, "forward" if direction == "forward" else "backward"))
+            if link is None:
+                continue
+            what = "gradients of " if direction == "backward" else ""
+            tip = f"stage {source} to stage {target}: {what}{self.named(link.values)}"
+            outer = group(parent, tip)
+            height = y if direction == "forward" else y + 12
+            towards = 7 if end > start else -7
+            line(outer, start, height, end - towards, height, "send", 1.8)
+            arrow(outer, (start, height), (end, height), "send")
+            base = height - 6 if direction == "forward" else height + 15
+            text(outer, (left + right) / 2, base, label, size=_LABEL, anchor="middle")
+
+    def named(self, names: Sequence[str]) -> str:
+        values = self.plan.program.values
+        shown = [f"{n} {list(values[n].shape)} {values[n].dtype}" for n in names[:10] if n in values]
+        return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+    def wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
+        """All that is drawn along the lanes: hand-overs to the next row or further, relayed values, tied weights."""
+        wires = []
+        for link in self.whole.links:
+            pair = self.shown[link.source], self.shown[link.target]
+            if link.direction == "forward" and pair not in beside and pair[0] != pair[1]:
+                label = ", ".join(t for t in self.link_labels((link.source, link.target)) if t)
+                tip = f"stage {link.source} to stage {link.target}: {self.named(link.values)}"
+                wires.append(Wire(*pair, "send", label, tip))
+        wires += self.relayed()
+        for tie in self.whole.ties:
+            places = list(dict.fromkeys(self.shown[p[0]] for p in tie.places))
+            names = " = ".join([tie.state, *tie.aliases])
+            label = f"tied: {names}, {bytes_text(tie.num_bytes)} of gradients added up per step"
+            wires += [Wire(a, b, "tied", label, names, dashed=True) for a, b in zip(places, places[1:], strict=False)]
+        return wires
+
+    def relayed(self) -> list[Wire]:
+        """Values read more than one hand-over away from where they are made."""
+        between: dict[tuple[int, int], list[Flow]] = {}
+        for flow in self.whole.flows:
+            stages = flow.source[0], flow.target[0]
+            link = self.links.get((*stages, "forward"))
+            direct = link is not None and set(flow.values) <= set(link.values)
+            pair = self.shown[stages[0]], self.shown[stages[1]]
+            if not direct and pair[0] != pair[1]:
+                between.setdefault(pair, []).append(flow)
+        wires = []
+        for pair, flows in between.items():
+            first = flows[0]
+            ends = " → ".join(" + ".join(self.whole.group(p).blocks) for p in (first.source, first.target))
+            more = f" and {len(flows) - 1} more" if len(flows) > 1 else ""
+            ahead, back = (sum(sizes) for sizes in zip(*((f.forward_bytes, f.backward_bytes) for f in flows), strict=True))
+            sizes = f"{bytes_text(ahead)} forward" + (f", {bytes_text(back)} backward" if back else "")
+            hops = plural(abs(first.hops), "hop")
+            tip = "\n".join(self.named(f.values) for f in flows)
+            wires.append(Wire(*pair, "long_edge", f"{ends}{more}: {sizes}, {hops}", tip))
+        return wires
+
+    def panel(self, cluster: Cluster) -> Panel:
+        return stage_panel(self.header(cluster), cluster.stage.groups, self.whole.flows, self.tooltip(cluster))
+
+    def header(self, cluster: Cluster) -> Card:
+        stage = cluster.stage
+        ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
+        several = len(cluster.stages) > 1
+        title = f"Stages {ranges(cluster.stages)}" if several else f"Stage {stage.index}"
+        rows = [Row(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}")]
+        if several:
+            rows.append(Row(f"{len(cluster.stages)} equal stages, drawn once", fill="muted"))
+            labels = [t for t in self.link_labels((cluster.stages[0], cluster.stages[1])) if t]
+            rows.append(Row(f"{', '.join(labels)} from each to the next", swatch="send"))
+        size = f"{count_text(stage.num_parameters)} parameters, {bytes_text(stage.parameter_bytes)} per rank"
+        rows.append(Row(size, 12, space=2))
+        rows += self.memory(ranks)
+        for moved in stage.reductions:
+            name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of gradients over {moved.axis}"
+            amount = f"{bytes_text(moved.num_bytes)} in {plural(moved.count, 'bucket')}"
+            rows.append(Row(f"{name}: {amount}", swatch=moved.op))
+        return Card(tuple(rows))
+
+    def memory(self, ranks: Sequence[int]) -> list[Row]:
+        """Peak against room on the fullest of ``ranks``."""
+        peaks, rooms = self.plan.estimate.memory, capacities(self.plan)
+        known = [r for r in ranks if r < len(peaks)]
+        if not known:
+            return []
+        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]))
+        share = peaks[rank] / max(1, rooms[rank])
+        return [Row(f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2)]
+
+    def tooltip(self, cluster: Cluster) -> str:
+        stage = cluster.stage
+        inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
+        lines = [
+            f"Stage {ranges(cluster.stages)}: {plural(len(stage.ranks), 'rank')} ({mesh_text(inner)})",
+            f"{plural(stage.num_calls, 'call')}, {stage.num_parameters:,} parameters",
+        ]
+        if stage.loads:
+            lines.append(f"reads {', '.join(stage.loads)}")
+        results = [o.path for o in self.plan.program.outputs if o.stage in cluster.stages and o.path]
+        if results:
+            lines.append(f"gives {', '.join(results[:8])}")
+        return "\n".join(lines)

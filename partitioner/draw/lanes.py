@@ -1,0 +1,180 @@
+"""Lines between panels that do not touch: they leave below, run along lanes between the rows, and enter where they end.
+
+Right angles only, so that many of them stay apart. Panels stand in rows; below every row is a gutter of lanes, and at
+the right of all a margin for lines that pass a whole row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from xml.etree import ElementTree as ET
+
+from partitioner.draw.dot import Point
+from partitioner.draw.stage import arrow
+from partitioner.draw.svg import PALETTE, group, number, text, text_width
+
+LANE = 27.0
+_EMPTY, _RADIUS, _MARGIN_STEP, _LABEL_SIZE = 22.0, 8.0, 14.0, 11.0
+_SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side at which wires may end
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A line from panel ``source`` to panel ``target`` with a ``label`` on its longest run."""
+
+    source: int
+    target: int
+    colour: str
+    label: str
+    tooltip: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a panel stands: which row, and its extent; where a row begins follows from the gutters above it."""
+
+    row: int
+    left: float
+    width: float
+    height: float
+
+
+@dataclass
+class _Run:
+    """A horizontal piece of a wire in the gutter below ``row``; ``lane`` counts downwards."""
+
+    wire: int
+    row: int
+    start: float
+    end: float
+    lane: int = 0
+    labelled: bool = True
+
+
+@dataclass
+class Lanes:
+    """Lanes and ends chosen for all ``wires``; :meth:`height` is what the gutter below a row takes."""
+
+    boxes: Sequence[Box]
+    wires: Sequence[Wire]
+    right: float
+    ends: dict[tuple[int, bool], float] = field(default_factory=dict)  # (wire, at its target) -> x
+    runs: dict[int, list[_Run]] = field(default_factory=dict)
+    margins: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._attach()
+        for index in range(len(self.wires)):
+            self._run(index)
+        self._assign()
+
+    def height(self, row: int) -> float:
+        used = [run.lane + 1 for runs in self.runs.values() for run in runs if run.row == row]
+        return _EMPTY + LANE * max(used, default=0)
+
+    @property
+    def width(self) -> float:
+        """How far the wires reach to the right."""
+        return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
+
+    def _upper_first(self, index: int) -> tuple[int, int, bool]:
+        """The wire's panels, the one in the upper row first, and whether that swapped them."""
+        wire = self.wires[index]
+        if self.boxes[wire.target].row < self.boxes[wire.source].row:
+            return wire.target, wire.source, True
+        return wire.source, wire.target, False
+
+    def _attach(self) -> None:
+        sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
+        for index in range(len(self.wires)):
+            upper, lower, swapped = self._upper_first(index)
+            same = self.boxes[upper].row == self.boxes[lower].row
+            for panel, other, at_lower in ((upper, lower, False), (lower, upper, True)):
+                side = "top" if at_lower and not same else "bottom"
+                sides[panel, side].append((self.boxes[other].left, index, at_lower != swapped))
+        for (panel, side), users in sides.items():
+            box = self.boxes[panel]
+            start, width = _SIDES[side]  # panels stand in columns: what leaves one and what enters the next keep apart
+            for place, (_, index, at_target) in enumerate(sorted(users)):
+                share = start + width * (place + 1) / (len(users) + 1)
+                self.ends[index, at_target] = box.left + box.width * share
+
+    def _run(self, index: int) -> None:
+        upper, lower, swapped = self._upper_first(index)
+        start, end = self.ends[index, swapped], self.ends[index, not swapped]
+        first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
+        if first == last:
+            self.runs[index] = [_Run(index, first, start, end)]
+            return
+        x = self.margins[index] = self.right + _MARGIN_STEP * (len(self.margins) + 1)
+        self.runs[index] = [_Run(index, first, start, x), _Run(index, last, x, end, labelled=False)]
+
+    def _assign(self) -> None:
+        taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        runs = [run for runs in self.runs.values() for run in runs]
+        for run in sorted(runs, key=lambda r: abs(r.end - r.start)):
+            low, high = self._extent(run)
+            while any(low < b and a < high for a, b in taken[run.row, run.lane]):
+                run.lane += 1
+            taken[run.row, run.lane].append((low, high))
+
+    def _extent(self, run: _Run) -> tuple[float, float]:
+        half = text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8 if run.labelled else 0.0
+        middle = (run.start + run.end) / 2
+        return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
+
+
+def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
+    """Draw all wires; ``tops`` and ``bottoms`` are the rows' vertical extents."""
+    for index, wire in enumerate(lanes.wires):
+        upper, lower, swapped = lanes._upper_first(index)
+        runs = lanes.runs[index]
+        heights = [bottoms[run.row] + _EMPTY / 2 + LANE * (run.lane + 0.5) + 3 for run in runs]
+        same = lanes.boxes[upper].row == lanes.boxes[lower].row
+        first, last = lanes.boxes[upper], lanes.boxes[lower]
+        corners = [(runs[0].start, tops[first.row] + first.height)]
+        for run, y in zip(runs, heights, strict=True):
+            corners += [(run.start, y), (run.end, y)]
+        corners.append((runs[-1].end, tops[last.row] + (last.height if same else 0.0)))
+        if swapped:
+            corners.reverse()
+        outer = group(parent, wire.tooltip)
+        _polyline(outer, corners, wire)
+        label = next(run for run in runs if run.labelled)
+        _label(outer, (label.start + label.end) / 2, heights[runs.index(label)] - 5, wire)
+
+
+def _polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
+    path = f"M{number(corners[0][0])},{number(corners[0][1])}"
+    for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):
+        enter, leave = _towards(corner, before), _towards(corner, after)
+        path += f"L{number(enter[0])},{number(enter[1])}Q{number(corner[0])},{number(corner[1])} "
+        path += f"{number(leave[0])},{number(leave[1])}"
+    tip = corners[-1]
+    stop = tip if wire.dashed else _towards(tip, corners[-2], 6)
+    path += f"L{number(stop[0])},{number(stop[1])}"
+    attributes = {"d": path, "fill": "none", "stroke": PALETTE[wire.colour].light, "class": f"s-{wire.colour}"}
+    attributes |= {"stroke-width": "1.8"} | ({"stroke-dasharray": "5 4"} if wire.dashed else {})
+    ET.SubElement(parent, "path", attributes)
+    if not wire.dashed:
+        arrow(parent, stop, tip, wire.colour)
+
+
+def _towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
+    """The point at most ``most`` from ``corner`` on the way to ``other``, and no further than half of it."""
+    dx, dy = other[0] - corner[0], other[1] - corner[1]
+    length = abs(dx) + abs(dy)
+    if length == 0:
+        return corner
+    step = min(most, length / 2) / length
+    return corner[0] + dx * step, corner[1] + dy * step
+
+
+def _label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
+    """The label with a halo, so that lines which cross it leave it legible."""
+    element = text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
+    element.set("class", f"{element.get('class')} s-canvas")
+    element.attrib |= {"stroke": PALETTE["canvas"].light, "stroke-width": "3", "paint-order": "stroke"}

@@ -1,0 +1,258 @@
+"""From stages and a schedule to instructions: the program of all ranks.
+
+Requires: a local model (graphs with their collectives, one rank's shapes), a stage for each call, the layouts that were
+decided. Provides: a :class:`Program` in which
+
+* every stage computes for itself the calls that are shared, and totals once, before its pipeline starts;
+* a value travels from stage to stage, one hop at a time, as far as it is read, and its gradient travels back;
+* gradients are reduced in buckets as soon as the last backward has made them, behind the rest of it;
+* every value and gradient is freed after its last use.
+
+No order of sends and receives waits in a circle as long as each (sender, receiver, direction) is a FIFO channel of its
+own, on which a transfer waits for nothing but its receive and the transfers before it: see
+:class:`runtime.program.Instruction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from partitioner.emit_buckets import BUCKET_BYTES, Gradient, plan_buckets
+from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
+from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
+from partitioner.schedules import SCHEDULES, schedule_orders
+from passes.blocks import FoldedModel, TensorSpec
+from passes.dependence import GradientFlow, gradient_flow, gradient_paths
+from passes.layouts import REPLICATED, Layout, divides, local_shape
+from passes.serialize import block_to_data, dtype_name, dtype_of
+from runtime.program import (
+    AXES,
+    BlockGraph,
+    Bucket,
+    CallData,
+    InputData,
+    OutputData,
+    Program,
+    Stage,
+    StateData,
+    Value,
+    weights_fingerprint,
+)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Where the model's tensors live.
+
+    ``states``, ``values``: over ``tp`` (absent: whole). ``grad_axes``: the mesh axes over which a state's gradient is a
+    partial sum after the last backward (absent: none). ``batch_dims``: the dim of each model input that is split over
+    microbatches and ``dp`` (absent or ``None``: read whole). ``batch``: for each value that leaves the model, how the
+    microbatches' results make the whole: ``S<dim>``, ``P`` or ``R`` (absent).
+    """
+
+    states: Mapping[str, Layout] = field(default_factory=dict)
+    values: Mapping[str, Layout] = field(default_factory=dict)
+    grad_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    batch: Mapping[str, str] = field(default_factory=dict)
+
+
+def emit(
+    model: FoldedModel,
+    stage_of_call: Sequence[int],
+    *,
+    mesh: Mapping[str, int],
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    objective: Literal["train", "infer"] = "train",
+    layouts: Layouts | None = None,
+    recompute: Collection[int] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Program:
+    """The program of all ranks.
+
+    ``model``: blocks and ``values`` as one rank has them for one microbatch; ``states`` and ``inputs`` with their
+    global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
+    and prologue calls are ignored, since those run wherever they are read. ``recompute``: indices of calls whose
+    insides are computed again in backward rather than kept.
+
+    Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
+    """
+    layouts = layouts or Layouts()
+    sizes = {axis: mesh.get(axis, 1) for axis in AXES}
+    _check_mesh(mesh, objective, model)
+    num_stages = sizes["pp"]
+    orders = schedule_orders(schedule, num_stages, num_microbatches)
+    train = objective == "train"
+    trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
+    paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
+    flow = gradient_flow(model.calls, paths, trainable, model.loss)
+    routes = make_routes(model, stage_of_call, num_stages, SCHEDULES[schedule].chunks, flow)
+
+    states = _states(model, routes, layouts, sizes)
+    with_gradient = {s for added in flow.states for s in added}
+    tied: dict[tuple[int, ...], list[str]] = {}
+    for name, state in states.items():
+        if name in with_gradient and len(state.stages) > 1:
+            tied.setdefault(state.stages, []).append(name)
+    stages = []
+    for s, here in enumerate(routes.stages):
+        calls = tuple(_call(model, i) for i in here.calls)
+        gradients = [_gradient(n, d, sizes) for n, d in states.items() if n in with_gradient and s in d.stages]
+        adds = _adds(here, flow)
+        buckets = plan_buckets(here, orders[s], gradients, adds, bucket_bytes) if train else []
+        job = StageJob(
+            stage=s,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            train=train,
+            routes=routes,
+            calls=calls,
+            flow=_stage_flow(model, here, flow),
+            order=orders[s],
+            buckets=buckets,
+            syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
+            total_axes=_split(("dp",), sizes),
+        )
+        stages.append(
+            Stage(
+                calls=calls,
+                instructions=stage_instructions(job),
+                buckets=tuple(Bucket(states=b.states, axes=b.axes) for b in buckets),
+                checkpoint_calls=tuple(
+                    p for p, i in enumerate(here.calls) if i in set(recompute) and flow.has_backward(i)
+                ),
+            )
+        )
+    used = {c.block for stage in stages for c in stage.calls}
+    return Program(
+        mesh=sizes,
+        objective=objective,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        blocks={
+            name: BlockGraph(nodes=block_to_data(block), states=block.states, inputs=block.inputs)
+            for name, block in model.blocks.items()
+            if name in used
+        },
+        states=states,
+        values=_values(model, flow, layouts),
+        inputs=tuple(
+            InputData(
+                value=i.value,
+                path=i.path,
+                shape=i.spec.shape,
+                dtype=dtype_name(i.spec.dtype),
+                batch_dim=layouts.batch_dims.get(i.value),
+            )
+            for i in model.inputs
+        ),
+        outputs=tuple(_outputs(model, routes, layouts)),
+        loss=model.loss,
+        stages=tuple(stages),
+        fingerprint=weights_fingerprint(states),
+        constants={n: model.constants[n].tolist() for n, s in states.items() if s.kind == "constant"},
+        tree=model.tree,
+    )
+
+
+def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel) -> None:
+    unknown = set(mesh) - set(AXES)
+    if unknown or any(size < 1 for size in mesh.values()):
+        raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(AXES)}, each of at least one rank")
+    if objective == "train" and model.loss is None:
+        raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
+
+
+def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of ``axes`` that have more than one rank, in the mesh's order."""
+    return tuple(a for a in AXES if a in axes and sizes[a] > 1)
+
+
+def _call(model: FoldedModel, index: int) -> CallData:
+    c = model.calls[index]
+    return CallData(
+        block=c.block, path=c.path, states=c.states, inputs=c.inputs, outputs=c.outputs, prologue=c.prologue
+    )
+
+
+def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping[str, int]) -> dict[str, StateData]:
+    """The states and the stages that read them; what no call reads is kept on stage 0, but for constants."""
+    read: dict[str, set[int]] = {name: set() for name in model.states}
+    for s, here in enumerate(routes.stages):
+        for i in here.calls:
+            for name in model.calls[i].states:
+                read[name].add(s)
+    result = {}
+    for name, state in model.states.items():
+        if state.kind == "constant" and not read[name]:
+            continue
+        layout = layouts.states.get(name, REPLICATED)
+        if not divides(layout, state.spec.shape, sizes["tp"]):
+            raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
+        result[name] = StateData(
+            shape=state.spec.shape,
+            dtype=dtype_name(state.spec.dtype),
+            kind=state.kind,
+            requires_grad=state.requires_grad,
+            aliases=state.aliases,
+            layout=str(layout),
+            stages=tuple(sorted(read[name] or {0})),
+            grad_axes=_split(layouts.grad_axes.get(name, ()), sizes),
+        )
+    return result
+
+
+def _gradient(name: str, state: StateData, sizes: Mapping[str, int]) -> Gradient:
+    shape = local_shape(Layout.parse(state.layout), state.shape, sizes["tp"])
+    tied = state.stages if len(state.stages) > 1 else ()
+    return Gradient(name, state.dtype, TensorSpec(shape, dtype_of(state.dtype)).nbytes, state.grad_axes, tied)
+
+
+def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
+    adds: dict[str, list[int]] = {}
+    for position, i in enumerate(here.calls):
+        for name in flow.states[i]:
+            adds.setdefault(name, []).append(position)
+    return adds
+
+
+def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> StageFlow:
+    return StageFlow(
+        takes=tuple(tuple(v for v in model.calls[i].outputs if v in flow.values) for i in here.calls),
+        gives=tuple(flow.inputs[i] for i in here.calls),
+        runs=tuple(flow.has_backward(i) for i in here.calls),
+    )
+
+
+def _values(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
+    names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
+    return {
+        name: Value(
+            shape=model.values[name].shape,
+            dtype=dtype_name(model.values[name].dtype),
+            requires_grad=name in flow.values,
+            layout=str(layouts.values.get(name, REPLICATED)),
+        )
+        for name in names
+    }
+
+
+def _outputs(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
+    result = []
+    for o in model.outputs:
+        if o.value is None:
+            result.append(OutputData(path=o.path, constant=o.constant))
+            continue
+        result.append(
+            OutputData(
+                path=o.path,
+                value=o.value,
+                batch=layouts.batch.get(o.value, "R"),
+                layout=str(layouts.values.get(o.value, REPLICATED)),
+                stage=routes.home[o.value],
+            )
+        )
+    return result

@@ -1,0 +1,74 @@
+"""Which gradients are reduced together, and when they are ready.
+
+Buckets are filled in the order in which the last backward completes the gradients (the last calls first), so that each
+is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020), whose bucket size is taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from partitioner.emit_routes import StageCalls
+from partitioner.schedules import Order
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A state's gradient as one stage's rank holds it."""
+
+    state: str
+    dtype: str
+    nbytes: int
+    axes: tuple[str, ...]  # those with more than one rank over which it is to be added up
+    tied: tuple[int, ...]  # the stages that share it, where they are several
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
+    ``None`` where it has to wait for SYNC."""
+
+    states: tuple[str, ...]
+    axes: tuple[str, ...]
+    ready: tuple[int, int] | None
+
+
+def plan_buckets(
+    stage: StageCalls,
+    order: Order,
+    gradients: Sequence[Gradient],
+    adds: Mapping[str, Sequence[int]],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[PlannedBucket]:
+    """Buckets of ``gradients``, in the order in which they are to be reduced.
+
+    ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient.
+    """
+    last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
+
+    def done(gradient: Gradient) -> tuple[int, int]:
+        """When the gradient is complete; calls run backward from the last one."""
+        times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
+        return max(times, default=(0, 0))
+
+    buckets: list[PlannedBucket] = []
+    filling: dict[object, list[Gradient]] = {}
+
+    def close(key: object) -> None:
+        content = filling.pop(key)
+        action, position = done(content[-1])
+        ready = None if content[0].tied else (action, -position)
+        buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready))
+
+    for gradient in sorted((g for g in gradients if g.axes), key=done):
+        key = gradient.axes, gradient.dtype, gradient.tied
+        filling.setdefault(key, []).append(gradient)
+        if sum(g.nbytes for g in filling[key]) >= bucket_bytes:
+            close(key)
+    for rest in list(filling):
+        close(rest)
+    end = len(order), 0
+    return sorted(buckets, key=lambda b: (b.ready[0], -b.ready[1]) if b.ready else end)

@@ -1,0 +1,188 @@
+"""One stage's instructions: its order of forwards and backwards, with all that has to happen around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from partitioner.emit_buckets import PlannedBucket
+from partitioner.emit_routes import Routes
+from partitioner.schedules import Action, Order
+from runtime.program import CallData, Instruction
+
+
+@dataclass(frozen=True)
+class StageFlow:
+    """What the backward of each call on a stage (by position) takes and gives: gradients of values."""
+
+    takes: tuple[tuple[str, ...], ...]
+    gives: tuple[tuple[str, ...], ...]
+    runs: tuple[bool, ...]  # whether the call has a backward
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """All that decides one stage's instructions."""
+
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    train: bool
+    routes: Routes
+    calls: tuple[CallData, ...]
+    flow: StageFlow
+    order: Order
+    buckets: Sequence[PlannedBucket]
+    syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
+    total_axes: tuple[str, ...]
+
+
+def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
+    """The instruction list that all ranks of the stage run."""
+    instructions = list(_prologue(job))
+    for index, action in enumerate(job.order):
+        if action.kind == "F":
+            instructions += _forward(job, action)
+        elif job.train:
+            instructions += _backward(job, action, index)
+    if job.train:
+        instructions += _finish(job)
+    return insert_frees(instructions, job.calls, job.flow)
+
+
+def _prologue(job: StageJob) -> Iterator[Instruction]:
+    """Totals over the whole batch, before anything that reads them."""
+    here = job.routes.stages[job.stage]
+    if not here.totals:
+        return
+    for i in range(job.num_microbatches):
+        if here.prologue_loads:
+            yield Instruction(op="LOAD", stage=job.stage, microbatch=i, values=here.prologue_loads)
+        yield Instruction(op="TOTAL_F", stage=job.stage, microbatch=i, values=here.totals)
+    yield Instruction(op="TOTAL", stage=job.stage, values=here.totals, axes=job.total_axes)
+
+
+def _forward(job: StageJob, action: Action) -> Iterator[Instruction]:
+    here = job.routes.stages[job.stage]
+    virtual = action.chunk * job.num_stages + job.stage
+    at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
+    if here.loads[action.chunk]:
+        yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
+    if job.routes.arriving[virtual]:
+        yield Instruction(op="RECV_F", values=job.routes.arriving[virtual], peer=(virtual - 1) % job.num_stages, **at)
+    start, end = here.forward_range(action.chunk)
+    # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
+    steps = [(start, end)] if job.train else [(i, i + 1) for i in range(start, end)]
+    for span in steps:
+        if span[0] < span[1]:
+            yield Instruction(op="F", calls=span, **at)
+    if virtual + 1 < len(job.routes.arriving) and job.routes.arriving[virtual + 1]:
+        yield Instruction(
+            op="SEND_F", values=job.routes.arriving[virtual + 1], peer=(virtual + 1) % job.num_stages, **at
+        )
+
+
+def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    here = job.routes.stages[job.stage]
+    virtual = action.chunk * job.num_stages + job.stage
+    at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
+    receives = virtual + 1 < len(job.routes.returning) and action.kind != "W"
+    if receives and job.routes.returning[virtual + 1]:
+        values = job.routes.returning[virtual + 1]
+        yield Instruction(op="RECV_B", values=values, peer=(virtual + 1) % job.num_stages, **at)
+    start, end = here.chunks[action.chunk]
+    reduced: dict[int, list[int]] = {}
+    if action.kind != "I":
+        for number, bucket in enumerate(job.buckets):
+            if bucket.ready is not None and bucket.ready[0] == index:
+                reduced.setdefault(bucket.ready[1], []).append(number)
+    for span in _pieces(start, end, reduced, job.flow.runs):
+        if any(job.flow.runs[span[0] : span[1]]):
+            yield Instruction(op=action.kind, calls=span, **at)
+        # what others wait for goes out before what only has to be done by the end
+        if span[0] == start and action.kind != "W" and job.routes.returning[virtual]:
+            values = job.routes.returning[virtual]
+            yield Instruction(op="SEND_B", values=values, peer=(virtual - 1) % job.num_stages, **at)
+        for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
+            for number in reduced[position]:
+                yield Instruction(op="REDUCE", stage=job.stage, bucket=number)
+
+
+def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` cut before the positions ``cuts``, last piece first; what has no backward adds no piece."""
+    here = end
+    for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
+        yield cut, here
+        here = cut
+    yield start, here
+
+
+def _finish(job: StageJob) -> Iterator[Instruction]:
+    for states in job.syncs:
+        yield Instruction(op="SYNC", stage=job.stage, states=states)
+    for number, bucket in enumerate(job.buckets):
+        if bucket.ready is None:
+            yield Instruction(op="REDUCE", stage=job.stage, bucket=number)
+    yield Instruction(op="STEP", stage=job.stage)
+
+
+Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
+
+
+def insert_frees(
+    instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow
+) -> tuple[Instruction, ...]:
+    """Add a FREE after the last use of each value and gradient. An input that is loaded again is freed in between."""
+    totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
+    last: dict[Key, int] = {}
+    made: set[Key] = set()
+    ending: dict[int, list[Key]] = {}
+    for index, instruction in enumerate(instructions):
+        makes, reads = _touches(instruction, calls, flow, totals)
+        for key in makes:
+            if key in made and instruction.op == "LOAD":
+                ending.setdefault(last.pop(key), []).append(key)
+        made.update(makes)
+        last.update(dict.fromkeys((*reads, *makes), index))
+    for key, index in last.items():
+        if key in made:
+            ending.setdefault(index, []).append(key)
+    result: list[Instruction] = []
+    for index, instruction in enumerate(instructions):
+        result.append(instruction)
+        together: dict[tuple[int | None, bool], list[str]] = {}
+        for value, microbatch, gradients in ending.get(index, ()):
+            together.setdefault((microbatch, gradients), []).append(value)
+        for (microbatch, gradients), values in together.items():
+            at: dict[str, Any] = {"stage": instruction.stage, "microbatch": microbatch}
+            result.append(Instruction(op="FREE", values=tuple(values), gradients=gradients, **at))
+    return tuple(result)
+
+
+def _touches(
+    instruction: Instruction, calls: Sequence[CallData], flow: StageFlow, totals: set[str]
+) -> tuple[list[Key], list[Key]]:
+    """What an instruction makes (or adds to) and what it reads."""
+    microbatch = instruction.microbatch
+    named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]
+    match instruction.op:
+        case "LOAD" | "RECV_F" | "RECV_B":
+            return named, []
+        case "SEND_F" | "SEND_B":
+            return [], named
+        case "TOTAL_F":
+            return [], [(v, microbatch, False) for c in calls if c.prologue for v in c.inputs]
+        case "TOTAL":
+            return [(v, None, False) for v in instruction.values], []
+        case "F":
+            assert instruction.calls is not None
+            spanned = calls[slice(*instruction.calls)]
+            makes = [(v, microbatch, False) for c in spanned for v in c.outputs]
+            return makes, [(v, None if v in totals else microbatch, False) for c in spanned for v in c.inputs]
+        case "B" | "I":
+            assert instruction.calls is not None
+            span = [i for i in range(*instruction.calls) if flow.runs[i]]
+            gives = [(v, microbatch, True) for i in span for v in flow.gives[i]]
+            return gives, [(v, microbatch, True) for i in span for v in flow.takes[i]]
+    return [], []

@@ -1,0 +1,96 @@
+"""The judge: the unmodified model, run eagerly on one process, in float64 if asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the model computes: the leaves of its result in order, the loss, and every parameter's gradient by name."""
+
+    outputs: tuple[Any, ...]
+    loss: Tensor | None
+    grads: dict[str, Tensor]
+
+
+class _Float64(TorchDispatchMode):
+    """Every operator that asks for a narrower floating type gets float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _REDUCED else value
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Inside, models of doubles stay in float64 where their code asks for float32."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def run_reference(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    train: bool = True,
+    double: bool = True,
+) -> Reference:
+    """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
+
+    ``double``: a copy of the model in float64, ``model`` as it is otherwise. The caller's gradients are left alone.
+    """
+    model = copy.deepcopy(model)
+    if double:
+        model, inputs = model.double(), pytree.tree_map(_double, inputs)
+    if not double:
+        return _run(model, inputs, loss, train)
+    with float64():
+        return _run(model, inputs, loss, train)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Reference:
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    model.zero_grad()
+    with torch.set_grad_enabled(train):
+        output = model(*args, **kwargs)
+        total = loss(output) if loss is not None else find_loss(output)
+        if train and total is not None:
+            total.backward()
+    named = model.named_parameters(remove_duplicate=False)
+    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
+    leaves = tuple(v.detach() if isinstance(v, Tensor) else v for v in pytree.tree_leaves(output))
+    return Reference(leaves, None if total is None else total.detach(), grads if train else {})
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The loss in a model's result: the result itself if it is a scalar, its ``loss`` otherwise."""
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 and output.is_floating_point() else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, Tensor) else None

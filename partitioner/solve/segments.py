@@ -1,0 +1,125 @@
+"""Sums over every run ``[i, j)`` of a sequence of calls at once, as tables of shape ``[calls + 1, calls + 1]``.
+
+What several calls of a run share (a tied weight, a rotary table that every layer keeps) counts once in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from partitioner.solve.stages import StageCall
+
+Table = NDArray[np.float64]
+Item = tuple[str, float]  # a name, and bytes
+
+
+class Segments:
+    """Times, bytes and transfers of the runs of ``calls``. See :class:`StageProblem` for the arguments."""
+
+    def __init__(
+        self, calls: Sequence[StageCall], state_bytes: Mapping[str, float], local: Collection[str] = frozenset()
+    ) -> None:
+        self.calls = calls
+        self.state_bytes = state_bytes
+        self.local = local
+
+    @cached_property
+    def forward_s(self) -> Table:
+        return self._sum([c.cost.forward_total_s for c in self.calls])
+
+    @cached_property
+    def backward_s(self) -> Table:
+        return self._sum([c.cost.backward_total_s for c in self.calls])
+
+    @cached_property
+    def saved(self) -> Table:
+        """Bytes kept per microbatch, besides inputs."""
+        return self._sum([c.cost.saved_bytes for c in self.calls])
+
+    @cached_property
+    def largest_saved(self) -> Table:
+        """The most bytes that one call keeps."""
+        return self._largest([c.cost.saved_bytes for c in self.calls])
+
+    @cached_property
+    def largest_working(self) -> Table:
+        return self._largest([c.cost.working_bytes for c in self.calls])
+
+    @cached_property
+    def states(self) -> Table:
+        """Bytes of the different states."""
+        return self._union([[(name, self.state_bytes.get(name, 0.0)) for name in c.states] for c in self.calls])
+
+    @cached_property
+    def saved_inputs(self) -> Table:
+        """Bytes of the different inputs that are kept per microbatch."""
+        return self._union(
+            [
+                [item for item, kept in zip(self._inputs(c), c.cost.saved_inputs, strict=True) if kept]
+                for c in self.calls
+            ]
+        )
+
+    @cached_property
+    def all_inputs(self) -> Table:
+        """Bytes of the different inputs: what recomputation keeps."""
+        return self._union([self._inputs(c) for c in self.calls])
+
+    @cached_property
+    def forward(self) -> Table:
+        """Bytes that pass each cut forward, shape ``[calls + 1]``: made before it and read at it or later."""
+        return self._passing(gradients=False)
+
+    @cached_property
+    def backward(self) -> Table:
+        """Bytes of gradients that pass each cut backward."""
+        return self._passing(gradients=True)
+
+    @cached_property
+    def boundary(self) -> Table:
+        """Bytes of buffers for what arrives and leaves at both ends of a run."""
+        both = self.forward + self.backward
+        return both[:, None] + both[None, :]
+
+    def _inputs(self, call: StageCall) -> list[Item]:
+        return list(zip(call.inputs, call.cost.input_bytes, strict=True))
+
+    def _sum(self, per_call: Sequence[float]) -> Table:
+        prefix = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
+        return np.maximum(0.0, prefix[None, :] - prefix[:, None])
+
+    def _largest(self, per_call: Sequence[float]) -> Table:
+        n = len(per_call)
+        table = np.zeros((n + 1, n + 1))
+        grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
+        table[:n, 1:] = np.maximum.accumulate(grid, axis=1)
+        return table
+
+    def _union(self, items: Sequence[Sequence[Item]]) -> Table:
+        """Row ``i`` counts, from call ``i`` on, the items that no call from ``i`` to there has had before."""
+        n = len(items)
+        first = np.zeros((n, n))  # [i, k]: bytes that call k adds to a run that starts at i
+        previous: dict[str, int] = {}
+        for k, own in enumerate(items):
+            for name, size in dict(own).items():
+                first[previous.get(name, -1) + 1 : k + 1, k] += size
+                previous[name] = k
+        table = np.zeros((n + 1, n + 1))
+        table[:n, 1:] = np.cumsum(first, axis=1)
+        return table
+
+    def _passing(self, gradients: bool) -> Table:
+        last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
+        passing = np.zeros(len(self.calls) + 1)
+        for k, call in enumerate(self.calls):
+            outputs = zip(call.outputs, call.cost.output_bytes, call.cost.output_grads, strict=True)
+            for name, size, grad in outputs:
+                if name not in self.local and (grad or not gradients):
+                    passing[k + 1 : last.get(name, k) + 1] += size
+        return passing

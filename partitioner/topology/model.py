@@ -1,0 +1,383 @@
+"""A cluster as data: nodes of devices, and links by level from the inside out.
+
+Device ``i`` is the ``i``-th in the order of nodes. A level joins aligned runs of ``devices`` devices inside a node, or
+of ``nodes`` whole nodes, or (neither given) all devices; two devices talk over the innermost level that joins them,
+unless ``links`` gives the pair a link of its own. ``overrides`` describes single devices that differ from their kind.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any, Self
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from partitioner.errors import TopologyError
+from partitioner.topology.quantities import Bytes, BytesOrNone, NonNegative, Positive
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeviceType(_Data):
+    """What a kind of device can do. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
+
+    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
+    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
+    ``matches``: the names under which the driver knows it.
+    """
+
+    memory: Bytes
+    reserved: BytesOrNone = 0
+    peak: dict[str, Positive]
+    memory_bandwidth: Positive
+    launch: NonNegative = 0.0
+    matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
+    attention_efficiency: Positive = 1.0
+    memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
+    overlap_slowdown: float = Field(default=1.0, ge=1.0)
+    matches: tuple[str, ...] = ()
+
+    @field_validator("peak")
+    @classmethod
+    def _some_peak(cls, peak: dict[str, float]) -> dict[str, float]:
+        if not peak:
+            raise ValueError("give the peak of at least one precision, like {bf16: 989 TFLOP/s}")
+        return peak
+
+    def peak_of(self, precision: str) -> float:
+        """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
+        for name in (precision, *_STAND_INS.get(precision, ())):
+            if name in self.peak:
+                return self.peak[name]
+        return min(self.peak.values())
+
+
+_STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
+
+
+class Level(_Data):
+    """Links of one level. ``bandwidth``: bytes/s per device and direction; ``latency``: seconds for one message.
+
+    ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
+    the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
+    bandwidth) as measured inside one group.
+    """
+
+    name: str
+    devices: int | None = Field(default=None, gt=0)
+    nodes: int | None = Field(default=None, gt=0)
+    bandwidth: Positive
+    latency: NonNegative = 0.0
+    step: NonNegative | None = None
+    base: NonNegative = 0.0
+    efficiency: float = Field(default=1.0, gt=0, le=1)
+    all_reduce: tuple[tuple[int, NonNegative, Positive], ...] = ()
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> Self:
+        if self.devices is not None and self.nodes is not None:
+            raise ValueError(f"level {self.name!r} gives both devices and nodes; give one of them, or none for all devices")
+        return self
+
+    @property
+    def step_s(self) -> float:
+        return self.latency if self.step is None else self.step
+
+
+class NodeGroup(_Data):
+    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``."""
+
+    type: str
+    devices: int = Field(default=1, gt=0)
+    count: int = Field(default=1, gt=0)
+    names: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.names and len(self.names) != self.devices * self.count:
+            expected = f"{self.count} x {self.devices} devices"
+            raise ValueError(f"{len(self.names)} names for {expected}; name every device or none")
+        return self
+
+
+class DeviceOverride(_Data):
+    """How one device differs from its kind. ``speed``: relative to its kind, for compute and memory bandwidth."""
+
+    type: str | None = None
+    memory: Bytes | None = None
+    speed: float = Field(default=1.0, gt=0)
+
+
+class LinkOverride(_Data):
+    """A link between two devices, by name, in place of what the levels give; both directions."""
+
+    between: tuple[str, str]
+    bandwidth: Positive
+    latency: NonNegative = 0.0
+
+
+class Link(_Data):
+    """What joins two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a link of its own."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    level: int
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds for one message of ``num_bytes``."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+class Device(_Data):
+    """One device of a topology. ``speed``: relative to its kind."""
+
+    index: int
+    name: str
+    node: int
+    kind: str
+    memory: int
+    reserved: int
+    speed: float = 1.0
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program may use."""
+        return self.memory - self.reserved
+
+
+class Topology(_Data):
+    """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for what cannot be."""
+
+    name: str
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
+    types: dict[str, DeviceType]
+    levels: tuple[Level, ...] = ()
+    overrides: dict[str, DeviceOverride] = Field(default_factory=dict)
+    links: tuple[LinkOverride, ...] = ()
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise TopologyError(explain(error, f"topology {data.get('name', '')!r}")) from error
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for kind in {g.type for g in self.nodes} | {o.type for o in self.overrides.values() if o.type}:
+            if kind not in self.types:
+                raise ValueError(f"device type {kind!r} is not described; described are {', '.join(sorted(self.types))}")
+        duplicates = _duplicates(self.names)
+        if duplicates:
+            raise ValueError(f"duplicate device names: {', '.join(duplicates)}; give every device a name of its own")
+        mentioned = [*self.overrides, *(name for link in self.links for name in link.between)]
+        unknown = [name for name in mentioned if name not in self.index]
+        if unknown:
+            few = ", ".join(self.names[:4])
+            raise ValueError(f"unknown device {unknown[0]!r} in overrides or links; devices are named {few}, ...")
+        for link in self.links:
+            if link.between[0] == link.between[1]:
+                raise ValueError(f"a link joins {link.between[0]!r} to itself; name two devices")
+        apart = self._apart()
+        if apart:
+            raise ValueError(
+                f"disconnected devices: {apart[0]} and {apart[1]} cannot reach each other; add a level that joins all "
+                "devices (one with neither devices nor nodes) or a link between them"
+            )
+        return self
+
+    def _apart(self) -> tuple[str, str] | None:
+        if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
+            return None
+        parts = [set(c) & set(self.names) for c in nx.connected_components(self.graph())]
+        return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None
+
+    @property
+    def num_devices(self) -> int:
+        return sum(g.count * g.devices for g in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(g.count for g in self.nodes)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the smallest node."""
+        return min(g.devices for g in self.nodes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every device's name, in order."""
+        names: list[str] = []
+        node = 0
+        for group in self.nodes:
+            names += group.names or [f"node{node + n}/{k}" for n in range(group.count) for k in range(group.devices)]
+            node += group.count
+        return tuple(names)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    @cached_property
+    def node_of(self) -> NDArray[np.int64]:
+        """The node of every device, shape ``[num_devices]``."""
+        sizes = [group.devices for group in self.nodes for _ in range(group.count)]
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    @cached_property
+    def groups(self) -> tuple[NDArray[np.int64], ...]:
+        """For each level the group of every device, shape ``[num_devices]``: equal numbers are joined."""
+        starts = np.searchsorted(self.node_of, np.arange(self.num_nodes))
+        place = np.arange(self.num_devices) - starts[self.node_of]
+        groups = []
+        for level in self.levels:
+            if level.nodes is not None:
+                groups.append(self.node_of // level.nodes)
+            elif level.devices is not None:
+                groups.append(self.node_of * (1 + place.max()) + place // level.devices)
+            else:
+                groups.append(np.zeros(self.num_devices, dtype=np.int64))
+        return tuple(groups)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        kinds = [g.type for g in self.nodes for _ in range(g.count * g.devices)]
+        made = []
+        for i, (name, kind, node) in enumerate(zip(self.names, kinds, self.node_of.tolist(), strict=True)):
+            own = self.overrides.get(name, DeviceOverride())
+            kind = own.type or kind
+            memory, reserved = own.memory or self.types[kind].memory, self.types[kind].reserved
+            made.append(
+                Device.model_construct(
+                    index=i, name=name, node=node, kind=kind, memory=memory, reserved=min(reserved, memory), speed=own.speed
+                )
+            )
+        return tuple(made)
+
+    def device_type(self, index: int) -> DeviceType:
+        return self.types[self.devices[index].kind]
+
+    @cached_property
+    def own_links(self) -> dict[tuple[int, int], Link]:
+        """Links that single pairs of devices have, by (smaller, larger) index."""
+        return {
+            self._pair(*(self.index[name] for name in link.between)): Link(
+                name=" - ".join(link.between), bandwidth=link.bandwidth, latency=link.latency, level=-1
+            )
+            for link in self.links
+        }
+
+    def link(self, i: int, j: int) -> Link:
+        """What devices ``i`` and ``j`` talk over. Raises :class:`TopologyError` where only a path of links joins them."""
+        for k in (i, j):
+            if not 0 <= k < self.num_devices:
+                raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
+        if i == j:
+            bandwidth = self.device_type(i).memory_bandwidth
+            return Link(name="memory", bandwidth=bandwidth, latency=0.0, level=-1)
+        own = self.own_links.get(self._pair(i, j))
+        if own is not None:
+            return own
+        for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):
+            if groups[i] == groups[j]:
+                return Link(name=level.name, bandwidth=level.bandwidth, latency=level.latency, level=number)
+        return self._routed(i, j)
+
+    def _routed(self, i: int, j: int) -> Link:
+        """Over other devices: the path of least latency, as fast as its slowest link."""
+        graph = self.graph()
+        path = nx.shortest_path(graph, self.names[i], self.names[j], weight="latency")
+        hops = [graph.edges[a, b] for a, b in zip(path, path[1:], strict=False)]
+        bandwidth, latency = min(h["bandwidth"] for h in hops), sum(h["latency"] for h in hops)
+        return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
+
+    @staticmethod
+    def _pair(i: int, j: int) -> tuple[int, int]:
+        return (i, j) if i < j else (j, i)
+
+    def graph(self) -> nx.Graph:
+        """Devices by name, and a hub for each group of a level that more than one device shares.
+
+        Nodes carry ``kind`` (``device`` or ``hub``) and ``level``; edges ``bandwidth`` and ``latency`` (half of the
+        level's on each of the two edges that a message takes over a hub).
+        """
+        graph = nx.Graph()
+        for i, name in enumerate(self.names):
+            graph.add_node(name, kind="device", level=-1, index=i)
+        for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):
+            ids, counts = np.unique(groups, return_counts=True)
+            shared = set(ids[counts > 1].tolist())
+            for name, group in zip(self.names, groups.tolist(), strict=True):
+                if group in shared:
+                    hub = f"{level.name}:{group}"
+                    graph.add_node(hub, kind="hub", level=number)
+                    graph.add_edge(name, hub, bandwidth=level.bandwidth, latency=level.latency / 2)
+        for link in self.links:
+            graph.add_edge(*link.between, bandwidth=link.bandwidth, latency=link.latency)
+        return graph
+
+    def to_yaml(self) -> str:
+        """Self-contained text that :meth:`load` reads back to an equal topology."""
+        from partitioner.topology.files import dump
+
+        return dump(self)
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> Topology:
+        """``nodes`` machines of a kind that the data files describe, like ``dgx-h100``."""
+        from partitioner.topology.files import preset
+
+        return preset(name, nodes)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Topology:
+        """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of what is wrong."""
+        from partitioner.topology.files import load
+
+        return load(path)
+
+    @classmethod
+    def local(cls, num_ranks: int) -> Topology:
+        """``num_ranks`` processes on this machine's CPU, which share its cores and memory. Rough figures."""
+        from partitioner.topology.detect import local
+
+        return local(num_ranks)
+
+    @classmethod
+    def detect(cls) -> Topology:
+        """The devices at hand: CUDA devices under the launcher's number of nodes, else this machine's CPU."""
+        from partitioner.topology.detect import detect
+
+        return detect()
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """``local:4``, ``dgx-h100`` or ``dgx-h100:8`` (nodes), ``detect``, or the path of a YAML file."""
+        from partitioner.topology.files import parse
+
+        return parse(text)
+
+
+def _duplicates(names: tuple[str, ...]) -> list[str]:
+    if len(set(names)) == len(names):
+        return []
+    seen: set[str] = set()
+    return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+
+
+def explain(error: ValidationError, what: str, line_of: Any = None) -> str:
+    """The first of ``error``'s complaints as one sentence; ``line_of`` maps a path of keys to a line of a file."""
+    first = error.errors()[0]
+    path = ".".join(str(p) for p in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    line = line_of(first["loc"]) if line_of is not None else None
+    got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r})"
+    where = f", line {line}" if line else ""
+    return f"{what}{where}: {path + ': ' if path else ''}{message}{got}"

@@ -1,0 +1,190 @@
+"""The checker that runs after each pass: is this a graph, and is this a model, as ``passes/blocks.py`` says?
+
+Values are inferred anew and compared with those the nodes carry, so a graph that would fail, or would give another
+shape, is found here by the name of its first wrong node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.blocks import Block, FoldedModel, TensorSpec
+from passes.collectives import collective_name
+from passes.errors import PartitionError
+from passes.infer import infer, value_of
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class GraphError(PartitionError):
+    """A block or model that breaks an invariant. ``block`` and ``node`` say where."""
+
+    def __init__(self, message: str, block: str = "", node: str = "") -> None:
+        where = [f"block {block!r}"] if block else []
+        where += [f"node {node!r}"] if node else []
+        super().__init__(": ".join([", ".join(where), message]) if where else message)
+        self.block = block
+        self.node = node
+
+
+def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
+    """Raise :class:`GraphError` at the first node of ``block`` that is not as it should be.
+
+    ``axes``: the ranks on each mesh axis that a collective may name; ``None``: any.
+    """
+    placeholders: list[str] = []
+    seen: set[fx.Node] = set()
+    ended = False
+    for node in block.graph.nodes:
+        try:
+            if ended:
+                raise GraphError("stands after the output node")
+            if any(n not in seen for n in node.all_input_nodes):
+                raise GraphError("reads a node that is not defined before it")
+            if node.op == "placeholder":
+                if len(placeholders) < len(seen):
+                    raise GraphError("a placeholder after the first operator")
+                placeholders.append(node.name)
+                _check_value(node)
+            elif node.op == "call_function":
+                _check_operator(node, axes)
+            elif node.op == "output":
+                ended = True
+                _check_output(node)
+            else:
+                raise GraphError(f"a node of kind {node.op!r}; expected placeholder, call_function or output")
+        except GraphError as error:
+            raise GraphError(str(error), block.name, node.name) from None
+        seen.add(node)
+    if not ended:
+        raise GraphError("has no output node", block.name)
+    if placeholders != [*block.states, *block.inputs]:
+        raise GraphError(f"has the placeholders {placeholders}, not {[*block.states, *block.inputs]}", block.name)
+
+
+def _check_value(node: fx.Node) -> None:
+    if shape_of(node.meta.get("val")) is None:
+        raise GraphError(f"carries no value: {node.meta.get('val')!r}; expected a tensor on meta, or a tuple of them")
+
+
+def _check_output(node: fx.Node) -> None:
+    if len(node.args) != 1 or not isinstance(node.args[0], tuple | list):
+        raise GraphError("does not return a tuple")
+    for result in node.args[0]:
+        if not isinstance(result, fx.Node):
+            raise GraphError(f"returns {result!r}, not a node")
+        if not isinstance(result.meta.get("val"), Tensor):
+            raise GraphError(f"returns {result.name!r}, which is no tensor")
+
+
+def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
+    target: Any = node.target
+    if target is not operator.getitem:
+        if not isinstance(target, torch._ops.OpOverload):
+            raise GraphError(f"calls {target!r}, not a registered operator")
+        if target._schema.is_mutable:
+            raise GraphError(f"{target} changes its operand in place")
+    _check_value(node)
+    if axes is not None:
+        _check_axis(node, axes)
+    try:
+        inferred = infer(target, value_of(node.args), value_of(node.kwargs))
+    except Exception as error:
+        raise GraphError(f"{target} does not accept its operands: {error}") from error
+    if shape_of(inferred) != shape_of(node.meta["val"]):
+        raise GraphError(f"{target} gives {describe(inferred)}, the node carries {describe(node.meta['val'])}")
+
+
+def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
+    named = axis_of(node)
+    if named is None:
+        return
+    axis, size = named
+    if axis not in axes:
+        raise GraphError(f"{node.target} on the axis {axis!r}; the mesh has {', '.join(axes)}")
+    if size != axes[axis]:
+        raise GraphError(f"{node.target} over {size} ranks; the axis {axis!r} has {axes[axis]}")
+    values = [a.meta["val"] for a in node.all_input_nodes]
+    name = collective_name(node.target)
+    if name in _DIVIDES and values:
+        dim = node.args[1]
+        shape = tuple(values[0].shape)
+        if not isinstance(dim, int) or not 0 <= dim < len(shape) or shape[dim] % size:
+            raise GraphError(f"{node.target} cannot divide dim {dim} of shape {shape} over {size} ranks")
+
+
+_DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
+
+
+def axis_of(node: fx.Node) -> tuple[str, int] | None:
+    """The mesh axis that a collective operator names, and the ranks on it; ``None`` for any other operator."""
+    if node.op != "call_function" or collective_name(node.target) is None:
+        return None
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    axis, size = bound.get("axis"), bound.get("size")
+    return (axis, size) if isinstance(axis, str) and isinstance(size, int) else None
+
+
+def shape_of(value: Any) -> Any:
+    """(shape, dtype) of a tensor, the same of each part of a tuple, ``None`` where neither."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(shape_of(v) for v in value)
+    return None
+
+
+def describe(value: Any) -> str:
+    """A meta value for an error message: ``float32[4, 8]``."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(describe(v) for v in value)})"
+    return repr(value)
+
+
+def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
+    """Raise :class:`GraphError` at the first block or call of ``model`` that breaks an invariant."""
+    for name, block in model.blocks.items():
+        if block.name != name:
+            raise GraphError(f"is filed under {name!r}", block.name)
+        check_block(block, axes)
+    made = {i.value for i in model.inputs}
+    for number, call in enumerate(model.calls):
+        where = f"call {number} ({call.path!r})"
+        if call.block not in model.blocks:
+            raise GraphError(f"{where} is of the block {call.block!r}, which does not exist")
+        block = model.blocks[call.block]
+        nodes = block.placeholders
+        if len(call.states) != len(block.states) or len(call.inputs) != len(block.inputs):
+            raise GraphError(f"{where} passes {len(call.states)} states and {len(call.inputs)} inputs", call.block)
+        if len(call.outputs) != len(block.outputs):
+            raise GraphError(f"{where} names {len(call.outputs)} of {len(block.outputs)} outputs", call.block)
+        for name in call.states:
+            if name not in model.states:
+                raise GraphError(f"{where} reads the state {name!r}, which does not exist")
+        for name, node in zip(call.inputs, nodes[len(call.states) :], strict=True):
+            if name not in made:
+                raise GraphError(f"{where} reads {name!r}, which is no model input and no earlier call's output")
+            _check_spec(where, model.values[name], node, name)
+        for name, node in zip(call.outputs, block.outputs, strict=True):
+            if name in made:
+                raise GraphError(f"{where} makes {name!r}, which exists already")
+            made.add(name)
+            _check_spec(where, model.values[name], node, name)
+    leaving = [o.value for o in model.outputs if o.value is not None] + ([model.loss] if model.loss else [])
+    for name in leaving:
+        if name not in made:
+            raise GraphError(f"the model returns {name!r}, which no call makes")
+
+
+def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
+    if spec != TensorSpec.of(node.meta["val"]):
+        have = describe(spec.meta())
+        raise GraphError(f"{where} has {value!r} as {describe(node.meta['val'])}, the model as {have}", node=node.name)

@@ -1,0 +1,29 @@
+"""The normal form: one way to say each thing, so that few rules and patterns cover many models.
+
+Requires: a captured graph. Provides: no aliases, copies, casts or reshapes that do nothing, no in-place or bias-carrying
+products; means as sums times a constant, so that a sharded mean is a partial sum; losses as logsumexp, gather and sums over
+a count that depends on targets alone; constant attention masks recognised. Every rewrite is exact up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.capture import Captured
+from passes.masks import drop_constant_masks
+from passes.normalize_algebra import ALGEBRA
+from passes.normalize_losses import LOSSES
+from passes.normalize_shapes import SHAPES
+from passes.rewrite import rewrite
+
+RULES = {**SHAPES, **ALGEBRA, **LOSSES}
+
+
+def normalize(captured: Captured) -> Captured:
+    """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
+    graph, moved = rewrite(captured.graph, RULES)
+    drop_constant_masks(graph)
+    outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
+    loss = moved[captured.loss] if captured.loss is not None else None
+    placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
+    return captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders)

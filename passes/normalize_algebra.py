@@ -1,0 +1,208 @@
+"""Normal form of products, means, norms and what draws random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.normalize_shapes import to_dtype
+from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
+
+
+def linear(build: Builder, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
+    product = build(aten.linear.default, x, weight)
+    return product if bias is None else build(aten.add.Tensor, product, bias)
+
+
+def _scaled(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
+    return x if factor == 1 else build(aten.mul.Tensor, x, factor)
+
+
+def add_product(product: Any) -> Rule:
+    """``beta * c + alpha * product(a, b)``."""
+
+    def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
+        result = _scaled(build, build(product, a, b), alpha)
+        # beta = 0 leaves c out, whatever numbers it has
+        return result if beta == 0 else build(aten.add.Tensor, result, _scaled(build, c, beta))
+
+    return rule
+
+
+def and_(build: Builder, a: Any, b: Any) -> fx.Node:
+    return build(aten.bitwise_and.Tensor, a, b)
+
+
+def or_(build: Builder, a: Any, b: Any) -> fx.Node:
+    return build(aten.bitwise_or.Tensor, a, b)
+
+
+# --- means and variances ----------------------------------------------------------------------------------------------
+
+
+def total(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool) -> fx.Node:
+    if not dims and not keepdim:
+        return build(aten.sum.default, x)
+    return build(aten.sum.dim_IntList, x, list(dims or range(len(shape(x)))), keepdim)
+
+
+def count(x: fx.Node, dims: Sequence[int] | None) -> int:
+    """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
+    sizes = shape(x)
+    return math.prod(sizes[d] for d in dims) if dims else math.prod(sizes)
+
+
+def mean(build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    x = to_dtype(build, x, dtype)
+    size = count(x, dims)
+    return build(aten.mul.Tensor, total(build, x, dims, keepdim), 1 / size) if size else KEEP
+
+
+def _moments(build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool) -> tuple[fx.Node, fx.Node]:
+    """(variance, mean)"""
+    centre = mean(build, x, dims or list(range(len(shape(x)))), True)
+    distance = build(aten.sub.Tensor, x, centre)
+    square = build(aten.mul.Tensor, distance, distance)
+    variance = build(aten.mul.Tensor, total(build, square, dims, keepdim), 1 / (count(x, dims) - correction))
+    kept = shape(variance)
+    return variance, centre if shape(centre) == kept else build(aten.reshape.default, centre, kept)
+
+
+def var(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    moments = _checked_moments(build, x, dims, *args, **kwargs)
+    return KEEP if moments is None else moments[0]
+
+
+def var_mean(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    moments = _checked_moments(build, x, dims, *args, **kwargs)
+    return KEEP if moments is None else moments
+
+
+def std(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    variance = var(build, x, dims, *args, **kwargs)
+    return KEEP if variance is KEEP else build(aten.sqrt.default, variance)
+
+
+def _checked_moments(
+    build: Builder,
+    x: fx.Node,
+    dims: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[fx.Node, fx.Node] | None:
+    if isinstance(dims, bool):  # var(x, unbiased)
+        dims, unbiased = None, dims
+    divisor = (1.0 if unbiased else 0.0) if correction is None else float(correction)
+    if val(x).dtype.is_complex or count(x, dims) <= divisor:
+        return None
+    return _moments(build, x, dims, divisor, keepdim)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def batch_norm(
+    build: Builder,
+    x: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    running_mean: fx.Node | None,
+    running_var: fx.Node | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *_: Any,
+) -> Any:
+    """Per channel: by the running statistics, or by those of the batch."""
+    sizes = [1, shape(x)[1]] + [1] * (len(shape(x)) - 2)
+
+    def channel(node: fx.Node) -> fx.Node:
+        return build(aten.reshape.default, node, sizes)
+
+    if training or running_mean is None or running_var is None:
+        variance, centre = _moments(build, x, [0, *range(2, len(shape(x)))], 0.0, True)
+    else:
+        variance, centre = channel(running_var), channel(running_mean)
+    scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, eps))
+    result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
+    if weight is not None:
+        result = build(aten.mul.Tensor, result, channel(weight))
+    return result if bias is None else build(aten.add.Tensor, result, channel(bias))
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+    if not train or p == 0:
+        return x
+    raise _random(build, f"dropout of {p} in training")
+
+
+def attention(
+    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+) -> Any:
+    if dropout_p:
+        raise _random(build, f"attention dropout of {dropout_p}")
+    return KEEP
+
+
+def draws(build: Builder, *_: Any, **__: Any) -> Any:
+    assert build.node is not None
+    raise _random(build, f"{build.node.target}")
+
+
+def _random(build: Builder, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} at {build.where} draws random numbers, which differ between plans: call model.eval(), "
+        "or set the dropout probability to 0"
+    )
+
+
+_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.native_dropout.default)
+_DRAWS = (
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.rand.default,
+    aten.rand_like.default,
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.multinomial.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.float_float,
+    aten.uniform.default,
+)
+
+ALGEBRA: dict[Any, Rule] = {
+    **dict.fromkeys(_DROPOUTS, dropout),
+    **dict.fromkeys(_DRAWS, draws),
+    aten.linear.default: linear,
+    aten.addmm.default: add_product(aten.mm.default),
+    aten.baddbmm.default: add_product(aten.bmm.default),
+    aten.addmv.default: add_product(aten.mv.default),
+    aten.__and__.Tensor: and_,
+    aten.__or__.Tensor: or_,
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
+    aten.var.default: var,
+    aten.var.dim: var,
+    aten.var.correction: var,
+    aten.std.default: std,
+    aten.std.dim: std,
+    aten.std.correction: std,
+    aten.var_mean.default: var_mean,
+    aten.var_mean.dim: var_mean,
+    aten.var_mean.correction: var_mean,
+    aten.batch_norm.default: batch_norm,
+    aten.scaled_dot_product_attention.default: attention,
+}

@@ -1,0 +1,173 @@
+"""Normal form of losses: per-target terms, a sum, and a division by a constant or by a count of targets.
+
+The count depends on targets alone, so that it can be had over the whole global batch before anything else runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from passes.normalize_shapes import to_dtype
+from passes.rewrite import Builder, Rule, aten, shape, val
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's reductions
+
+
+def _reduce(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
+    """The terms, their mean over all elements, or their sum."""
+    if reduction == NONE:
+        return terms
+    result = build(aten.sum.default, terms)
+    return build(aten.mul.Tensor, result, 1 / math.prod(shape(terms))) if reduction == MEAN else result
+
+
+def cross_entropy(
+    build: Builder,
+    logits: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> fx.Node:
+    """logsumexp(logits) - logits[target], summed over the targets that count. logits ``[N, C, ...]`` or ``[C]``."""
+    dim = min(1, len(shape(logits)) - 1)
+    if val(target).dtype.is_floating_point:
+        return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
+    normalizer = build(aten.logsumexp.default, logits, [dim], True)
+    counts, index = _targets(build, target, ignore_index, dim)
+    terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))
+    weights = None
+    if weight is not None:
+        weights = build(aten.index.Tensor, weight, [index])
+        terms = build(aten.mul.Tensor, terms, weights)
+    if label_smoothing:
+        smooth = _smooth_terms(build, logits, normalizer, weight, dim)
+        size = shape(logits)[dim]
+        terms = build(
+            aten.add.Tensor,
+            build(aten.mul.Tensor, terms, 1 - label_smoothing),
+            build(aten.mul.Tensor, smooth, label_smoothing / size),
+        )
+    return _reduce_counted(build, terms, counts, weights, reduction, dim)
+
+
+def nll(
+    build: Builder,
+    logs: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> fx.Node:
+    """-logs[target], summed over the targets that count. logs ``[N, C, ...]`` or ``[C]``."""
+    dim = min(1, len(shape(logs)) - 1)
+    counts, index = _targets(build, target, ignore_index, dim)
+    terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
+    weights = None
+    if weight is not None:
+        weights = build(aten.index.Tensor, weight, [index])
+        terms = build(aten.mul.Tensor, terms, weights)
+    return _reduce_counted(build, terms, counts, weights, reduction, dim)
+
+
+def _targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
+    """Which targets count, and the targets with 0 for those that do not; both with a class dim of 1."""
+    target = build(aten.unsqueeze.default, target, dim)
+    counts = build(aten.ne.Scalar, target, ignore_index)
+    return counts, build(aten.where.ScalarOther, counts, target, 0)
+
+
+def _reduce_counted(
+    build: Builder, terms: fx.Node, counts: fx.Node, weights: fx.Node | None, reduction: int, dim: int
+) -> fx.Node:
+    terms = build(aten.where.ScalarOther, counts, terms, 0.0)
+    if reduction == NONE:
+        return build(aten.squeeze.dim, terms, dim)
+    result = build(aten.sum.default, terms)
+    if reduction == SUM:
+        return result
+    if weights is not None:
+        counts = build(aten.where.ScalarOther, counts, weights, 0.0)
+    number = to_dtype(build, build(aten.sum.default, counts), val(result).dtype)
+    return build(aten.div.Tensor, result, number)
+
+
+def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
+    """The sum over classes of -log softmax(logits), times the class weights."""
+    if weight is None:
+        whole = build(aten.mul.Tensor, normalizer, shape(logits)[dim])
+        return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
+    logs = build(aten.sub.Tensor, normalizer, logits)
+    return build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim)), [dim], True)
+
+
+def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.Node:
+    sizes = [s if d == dim else 1 for d, s in enumerate(shape(logits))]
+    return build(aten.reshape.default, weight, sizes)
+
+
+def _cross_entropy_of_probabilities(
+    build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
+) -> fx.Node:
+    size = shape(logits)[dim]
+    if smoothing:
+        target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
+    logs = build(aten.log_softmax.int, logits, dim)
+    if weight is not None:
+        logs = build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim))
+    terms = build(aten.neg.default, build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, target), [dim]))
+    return _reduce(build, terms, reduction)
+
+
+def mse(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+    distance = build(aten.sub.Tensor, x, y)
+    return _reduce(build, build(aten.mul.Tensor, distance, distance), reduction)
+
+
+def l1(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+    return _reduce(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
+
+
+def elementwise(target: Any, position: int) -> Rule:
+    """A loss whose argument at ``position`` is its reduction: its terms, then the reduction."""
+
+    def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
+        given = list(args)
+        reduction = kwargs.pop("reduction", MEAN)
+        if len(given) > position:
+            reduction, given[position] = given[position], NONE
+        else:
+            kwargs["reduction"] = NONE
+        return _reduce(build, build(target, *given, **kwargs), reduction)
+
+    return rule
+
+
+# loss -> position of its reduction
+_ELEMENTWISE = {
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.kl_div.default: 2,
+    aten.hinge_embedding_loss.default: 3,
+    aten.binary_cross_entropy.default: 3,
+    aten.margin_ranking_loss.default: 4,
+    aten.cosine_embedding_loss.default: 4,
+    aten.binary_cross_entropy_with_logits.default: 4,
+    aten.poisson_nll_loss.default: 5,
+    aten.triplet_margin_loss.default: 7,
+}
+
+LOSSES: dict[Any, Rule] = {
+    aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss.default: nll,
+    aten.nll_loss_nd.default: nll,
+    aten.nll_loss2d.default: nll,
+    aten.mse_loss.default: mse,
+    aten.l1_loss.default: l1,
+    **{target: elementwise(target, position) for target, position in _ELEMENTWISE.items()},
+}

@@ -1,0 +1,189 @@
+"""Normal form of copies, casts, views, slices and creation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.infer import META
+from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
+
+
+def same(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    if dtype is None or val(x).dtype == dtype:
+        return x
+    return build(aten.to.dtype, x, dtype)
+
+
+def cast_to(build: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Any ``to``: a type among the arguments, or a tensor whose type is meant; devices do not count."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.dtype):
+            return to_dtype(build, x, argument)
+        if isinstance(argument, fx.Node):
+            return to_dtype(build, x, val(argument).dtype)
+    return x
+
+
+def reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    """Any view that keeps the order of elements, to the shape that it gave."""
+    assert build.node is not None
+    sizes = shape(build.node)
+    return x if sizes == shape(x) else build(aten.reshape.default, x, sizes)
+
+
+def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    assert build.node is not None
+    sizes = shape(build.node)
+    return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
+
+
+def slice_(build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    dim %= len(shape(x))
+    size = shape(x)[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    if (start, step) == (0, 1) and end >= size:
+        return x
+    return build(aten.slice.Tensor, x, dim, start, max(start, end), step)
+
+
+def narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int) -> Any:
+    if not isinstance(start, int):
+        return KEEP
+    start = start + shape(x)[dim] if start < 0 else start
+    return slice_(build, x, dim, start, start + length)
+
+
+def split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    """``split`` and ``chunk`` with the sizes that they gave."""
+    assert build.node is not None
+    dim %= len(shape(x))
+    return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
+
+
+def pad(build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None) -> Any:
+    if mode != "constant":
+        return KEEP
+    fill = value if value is not None else 0
+    return build(aten.constant_pad_nd.default, x, pads, int(fill) if not val(x).dtype.is_floating_point else fill)
+
+
+def detach(build: Builder, x: fx.Node) -> Any:
+    """Stays where it stops a gradient."""
+    return KEEP if val(x).dtype.is_floating_point else x
+
+
+def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
+    integral = not val(x).dtype.is_floating_point and not val(x).dtype.is_complex
+    return x if integral and type(other) is int and other == 0 else KEEP
+
+
+# --- creation: nothing but ``full`` and ``arange``, on the rank's own device ------------------------------------------
+
+
+def _full(build: Builder, value: Any) -> fx.Node:
+    assert build.node is not None
+    like = val(build.node)
+    value = bool(value) if like.dtype is torch.bool else value
+    return build(aten.full.default, list(like.shape), value, dtype=like.dtype, device=META)
+
+
+def zeros(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _full(build, 0)
+
+
+def ones(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _full(build, 1)
+
+
+def full(build: Builder, _: Any, value: Any, **__: Any) -> fx.Node:
+    return _full(build, value)
+
+
+def new_full(build: Builder, _: fx.Node, sizes: Any, value: Any, **__: Any) -> Any:
+    return KEEP if isinstance(value, fx.Node) else _full(build, value)
+
+
+def scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
+    return _full(build, value)
+
+
+def arange(build: Builder, *bounds: Any, **kwargs: Any) -> fx.Node:
+    assert build.node is not None
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+    return build(aten.arange.start_step, start, end, step, dtype=val(build.node).dtype, device=META)
+
+
+_SAME = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.lift.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.to.prim_Device,
+    aten.to.prim_dtype,
+    aten.to.prim_other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+_RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten._reshape_copy.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.ravel.default,
+    aten.squeeze.default,
+)
+_EXPANDS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+_SPLITS = (aten.split.Tensor, aten.split.sizes, aten.chunk.default, aten.split_with_sizes.default, aten.unsafe_chunk.default)
+_ZEROS = (
+    aten.zeros.default,
+    aten.new_zeros.default,
+    aten.zeros_like.default,
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten.empty_like.default,
+)
+_ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
+
+SHAPES: dict[Any, Rule] = {
+    **dict.fromkeys(_SAME, same),
+    **dict.fromkeys(_CASTS, cast_to),
+    **dict.fromkeys(_RESHAPES, reshape),
+    **dict.fromkeys(_EXPANDS, expand),
+    **dict.fromkeys(_SPLITS, split),
+    **dict.fromkeys(_ZEROS, zeros),
+    **dict.fromkeys(_ONES, ones),
+    aten.slice.Tensor: slice_,
+    aten.narrow.default: narrow,
+    aten.pad.default: pad,
+    aten.detach.default: detach,
+    aten.add.Tensor: add_nothing,
+    aten.full.default: full,
+    aten.full_like.default: full,
+    aten.new_full.default: new_full,
+    aten.fill.Scalar: full,
+    aten.scalar_tensor.default: scalar_tensor,
+    aten.arange.default: arange,
+    aten.arange.start: arange,
+    aten.arange.start_step: arange,
+}

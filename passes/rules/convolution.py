@@ -1,0 +1,101 @@
+"""Convolutions, pooling and resizing: samples and channels may be sharded, places are whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes.rules.algebra import (
+    FIRST,
+    NAMES,
+    Dims,
+    Local,
+    OpFactors,
+    argument,
+    each,
+    named,
+    operands_of,
+    results_of,
+    shape,
+)
+from passes.rules.registry import family
+
+aten = torch.ops.aten
+
+
+@family("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d")  # fmt: skip
+def convolution(node: fx.Node) -> OpFactors:
+    """Input channels are (g i) and output channels (g o) in g groups; ``i`` is summed over.
+
+    Weights are ``(g o) i ...``, those of a transposed convolution ``(g i) o ...``.
+    """
+    x, weight, *bias = operands_of(node)
+    transposed = "transpose" in str(node.target) or bool(argument(node, "transposed", False))
+    num_places = len(shape(weight)) - 2
+    has_batch = len(shape(x)) == num_places + 2
+    groups = argument(node, "groups", 1)
+    num_inputs = shape(x)[1 if has_batch else 0]
+    num_outputs = node.meta["val"].shape[1 if has_batch else 0]
+    sizes = {"g": groups, "i": num_inputs // groups, "o": num_outputs // groups}
+    if has_batch:
+        sizes["b"] = shape(x)[0]
+    batch: Dims = (("b",),) if has_batch else ()
+    places: Dims = ((),) * num_places
+    inputs, outputs = ("g", "i"), ("g", "o")
+    kernel = (inputs, ("o",), *places) if transposed else (outputs, ("i",), *places)
+    operands: tuple[Dims, ...] = ((*batch, inputs, *places), kernel, *((outputs,) for _ in bias))
+    if bias:
+        return OpFactors(sizes, operands, ((*batch, outputs, *places),), frozenset("i"), local=_local_convolution)
+    return OpFactors(sizes, operands, ((*batch, outputs, *places),), linear=each(0, 1), local=_local_convolution)
+
+
+def _local_convolution(local: Local) -> fx.Node:
+    return local.copy(groups=local.size("g")) if local.strategy.factor == "g" else local.copy()
+
+
+def _leading(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
+    """All but the last ``num_places`` dims pass through."""
+    (x,) = operands_of(node)
+    names = [*NAMES[: len(shape(x)) - num_places], *[None] * num_places]
+    return named(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
+
+
+for _places in (1, 2, 3):
+    _averages = [f"avg_pool{_places}d", f"adaptive_avg_pool{_places}d", f"_adaptive_avg_pool{_places}d"]
+    _largest = [f"max_pool{_places}d", f"max_pool{_places}d_with_indices", f"adaptive_max_pool{_places}d"]
+    family(*_averages)(lambda node, n=_places: _leading(node, n, True))
+    family(*_largest)(lambda node, n=_places: _leading(node, n, False))
+
+_RESIZED = {
+    1: ("nearest1d", "_nearest_exact1d", "linear1d"),
+    2: ("nearest2d", "_nearest_exact2d", "bilinear2d", "bicubic2d", "_bilinear2d_aa", "_bicubic2d_aa"),
+    3: ("nearest3d", "_nearest_exact3d", "trilinear3d"),
+}
+for _places, _kinds in _RESIZED.items():
+    _names = [f"_upsample{k}" if k.startswith("_") else f"upsample_{k}" for k in _kinds]
+    family(*_names)(lambda node, n=_places: _leading(node, n, True))
+
+
+@family("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(node: fx.Node) -> OpFactors:
+    x, grid = (len(shape(o)) for o in operands_of(node))
+    images, places = ["b", "c", *[None] * (x - 2)], ["b", *[None] * (grid - 1)]
+    return named(node, [images, places], [images], linear=FIRST)
+
+
+@family("im2col", "col2im")
+def columns(node: fx.Node) -> OpFactors:
+    """Patches of channels (c k), k the places of a patch, from channels c; and back."""
+    (x,) = operands_of(node)
+    result = tuple(node.meta["val"].shape)
+    takes_apart = node.target == aten.im2col.default
+    has_batch = len(shape(x)) == (4 if takes_apart else 3)
+    images, patches = (shape(x), result) if takes_apart else (result, shape(x))
+    at = 1 if has_batch else 0
+    batch_dims: Dims = (("b",),) if has_batch else ()
+    sizes = {"c": images[at], "k": patches[at] // images[at], **({"b": images[0]} if has_batch else {})}
+    image: Dims = (*batch_dims, ("c",), (), ())
+    patch: Dims = (*batch_dims, ("c", "k"), ())
+    before, after = (image, patch) if takes_apart else (patch, image)
+    return OpFactors(sizes, (before,), (after,), frozenset("k"), FIRST)

@@ -1,0 +1,73 @@
+"""Tensors from nothing: each rank makes its own part. What is random is whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes.collectives import ops as collective
+from passes.layouts import sections_of
+from passes.rules.algebra import (
+    NAMES,
+    Local,
+    OpFactors,
+    argument,
+    everything_whole,
+    named,
+    operands_of,
+    shape,
+)
+from passes.rules.registry import family
+
+aten = torch.ops.aten
+
+
+@family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
+def filled(node: fx.Node) -> OpFactors:
+    """Of a given size; of an operand only the type is read."""
+    unread = [[None] * len(shape(o)) for o in operands_of(node)]
+    return named(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
+
+
+def _local_filled(local: Local) -> fx.Node:
+    return local.copy(size=list(local.result_shape()))
+
+
+@family("full_like", "zeros_like", "ones_like", "empty_like")
+def like(node: fx.Node) -> OpFactors:
+    """Of an operand's size, of which nothing else is read."""
+    names = NAMES[: len(node.meta["val"].shape)]
+    return named(node, [names], [names])
+
+
+@family("arange")
+def arange(node: fx.Node) -> OpFactors:
+    """A rank's part of a sequence is the local sequence, moved by what comes before it."""
+    return named(node, [], [NAMES[:1]], local=_local_arange)
+
+
+def _local_arange(local: Local) -> fx.Node:
+    val = local.node.meta["val"]
+    start, step = argument(local.node, "start", 0), argument(local.node, "step", 1)
+    options = {**local.node.kwargs, "dtype": val.dtype}
+    rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
+    pieces: list[fx.Node] = []
+    for section in sections_of(local.strategy.results[0], val.shape[0]):
+        length = section // local.num_ranks
+        piece = local.call(aten.arange.default, length, **options)
+        piece = local.call(aten.add.Tensor, piece, local.call(aten.mul.Tensor, rank, length))
+        if step != 1:
+            piece = local.call(aten.mul.Tensor, piece, step)
+        pieces.append(local.call(aten.add.Tensor, piece, start) if start else piece)
+        start += section * step
+    return pieces[0] if len(pieces) == 1 else local.call(aten.cat.default, pieces)
+
+
+@family(
+    "bernoulli", "eye", "hann_window", "linspace", "logspace", "multinomial", "normal", "poisson", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "tril_indices", "triu_indices", "exponential",
+    "uniform", "rrelu", "rrelu_with_noise",
+)  # fmt: skip
+def whole(node: fx.Node) -> OpFactors:
+    """What depends on all of its elements, or on a generator that every rank must find in the same state."""
+    return everything_whole(node)

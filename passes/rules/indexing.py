@@ -1,0 +1,191 @@
+"""Look-ups and their transposes: embedding, gather, index, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.collectives import ops as collective
+from passes.layouts import PARTIAL
+from passes.rules.algebra import (
+    FIRST,
+    NAMES,
+    Local,
+    Lowering,
+    OpFactors,
+    argument,
+    as_dim,
+    everything_whole,
+    named,
+    operands_of,
+    shape,
+)
+from passes.rules.registry import family, rule
+
+aten = torch.ops.aten
+
+rule("aten.one_hot", "... -> ... c!")
+
+
+def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+    """For an index into a dim of which every rank has ``rows``: the index into this rank's rows, 0 where it points
+    elsewhere; and where it does."""
+    rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
+    shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
+    below = local.call(aten.lt.Scalar, shifted, 0)
+    elsewhere = local.call(aten.logical_or.default, below, local.call(aten.ge.Scalar, shifted, rows))
+    return local.call(aten.masked_fill.Scalar, shifted, elsewhere, 0), elsewhere
+
+
+@family("embedding")
+def embedding(node: fx.Node) -> OpFactors:
+    """A sharded vocabulary: each rank looks up what it has and gives zeros for the rest, a partial sum."""
+    if argument(node, "sparse") or argument(node, "scale_grad_by_freq"):
+        return everything_whole(node)
+    names = NAMES[: len(shape(operands_of(node)[1]))]
+    lower = {"v": Lowering(_embedding_sharded, PARTIAL)}
+    return named(node, [("v", "h"), names], [(*names, "h")], linear=FIRST, lower=lower)
+
+
+def _embedding_sharded(local: Local) -> fx.Node:
+    weight, index = local.operands
+    own, elsewhere = own_rows(local, index, local.size("v"))
+    found = local.call(aten.embedding.default, weight, own)
+    padding = argument(local.node, "padding_idx")
+    if padding >= 0:  # the padding row is read, but has no gradient
+        at = local.call(aten.unsqueeze.default, local.call(aten.eq.Scalar, index, padding), -1)
+        found = local.call(aten.where.self, at, local.call(aten.detach.default, found), found)
+    return local.call(aten.masked_fill.Scalar, found, local.call(aten.unsqueeze.default, elsewhere, -1), 0.0)
+
+
+@family("gather", "take_along_dim")
+def gather(node: fx.Node) -> OpFactors | None:
+    """Along a sharded dim: each rank picks what it has and gives zeros for the rest, a partial sum."""
+    rank = len(shape(operands_of(node)[0]))
+    dim = argument(node, "dim")
+    if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
+        return None
+    dim = as_dim(dim, rank)
+    names = NAMES[:rank]
+    picked = [n if d != dim else "picked" for d, n in enumerate(names)]
+    lower = {names[dim]: Lowering(_gather_sharded, PARTIAL)} if node.target == aten.gather.default else {}
+    whole = frozenset() if lower else frozenset((names[dim],))
+    return named(node, [names, picked], [picked], whole=whole, linear=FIRST, lower=lower)
+
+
+def _gather_sharded(local: Local) -> fx.Node:
+    source, index = local.operands
+    dim = as_dim(argument(local.node, "dim"), len(shape(source)))
+    own, elsewhere = own_rows(local, index, shape(source)[dim])
+    found = local.call(aten.gather.default, source, dim, own)
+    return local.call(aten.masked_fill.Scalar, found, elsewhere, 0.0)
+
+
+@family("index_select")
+def index_select(node: fx.Node) -> OpFactors:
+    """Places of a dim; a sharded one as in :func:`gather`."""
+    x, _ = operands_of(node)
+    dim = as_dim(argument(node, "dim"), len(shape(x)))
+    names = NAMES[: len(shape(x))]
+    picked = [n if d != dim else "picked" for d, n in enumerate(names)]
+    lower = {names[dim]: Lowering(_select_sharded, PARTIAL)}
+    return named(node, [names, ["picked"]], [picked], linear=FIRST, lower=lower)
+
+
+def _select_sharded(local: Local) -> fx.Node:
+    source, index = local.operands
+    dim = as_dim(argument(local.node, "dim"), len(shape(source)))
+    own, elsewhere = own_rows(local, index, shape(source)[dim])
+    found = local.call(aten.index_select.default, source, dim, own)
+    return _zero_rows(local, found, elsewhere, dim)
+
+
+def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
+    """``x`` with zeros where ``where``, a mask over its dims from ``dim`` on, is true."""
+    behind = len(shape(x)) - dim - len(shape(where))
+    mask = local.call(aten.reshape.default, where, [*shape(where), *[1] * behind]) if behind else where
+    return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
+
+
+def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
+    """For ``x[indices]``: where the dims of the indices stand in the result, their factors, and x's indexed dims."""
+    indexed = [d for d, i in enumerate(indices) if i is not None]
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    width = max(len(shape(i)) for i in indices if i is not None)
+    return indexed[0] if adjacent else 0, [f"i{k}" for k in range(width)], indexed
+
+
+@family("index", "_unsafe_index")
+def index(node: fx.Node) -> OpFactors | None:
+    """``x[i, :, j]``: dims that are not indexed pass through, and so do the indices' own, broadcast."""
+    x, *tensors = operands_of(node)
+    indices = list(argument(node, "indices"))
+    if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
+        return None  # how many places a mask picks only the data tells
+    at, places, indexed = _index_dims(indices, len(shape(x)))
+    names: list[str | None] = list(NAMES[: len(shape(x))])
+    left = [n for d, n in enumerate(names) if d not in indexed]
+    operands: list[Sequence[str | None]] = [names, *(places[len(places) - len(shape(i)) :] for i in tensors)]
+    result = [*left[:at], *places, *left[at:]]
+    first = names[indexed[0]]
+    assert first is not None
+    if len(indexed) > 1:
+        whole = frozenset(n for d, n in enumerate(names) if d in indexed and n)
+        return named(node, operands, [result], whole=whole, linear=FIRST)
+    return named(node, operands, [result], linear=FIRST, lower={first: Lowering(_index_sharded, PARTIAL)})
+
+
+def _index_sharded(local: Local) -> fx.Node:
+    source, places = local.operands
+    dim = next(d for d, i in enumerate(argument(local.node, "indices")) if i is not None)
+    rows = shape(source)[dim]
+    negative = local.call(aten.lt.Scalar, places, 0)
+    from_end = local.call(aten.add.Tensor, places, rows * local.num_ranks)
+    places = local.call(aten.where.self, negative, from_end, places)
+    own, elsewhere = own_rows(local, places, rows)
+    found = local.call(aten.index.Tensor, source, [*[None] * dim, own])
+    return _zero_rows(local, found, elsewhere, dim)
+
+
+@family("index_put", "_unsafe_index_put")
+def index_put(node: fx.Node) -> OpFactors | None:
+    """The transpose of :func:`index`: indexed dims, and the indices' own, are whole."""
+    x, *rest = operands_of(node)
+    tensors, values = rest[:-1], rest[-1]
+    indices = list(argument(node, "indices"))
+    rank = len(shape(x))
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
+        return None
+    at, places, indexed = _index_dims(indices, rank)
+    names = [n if d not in indexed else None for d, n in enumerate(NAMES[:rank])]
+    left = [n for n in names if n]
+    aligned: list[str | None] = [*left[:at], *[None] * len(places), *left[at:]]
+    operands: list[Sequence[str | None]] = [names, *([None] * len(shape(i)) for i in tensors)]
+    operands.append(aligned[len(aligned) - len(shape(values)) :])
+    return named(node, operands, [names], linear=(frozenset((0, len(rest))),))
+
+
+@family("scatter", "scatter_add", "scatter_reduce")
+def scatter(node: fx.Node) -> OpFactors:
+    """The dim of the index is whole, others pass through where all sizes agree."""
+    operands = operands_of(node)
+    rank = len(shape(operands[0]))
+    if rank == 0:
+        return everything_whole(node)
+    dim = as_dim(argument(node, "dim"), rank)
+    names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
+    sums = argument(node, "reduce") is None and len(operands) == 3
+    return named(node, [names for _ in operands], [names], linear=(frozenset((0, 2)),) if sums else ())
+
+
+@family("index_add", "index_copy", "index_fill", "index_reduce")
+def index_rows(node: fx.Node) -> OpFactors:
+    """Whole rows at the places of a dim, which is whole."""
+    x, _, *source = operands_of(node)
+    dim = as_dim(argument(node, "dim"), len(shape(x)))
+    names = [n if d != dim else None for d, n in enumerate(NAMES[: len(shape(x))])]
+    sums = bool(source) and argument(node, "reduce") is None and bool(shape(source[0]))
+    operands: list[Sequence[str | None]] = [names, [None], *(names[: len(shape(s))] for s in source)]
+    return named(node, operands, [names], linear=(frozenset((0, 2)),) if sums else ())

@@ -1,0 +1,70 @@
+"""Losses that normal form has left as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from passes.layouts import PARTIAL
+from passes.rules.algebra import NAMES, Lowering, OpFactors, argument, named, operands_of, shape
+from passes.rules.pointwise import elementwise
+from passes.rules.reduction import divided_by_ranks
+from passes.rules.registry import family
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
+
+
+@family(
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
+)  # fmt: skip
+def elementwise_loss(node: fx.Node) -> OpFactors:
+    """A number per element, summed or averaged over all of them."""
+    if argument(node, "reduction") == _NONE:
+        return elementwise(node)
+    rank = max(len(shape(o)) for o in operands_of(node))
+    names = NAMES[:rank]
+    found = named(node, [names[rank - len(shape(o)) :] for o in operands_of(node)], [()])
+    if argument(node, "reduction") == _SUM:
+        return found
+    lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
+    return replace(found, lower=dict.fromkeys(found.sizes, lowering))
+
+
+@family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+def classification_loss(node: fx.Node) -> OpFactors:
+    """Classes are whole; samples pass through or are summed, but a mean counts those that are not ignored."""
+    scores, target, *weight = operands_of(node)
+    names = NAMES[: len(shape(scores))]
+    class_dim = min(1, len(names) - 1)
+    samples = [n for d, n in enumerate(names) if d != class_dim]
+    targets = names if len(shape(target)) == len(names) else samples
+    reduction = argument(node, "reduction")
+    results: list[list[str]] = [samples if reduction == _NONE else []]
+    whole = frozenset(names) if reduction == _MEAN else frozenset((names[class_dim],))
+    patterns = [names, targets, *([names[class_dim]] for _ in weight)]
+    return named(node, patterns, results, whole=whole)
+
+
+@family("nll_loss_forward", "nll_loss2d_forward")
+def classification_loss_and_weight(node: fx.Node) -> OpFactors:
+    """As above, with the sum of the samples' weights beside it."""
+    scores, _target, *weight = operands_of(node)
+    names = NAMES[: len(shape(scores))]
+    class_dim = min(1, len(names) - 1)
+    samples = [n for d, n in enumerate(names) if d != class_dim]
+    reduction = argument(node, "reduction")
+    whole = frozenset((names[class_dim],)) if reduction == _SUM else frozenset(names)
+    losses = samples if reduction == _NONE else []
+    return named(node, [names, samples, *([names[class_dim]] for _ in weight)], [losses, []], whole=whole)
+
+
+@family("cosine_similarity")
+def cosine_similarity(node: fx.Node) -> OpFactors:
+    rank = max(len(shape(o)) for o in operands_of(node))
+    dim = argument(node, "dim") % rank
+    names = NAMES[:rank]
+    patterns = [names[rank - len(shape(o)) :] for o in operands_of(node)]
+    left = [n for d, n in enumerate(names) if d != dim]
+    return named(node, patterns, [left], whole=frozenset((names[dim],)))

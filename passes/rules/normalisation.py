@@ -1,0 +1,86 @@
+"""Normalisations: what is averaged over is whole, samples and channels pass through."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.rules.algebra import NAMES, Dims, Local, OpFactors, argument, named, operands_of, results_of, shape
+from passes.rules.registry import family
+
+
+@family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
+def layer_norm(node: fx.Node) -> OpFactors:
+    """Over the last dims; the statistics that some of them return have these with size 1."""
+    x, *affine = operands_of(node)
+    names = NAMES[: len(shape(x))]
+    count = len(argument(node, "normalized_shape"))
+    last = names[len(names) - count :]
+    results = [names for _ in results_of(node)]
+    return named(node, [names, *(last for _ in affine)], results, whole=frozenset(last))
+
+
+@family("group_norm")
+def group_norm(node: fx.Node) -> OpFactors:
+    """Channels are (g c): each of g groups is normalised over its c channels and all places."""
+    x, *affine = operands_of(node)
+    groups = argument(node, "num_groups")
+    channels = ("g", "c")
+    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(shape(x)) - 2]))
+    sizes = {"b": shape(x)[0], "g": groups, "c": shape(x)[1] // groups, **dict(zip(NAMES, shape(x)[2:], strict=False))}
+    whole = frozenset(("c", *NAMES[: len(shape(x)) - 2]))
+    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), (operand,), whole, local=_local_group_norm)
+
+
+def _local_group_norm(local: Local) -> fx.Node:
+    return local.copy(num_groups=local.size("g"))
+
+
+@family("native_group_norm")
+def native_group_norm(node: fx.Node) -> OpFactors:
+    """As :func:`group_norm`, with its sizes spelt out, and the statistics of each group."""
+    x, *affine = operands_of(node)
+    groups = argument(node, "group")
+    channels = ("g", "c")
+    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(shape(x)) - 2]))
+    sizes = {"b": shape(x)[0], "g": groups, "c": shape(x)[1] // groups, **dict(zip(NAMES, shape(x)[2:], strict=False))}
+    whole = frozenset(("c", *NAMES[: len(shape(x)) - 2]))
+    statistics: Dims = (("b",), ("g",))
+    results = (operand, statistics, statistics)
+    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), results, whole, local=_local_native_group_norm)
+
+
+def _local_native_group_norm(local: Local) -> fx.Node:
+    samples, groups = local.size("b"), local.size("g")
+    return local.copy(N=samples, C=groups * local.size("c"), group=groups)
+
+
+@family(
+    "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
+)  # fmt: skip
+def batch_norm(node: fx.Node) -> OpFactors:
+    """Over samples and places in training, by given statistics otherwise; channels are independent of each other."""
+    x, *channelwise = operands_of(node)
+    names: list[str | None] = ["b", "c", *NAMES[: len(shape(x)) - 2]]
+    training = argument(node, "training", "no_training" not in str(node.target))
+    patterns = [names if r.dim() == len(names) else _statistics(r.shape) for r in results_of(node)]
+    whole = frozenset(n for n in names if n != "c" and n) if training else frozenset()
+    return named(node, [names, *(["c"] for _ in channelwise)], patterns, whole=whole)
+
+
+def _statistics(size: tuple[int, ...]) -> list[str | None]:
+    """Of every channel, or, where there is nothing to keep, empty."""
+    return ["c" if s else None for s in size]
+
+
+@family("instance_norm")
+def instance_norm(node: fx.Node) -> OpFactors:
+    """Each channel of each sample over its places."""
+    x, *channelwise = operands_of(node)
+    places = NAMES[: len(shape(x)) - 2]
+    whole = frozenset(places) if argument(node, "use_input_stats") else frozenset()
+    running = isinstance(argument(node, "running_mean"), fx.Node)
+    if running and argument(node, "use_input_stats"):
+        whole |= {"b"}  # running statistics average over the samples
+    names = ["b", "c", *places]
+    return named(node, [names, *(["c"] for _ in channelwise)], [names], whole=whole)

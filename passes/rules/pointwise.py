@@ -1,0 +1,131 @@
+"""Operators on each element alone: any factor of a result dim passes through, operands broadcast."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.gradients import differentiable
+from passes.rules.algebra import (
+    FIRST,
+    NAMES,
+    OpFactors,
+    argument,
+    each,
+    everything_whole,
+    named,
+    operands_of,
+    results_of,
+    shape,
+    together,
+)
+from passes.rules.registry import family
+
+Linear = tuple[frozenset[int], ...]
+
+NONLINEAR = """
+    _conj_physical abs absolute acos acosh addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+    asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
+    ceil celu clamp clamp_max clamp_min clip complex copysign cos cosh digamma elu eq erf erfc erfinv exp exp2 expm1
+    fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid
+    hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf ldexp le leaky_relu lerp less
+    less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar polygamma pow reciprocal
+    relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr
+    special_erf special_expit special_log1p special_logit sqrt square tan tanh tanhshrink threshold trunc xlogy
+    __and__ __or__ __xor__ __lshift__ __rshift__ xlog1py special_xlog1py max.other min.other
+""".split()
+
+# Linear in their (first) operand.
+LINEAR = """
+    neg negative positive clone contiguous alias detach lift_fresh_copy lift_fresh conj real imag deg2rad rad2deg
+    _conj _neg_view resolve_conj resolve_neg
+""".split()
+
+
+def elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
+    """The rule of an elementwise operator; dims of size 1 broadcast."""
+    results = results_of(node)
+    rank = len(results[0].shape)
+    names = NAMES[:rank]
+    operands = [names[rank - len(shape(o)) :] for o in operands_of(node)]
+    return named(node, operands, [names] * len(results), linear=linear)
+
+
+family(*NONLINEAR, "partition::uniform")(elementwise)
+
+
+@family(*LINEAR)
+def linear(node: fx.Node) -> OpFactors:
+    return elementwise(node, FIRST)
+
+
+@family("add", "sub", "subtract", "rsub", "__add__", "__sub__")
+def add(node: fx.Node) -> OpFactors:
+    """Linear in both operands together; a number that is added would be added by every rank."""
+    return elementwise(node, together(2) if len(operands_of(node)) == 2 else ())
+
+
+@family("mul", "multiply", "__mul__")
+def mul(node: fx.Node) -> OpFactors:
+    return elementwise(node, each(*range(len(operands_of(node)))))
+
+
+@family("div", "divide", "true_divide")
+def div(node: fx.Node) -> OpFactors:
+    """Linear in the numerator, unless the quotient is rounded."""
+    is_linear = isinstance(node.args[0], fx.Node) and argument(node, "rounding_mode") is None
+    return elementwise(node, FIRST if is_linear else ())
+
+
+@family("to", "_to_copy", "type_as")
+def to(node: fx.Node) -> OpFactors:
+    """A change of type is linear if it ends in a type with fractions, or changes nothing; of a second operand only the
+    type is read."""
+    source, *others = operands_of(node)
+    names = NAMES[: len(shape(source))]
+    keeps = differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
+    unread: list[tuple[None, ...]] = [(None,) * len(shape(o)) for o in others]
+    return named(node, [names, *unread], [names], linear=FIRST if keeps else ())
+
+
+@family("where")
+def where(node: fx.Node) -> OpFactors | None:
+    """Linear in both branches together, where both are tensors."""
+    if str(node.target).endswith(".default"):
+        return None  # the indices of what is true
+    return elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
+
+
+@family("masked_fill")
+def masked_fill(node: fx.Node) -> OpFactors:
+    return elementwise(node, FIRST if argument(node, "value") == 0 else ())
+
+
+@family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def dropout(node: fx.Node) -> OpFactors:
+    """Nothing is dropped outside of training; what is random must be the same on every rank."""
+    if argument(node, "train") is False or argument(node, "p") == 0:
+        return elementwise(node, FIRST)
+    return everything_whole(node)
+
+
+@family("prelu", "_prelu_kernel")
+def prelu(node: fx.Node) -> OpFactors:
+    """One slope for all, or one for each element of dim 1."""
+    x, weight = operands_of(node)
+    names = NAMES[: len(shape(x))]
+    slopes = names if len(shape(weight)) == len(names) else names[1 : 1 + len(shape(weight))]
+    return named(node, [names, slopes], [names])
+
+
+@family("glu")
+def glu(node: fx.Node) -> OpFactors:
+    """The two halves of a dim are gate and value of one: it is (2 f), and f is sharded in two sections."""
+    (x,) = operands_of(node)
+    rank = len(shape(x))
+    dim = argument(node, "dim", -1) % rank
+    names = NAMES[:rank]
+    found = named(node, [[n if d != dim else None for d, n in enumerate(names)]], [names])
+    halves = tuple(dims if d != dim else ("half", names[dim]) for d, dims in enumerate(found.operands[0]))
+    sizes = {**found.sizes, "half": 2, names[dim]: shape(x)[dim] // 2}
+    return OpFactors(sizes, (halves,), found.results, frozenset(("half",)))

@@ -1,0 +1,166 @@
+"""Reductions, and operators that couple the elements of a dim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from passes.collectives import ops as collective
+from passes.layouts import PARTIAL, REPLICATED
+from passes.rules.algebra import (
+    FIRST,
+    NAMES,
+    Local,
+    Lowering,
+    OpFactors,
+    argument,
+    as_dims,
+    named,
+    operands_of,
+    results_of,
+    shape,
+)
+from passes.rules.registry import family
+
+aten = torch.ops.aten
+Linear = tuple[frozenset[int], ...]
+
+
+def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
+    """A sum over the argument ``dim``, all dims without it: sharding a summed factor gives a partial sum."""
+    dims = dims_of(node)
+    names = NAMES[: len(shape(operands_of(node)[0]))]
+    left = [None if d in dims else n for d, n in enumerate(names)]
+    kept = left if argument(node, "keepdim", False) else [n for n in left if n is not None]
+    return named(node, [names], [kept for _ in results_of(node)], linear=linear)
+
+
+def dims_of(node: fx.Node) -> tuple[int, ...]:
+    return as_dims(argument(node, "dim"), len(shape(operands_of(node)[0])))
+
+
+def factors_along(node: fx.Node) -> frozenset[str]:
+    return frozenset(NAMES[d] for d in dims_of(node))
+
+
+@family("sum")
+def sum_(node: fx.Node) -> OpFactors:
+    return reduced(node, FIRST)
+
+
+family("nansum", "count_nonzero")(reduced)
+
+
+@family(
+    "all", "any", "argmax", "argmin", "max", "median", "min", "mode", "nanmedian", "norm", "prod", "std", "std_mean",
+    "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
+)  # fmt: skip
+def over_whole_dims(node: fx.Node) -> OpFactors:
+    """A reduction other than a sum: what it reduces is whole."""
+    return replace(reduced(node), whole=factors_along(node))
+
+
+@family(
+    "_log_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp", "softmin", "sort",
+)  # fmt: skip
+def along_whole_dim(node: fx.Node) -> OpFactors:
+    """Each element of the results depends on all of the operand's along the dim."""
+    names = NAMES[: len(shape(operands_of(node)[0]))]
+    return named(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
+
+
+@family("softmax", "log_softmax")
+def softmax(node: fx.Node) -> OpFactors:
+    """Along a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
+    lowering = Lowering(build, REPLICATED, ("all_reduce_max", "all_reduce"), sections=True)
+    return replace(along_whole_dim(node), whole=frozenset(), lower=dict.fromkeys(factors_along(node), lowering))
+
+
+@family("cumsum")
+def cumsum(node: fx.Node) -> OpFactors:
+    return replace(along_whole_dim(node), linear=FIRST)
+
+
+@family("topk")
+def topk(node: fx.Node) -> OpFactors:
+    (dim,) = dims_of(node)
+    names = NAMES[: len(shape(operands_of(node)[0]))]
+    found = [n if d != dim else "found" for d, n in enumerate(names)]
+    return named(node, [names], [found, found], whole=frozenset((names[dim], "found")))
+
+
+@family("mean")
+def mean(node: fx.Node) -> OpFactors:
+    """The mean of a shard, divided by the number of shards, is an addend of the whole mean."""
+    lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
+    return replace(reduced(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
+
+
+def divided_by_ranks(local: Local) -> fx.Node:
+    return local.call(aten.mul.Tensor, local.copy(), 1.0 / local.num_ranks)
+
+
+@family("amax", "amin")
+def amax(node: fx.Node) -> OpFactors:
+    """Over a sharded dim: the largest of the ranks' largest, where no gradient has to find its way back."""
+    if node.meta.get("grad", True):
+        return over_whole_dims(node)
+    lowering = Lowering(_largest_of_ranks, REPLICATED, ("all_reduce_max",), sections=True)
+    return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
+
+
+def _largest_of_ranks(local: Local) -> fx.Node:
+    found, axis, size = local.copy(), local.axis, local.num_ranks
+    if local.node.target == aten.amax.default:
+        return local.call(collective.all_reduce_max.default, found, axis, size)
+    found = local.call(collective.all_reduce_max.default, local.call(aten.neg.default, found), axis, size)
+    return local.call(aten.neg.default, found)
+
+
+@family("logsumexp")
+def logsumexp(node: fx.Node) -> OpFactors:
+    """Over a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    lowering = Lowering(_logsumexp_sharded, REPLICATED, ("all_reduce_max", "all_reduce"), sections=True)
+    return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
+
+
+def _logsumexp_sharded(local: Local) -> fx.Node:
+    # Every rank goes on with the whole sum, so each has the whole gradient of its own addend.
+    _, largest, _, total = _exponentials(local, local.operands[0], "copy")
+    found = local.call(aten.add.Tensor, local.call(aten.log.default, total), largest)
+    return local.call(aten.reshape.default, found, list(local.result_shape()))
+
+
+def _softmax_sharded(local: Local) -> fx.Node:
+    # Each rank goes on with its own part, so the gradient of the sum is what all of them add to it.
+    _, _, powers, total = _exponentials(local, _softmax_operand(local), "reduce")
+    return local.call(aten.div.Tensor, powers, total)
+
+
+def _log_softmax_sharded(local: Local) -> fx.Node:
+    shifted, _, _, total = _exponentials(local, _softmax_operand(local), "reduce")
+    return local.call(aten.sub.Tensor, shifted, local.call(aten.log.default, total))
+
+
+def _softmax_operand(local: Local) -> fx.Node:
+    dtype = argument(local.node, "dtype")
+    (x,) = local.operands
+    return x if dtype is None else local.call(aten._to_copy.default, x, dtype=dtype)
+
+
+def _exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+    """``x`` less the largest element over all ranks, that element, the exponentials, and their sum over all ranks."""
+    axis, size = local.axis, local.num_ranks
+    dims = list(dims_of(local.node))
+    largest = local.call(aten.amax.default, local.call(aten.detach.default, x), dims, True)
+    largest = local.call(collective.all_reduce_max.default, largest, axis, size)
+    infinite = local.call(aten.isinf.default, largest)
+    largest = local.call(aten.masked_fill.Scalar, largest, infinite, 0.0)  # exp(-inf - 0) is 0, exp(-inf + inf) nan
+    shifted = local.call(aten.sub.Tensor, x, largest)
+    powers = local.call(aten.exp.default, shifted)
+    total = local.call(aten.sum.dim_IntList, powers, dims, True)
+    total = local.call(collective.all_reduce.default, total, axis, size, grad)
+    return shifted, largest, powers, total

@@ -1,0 +1,242 @@
+"""Operators that see the same elements under another shape: views, permutations, repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.rules.algebra import (
+    FIRST,
+    NAMES,
+    Dims,
+    Local,
+    OpFactors,
+    argument,
+    as_dim,
+    named,
+    operands_of,
+    shape,
+)
+from passes.rules.registry import family
+
+aten = torch.ops.aten
+
+
+def walk(source: Sequence[int], target: Sequence[int]) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
+    """The factors that two shapes of the same elements share: sizes, dims of both, and what must be whole.
+
+    Both shapes are walked from the outermost dim by running products and split where they agree:
+
+    >>> walk((8, 4), (2, 16))
+    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
+    """
+    sides = (_Side(source), _Side(target))
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+
+    def put(size: int, on: Sequence[_Side]) -> str:
+        name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
+        sizes[name] = size
+        for side in on:
+            side.take(name, size)
+        return name
+
+    while sides[0].advance() and sides[1].advance():
+        common = math.gcd(sides[0].left, sides[1].left)
+        if common > 1:
+            put(common, sides)
+            if sides[0].left == 1 or sides[1].left == 1:
+                continue
+        # Neither divides the other: opaque up to where the products agree again.
+        done = [1, 1]
+        while done[0] != done[1] or done[0] == 1:
+            behind = 0 if done[0] <= done[1] else 1
+            sides[behind].advance()
+            done[behind] *= sides[behind].left
+            whole.add(put(sides[behind].left, [sides[behind]]))
+    return sizes, sides[0].dims, sides[1].dims, frozenset(whole)
+
+
+class _Side:
+    """One shape on its walk: the dim it stands at, what is left of that dim, and the factors found so far."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.found: list[list[str]] = [[] for _ in sizes]
+        self.at, self.left = -1, 1
+
+    def advance(self) -> bool:
+        """Go to the next dim that is larger than 1, if nothing is left of this one; whether there is one."""
+        while self.left == 1:
+            self.at += 1
+            if self.at == len(self.sizes):
+                self.at -= 1
+                return False
+            self.left = self.sizes[self.at]
+        return True
+
+    def take(self, name: str, size: int) -> None:
+        self.found[self.at].append(name)
+        self.left //= size
+
+    @property
+    def dims(self) -> Dims:
+        return tuple(map(tuple, self.found))
+
+
+@family(
+    "_reshape_alias", "_unsafe_view", "flatten", "ravel", "reshape", "squeeze", "squeeze_copy", "unflatten",
+    "unsqueeze", "unsqueeze_copy", "view", "view_copy", "reshape_as", "view_as", "atleast_1d", "atleast_2d",
+    "atleast_3d",
+)  # fmt: skip
+def reshaped(node: fx.Node) -> OpFactors | None:
+    source, *shape_only = operands_of(node)
+    if 0 in shape(source):
+        return None
+    sizes, before, after, whole = walk(shape(source), tuple(node.meta["val"].shape))
+    unread: list[Dims] = [((),) * len(shape(o)) for o in shape_only]
+    return OpFactors(sizes, (before, *unread), (after,), whole, FIRST, local=_local_reshape)
+
+
+def _local_reshape(local: Local) -> fx.Node:
+    # reshape, not view: a shard may lie in memory with gaps where the whole did not.
+    return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
+
+
+@family("view.dtype")
+def view_dtype(node: fx.Node) -> OpFactors | None:
+    names = NAMES[: len(shape(operands_of(node)[0]))]
+    same = shape(operands_of(node)[0]) == tuple(node.meta["val"].shape)
+    return named(node, [names], [names]) if same else None
+
+
+@family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
+def complex_pairs(node: fx.Node) -> OpFactors:
+    """A last dim of (real, imaginary), which is whole, or none."""
+    before, after = len(shape(operands_of(node)[0])), len(node.meta["val"].shape)
+    names = NAMES[: min(before, after)]
+    pair: list[str | None] = [*names, None]
+    return named(node, [pair[:before]], [pair[:after]], linear=FIRST)
+
+
+def _permuted(node: fx.Node, order: Sequence[int]) -> OpFactors:
+    names = NAMES[: len(order)]
+    return named(node, [names], [[names[d] for d in order]], linear=FIRST)
+
+
+@family("permute", "permute_copy")
+def permute(node: fx.Node) -> OpFactors:
+    rank = len(shape(operands_of(node)[0]))
+    return _permuted(node, [as_dim(d, rank) for d in argument(node, "dims")])
+
+
+@family("transpose", "transpose_copy", "swapaxes", "swapdims")
+def transpose(node: fx.Node) -> OpFactors:
+    rank = len(shape(operands_of(node)[0]))
+    a, b = argument(node, "dim0", argument(node, "axis0")), argument(node, "dim1", argument(node, "axis1"))
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return _permuted(node, order)
+
+
+@family("t", "t_copy", "mT", "mH", "adjoint", "numpy_T", "matrix_H")
+def transpose_last(node: fx.Node) -> OpFactors:
+    order = list(range(len(shape(operands_of(node)[0]))))
+    if node.target == aten.numpy_T.default:
+        order.reverse()
+    elif len(order) >= 2:
+        order[-2:] = order[-1], order[-2]
+    return _permuted(node, order)
+
+
+@family("movedim", "moveaxis")
+def movedim(node: fx.Node) -> OpFactors:
+    rank = len(shape(operands_of(node)[0]))
+    moves = [argument(node, side) for side in ("source", "destination")]
+    source, target = ([m] if isinstance(m, int) else list(m) for m in moves)
+    rest = iter(d for d in range(rank) if d not in {as_dim(s, rank) for s in source})
+    placed = {as_dim(t, rank): as_dim(s, rank) for s, t in zip(source, target, strict=True)}
+    return _permuted(node, [placed[d] if d in placed else next(rest) for d in range(rank)])
+
+
+@family("expand", "expand_copy", "broadcast_to", "expand_as")
+def expand(node: fx.Node) -> OpFactors:
+    """A dim that the operand lacks, or has with size 1, is a factor of the result alone."""
+    x, *like = operands_of(node)
+    names = NAMES[: len(node.meta["val"].shape)]
+    unread: list[tuple[None, ...]] = [(None,) * len(shape(o)) for o in like]
+    patterns = [names[len(names) - len(shape(x)) :], *unread]
+    return named(node, patterns, [names], linear=FIRST, local=_local_expand)
+
+
+def _local_expand(local: Local) -> fx.Node:
+    return local.call(aten.expand.default, local.operands[0], list(local.result_shape()))
+
+
+@family("repeat", "tile")
+def repeat(node: fx.Node) -> OpFactors:
+    """A dim repeated r times is (r d); the operand lacks r."""
+    (x,) = operands_of(node)
+    result = tuple(node.meta["val"].shape)
+    padded = (1,) * (len(result) - len(shape(x))) + shape(x)
+    sizes: dict[str, int] = {}
+    operand: list[tuple[str, ...]] = []
+    made: list[tuple[str, ...]] = []
+    for d, (before, after) in enumerate(zip(padded, result, strict=True)):
+        kept = (NAMES[d],) if before > 1 else ()
+        again = (f"r{d}",) if after > before else ()
+        sizes |= dict.fromkeys(kept, before) | dict.fromkeys(again, after // max(before, 1))
+        operand.append(kept)
+        made.append((*again, *kept))
+    dims = tuple(operand[len(result) - len(shape(x)) :])
+    return OpFactors(sizes, (dims,), (tuple(made),), linear=FIRST, local=_local_repeat)
+
+
+def _local_repeat(local: Local) -> fx.Node:
+    made = local.result_shape()
+    (x,) = local.operands
+    padded = (1,) * (len(made) - len(shape(x))) + shape(x)
+    times = [after // before for before, after in zip(padded, made, strict=True)]
+    return local.call(aten.repeat.default, x, times)
+
+
+@family("repeat_interleave.self_int")
+def repeat_interleave(node: fx.Node) -> OpFactors:
+    """A dim of elements that are each repeated r times is (d r)."""
+    (x,) = operands_of(node)
+    times, dim = argument(node, "repeats"), argument(node, "dim")
+    names = NAMES[: len(shape(x))]
+    found = named(node, [names], [(None,) * len(node.meta["val"].shape)], linear=FIRST)
+    (operand,) = found.operands
+    again = ("again",) if times > 1 else ()
+    if dim is None:
+        made: Dims = ((*(f for dims in operand for f in dims), *again),)
+    else:
+        at = as_dim(dim, len(names))
+        made = tuple((*dims, *again) if d == at else dims for d, dims in enumerate(operand))
+    sizes = {**found.sizes, **dict.fromkeys(again, times)}
+    return OpFactors(sizes, (operand,), (made,), linear=FIRST, local=_local_interleave)
+
+
+def _local_interleave(local: Local) -> fx.Node:
+    dim = argument(local.node, "dim")
+    return local.call(aten.repeat_interleave.self_int, local.operands[0], local.size("again"), dim)
+
+
+@family("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(node: fx.Node) -> OpFactors:
+    """Channels (c r s), rows h and columns w become channels c, rows (h r) and columns (w s); and back."""
+    (x,) = operands_of(node)
+    shuffles = node.target == aten.pixel_shuffle.default
+    few = tuple(node.meta["val"].shape) if shuffles else shape(x)
+    r = argument(node, "upscale_factor", argument(node, "downscale_factor"))
+    front = NAMES[: len(few) - 3]
+    sizes = {**dict(zip(front, few, strict=False)), "c": few[-3], "h": few[-2] // r, "w": few[-1] // r, "r": r, "s": r}
+    batch = tuple((n,) for n in front)
+    many: Dims = (*batch, ("c", "r", "s"), ("h",), ("w",))
+    large: Dims = (*batch, ("c",), ("h", "r"), ("w", "s"))
+    before, after = (many, large) if shuffles else (large, many)
+    return OpFactors(sizes, (before,), (after,), frozenset("rs"), FIRST)

@@ -1,0 +1,225 @@
+"""Check a factor rule against its operator: run every strategy on all ranks and compare with the whole, gradients too.
+
+>>> check_strategies(torch.ops.aten.mm.default, (torch.randn(4, 6), torch.randn(6, 8)))
+[]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.factors import Strategy, factors_of, local_call, operands_of, strategies
+from passes.gradients import differentiable
+from passes.infer import call
+from passes.layouts import Layout, divides, join_shards, local_shape, take_shard
+from passes.rules.algebra import OpFactors, results_of, with_operands
+from passes.rules.lockstep import Ranks, run_ranks
+
+AXIS = "ranks"
+
+
+def check_strategies(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    num_ranks: int = 2,
+    wanted: Mapping[int, Collection[Layout]] | None = None,
+    grad: bool = True,
+) -> list[str]:
+    """Everything that is wrong with the strategies of one operator call; an empty list if nothing is.
+
+    ``args`` and ``kwargs`` hold real tensors, float64 ones if numbers are to agree closely; those of floating type get
+    gradients, unless ``grad`` is false. Partial sums and the gradients of results are drawn with the current random seed.
+    """
+    node, tensors = node_of(target, args, kwargs or {}, grad)
+    factors = factors_of(node)
+    violations = [] if factors is None else misfits(factors, tensors, results_of(node))
+    if violations:
+        return violations
+    whole = _Whole(node, tensors)
+    for strategy in strategies(node, num_ranks, wanted):
+        try:
+            found = _check(node, whole, strategy, num_ranks)
+        except Exception as error:
+            found = [f"fails: {type(error).__name__}: {error}"]
+        violations += [f"{strategy}: {what}" for what in found]
+    return violations
+
+
+def node_of(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool = True
+) -> tuple[fx.Node, list[Tensor]]:
+    """The graph node of an operator call, and its tensor operands."""
+    graph = fx.Graph()
+    tensors: list[Tensor] = []
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(tensors)}")
+        node.meta["val"] = leaf.detach().to("meta")
+        node.meta["grad"] = grad and differentiable(leaf)
+        tensors.append(leaf.detach())
+        return node
+
+    node = call(graph, target, *pytree.tree_map(placeholder, (tuple(args), dict(kwargs))))
+    node.meta["grad"] = grad and differentiable(node.meta["val"])
+    return node, tensors
+
+
+def misfits(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
+    """Where a rule contradicts the shapes: dims whose factors do not multiply to their size."""
+    found: list[str] = []
+    if not factors.sizes and not any(map(any, (*factors.operands, *factors.results))):
+        return found  # everything is whole
+    sides = ("operand", factors.operands, operands), ("result", factors.results, results)
+    for kind, patterns, tensors in sides:
+        if len(patterns) != len(tensors):
+            found.append(f"{factors}: the rule has {len(patterns)} {kind}s, the call {len(tensors)}")
+            continue
+        for i, (dims, tensor) in enumerate(zip(patterns, tensors, strict=True)):
+            spans = factors.spans and getattr(factors.spans, kind + "s")[i]
+            for d, (names, size) in enumerate(zip(dims, tensor.shape, strict=False)):
+                product = 1
+                for name in names:
+                    product *= spans[1] if spans and name == factors.spans.factor else factors.sizes[name]  # type: ignore[union-attr]
+                if product != size and not (size and any(n in factors.whole for n in names)):
+                    found.append(f"{factors}: dim {d} of {kind} {i} has size {size}, its factors {product}")
+            if len(dims) != tensor.dim():
+                found.append(f"{factors}: {kind} {i} has {tensor.dim()} dims, the rule {len(dims)}")
+    return found
+
+
+class _Whole:
+    """The operator on one device: its operands, results, the results' gradients, and the operands'."""
+
+    def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
+        self.operands = tensors
+        needs = [o.meta["grad"] for o in operands_of(node)]
+        leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        graph = graph_of(node, lambda graph, local: call(graph, _op(node), *local))
+        self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves])[0])
+        node.meta["grad"] = any(r.requires_grad for r in self.results)
+        self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
+        self.grads = gradients(self.results, leaves, self.grads_out)
+
+
+def _op(node: fx.Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    return node.target
+
+
+def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
+    """A graph of placeholders for the operands (of these local shapes), what ``write`` appends, and its results."""
+    graph = fx.Graph()
+    operands = []
+    for i, operand in enumerate(operands_of(node)):
+        placeholder = graph.placeholder(f"x{i}")
+        val = operand.meta["val"]
+        placeholder.meta["val"] = val if shapes is None else val.new_empty(shapes[i])
+        placeholder.meta["grad"] = operand.meta["grad"]
+        operands.append(placeholder)
+    made = write(graph, with_operands(node, operands) if shapes is None else operands)
+    many = isinstance(made.meta["val"], tuple | list)
+    outputs = [call(graph, operator.getitem, (made, i)) for i in range(len(made.meta["val"]))] if many else [made]
+    graph.output(tuple(o for o in outputs if isinstance(o.meta["val"], Tensor)))
+    return graph
+
+
+def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients of ``leaves``, zeros where none arrives."""
+    pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanted:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    every = [next(found) if leaf.requires_grad else None for leaf in leaves]
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(every, leaves, strict=True)]
+
+
+def _check(node: fx.Node, whole: _Whole, strategy: Strategy, num_ranks: int) -> list[str]:
+    for layout, tensor in zip((*strategy.operands, *strategy.results), (*whole.operands, *whole.results), strict=True):
+        if not divides(layout, tuple(tensor.shape), num_ranks):
+            return [f"{layout} does not divide {list(tensor.shape)} by {num_ranks}"]
+    shapes = [
+        local_shape(layout, tuple(t.shape), num_ranks)
+        for layout, t in zip(strategy.operands, whole.operands, strict=True)
+    ]
+    graph = graph_of(node, lambda g, operands: local_call(node, strategy, AXIS, num_ranks, operands, g), shapes)
+    inputs = [cut(t, layout, num_ranks) for t, layout in zip(whole.operands, strategy.operands, strict=True)]
+    needs = [o.meta["grad"] for o in operands_of(node)]
+    leaves = [[t.detach().clone().requires_grad_(need) for t in rs] for rs, need in zip(inputs, needs, strict=True)]
+    if not leaves:
+        leaves = [[torch.zeros(())] * num_ranks]  # nothing reads it; it says how many ranks there are
+    outputs = run_ranks(graph, leaves)
+    found: list[str] = []
+    for i, (layout, expected) in enumerate(zip(strategy.results, whole.results, strict=True)):
+        ranks = [o[i].detach() for o in outputs]
+        meta = graph.output_node().args[0][i].meta["val"]  # type: ignore[index,union-attr]
+        if tuple(meta.shape) != tuple(ranks[0].shape) or meta.dtype != ranks[0].dtype:
+            found.append(f"result {i} is {list(ranks[0].shape)} {ranks[0].dtype}, its meta value {meta}")
+        found += [f"result {i} {what}" for what in differences(ranks, expected.detach(), layout)]
+    if not found and node.meta["grad"]:
+        found = _check_gradients(whole, strategy, leaves, outputs, num_ranks)
+    return found
+
+
+def _check_gradients(
+    whole: _Whole, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
+) -> list[str]:
+    results: list[Tensor] = []
+    grads: list[Tensor | None] = []
+    for i, (layout, grad) in enumerate(zip(strategy.results, whole.grads_out, strict=True)):
+        cuts = [None] * num_ranks if grad is None else cut(grad, _gradient_layout(layout), num_ranks)
+        results += [outputs[r][i] for r in range(num_ranks)]
+        grads += cuts
+    flat = [t for ranks in leaves for t in ranks]
+    found = gradients(results, flat, grads)
+    violations: list[str] = []
+    for i, (layout, expected) in enumerate(zip(strategy.operands, whole.grads, strict=True)):
+        if not differentiable(expected):
+            continue
+        ranks = found[i * num_ranks : (i + 1) * num_ranks]
+        violations += [f"gradient of operand {i} {w}" for w in differences(ranks, expected, _gradient_layout(layout))]
+    return violations
+
+
+_GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
+
+
+def _gradient_layout(layout: Layout) -> Layout:
+    return _GRADIENT.get(layout.kind, layout)
+
+
+def cut(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
+    """The ranks' parts of ``tensor``; random addends for a partial sum."""
+    if layout.kind != "P":
+        return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
+    if differentiable(tensor):
+        parts = [torch.randn_like(tensor) for _ in range(num_ranks - 1)]
+    else:
+        parts = [torch.randint_like(tensor, 0, 5) for _ in range(num_ranks - 1)]
+    rest = tensor.clone()
+    for part in parts:
+        rest -= part
+    return [*parts, rest]
+
+
+def differences(ranks: Ranks, expected: Tensor, layout: Layout) -> list[str]:
+    """How the ranks' parts in ``layout`` differ from ``expected``."""
+    found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
+    for r, tensor in enumerate(found):
+        if tensor.shape != expected.shape:
+            return [f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"]
+        if tensor.dtype != expected.dtype and layout.kind != "P":
+            return [f"is {tensor.dtype}, expected {expected.dtype}"]
+        if not torch.allclose(tensor.to(expected.dtype), expected, rtol=1e-9, atol=1e-9, equal_nan=True):
+            error = (tensor.double() - expected.double()).abs().max().item()
+            return [f"is off by {error:.3g}" + (f" on rank {r}" if len(found) > 1 else "")]
+    return []

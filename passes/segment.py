@@ -1,0 +1,227 @@
+"""Cut a flat graph into units: runs of consecutive operators that become the calls of a folded model.
+
+Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one call
+of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
+Operators between them, and modules without states, go to a neighbour, so that repeated units stay alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.signature import signature
+
+_CONTAINERS = ("Sequential", "ModuleList")
+_DOMINANT = 0.5  # of a module's work, for repeated children to be what it is made of
+
+
+@dataclass
+class Unit:
+    """Consecutive operators. ``path``: the module call that they are; ``glue``: they hold no state and are no module."""
+
+    path: str
+    nodes: list[fx.Node]
+    glue: bool = False
+
+
+@dataclass
+class _Call:
+    """A module call and what runs in it; ``children`` in order."""
+
+    name: str
+    class_name: str
+    parent: _Call | None
+    children: dict[str, _Call] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
+    states: int = 0
+    work: float = 0.0
+    key: int = 0  # equal for calls of equal structure
+
+    @property
+    def path(self) -> str:
+        return self.name.partition("@")[0]
+
+    @property
+    def list_prefix(self) -> str | None:
+        """``model.layers`` for ``model.layers.3``."""
+        prefix, _, last = self.path.rpartition(".")
+        return prefix if last.isdigit() else None
+
+    @property
+    def parts(self) -> list[_Call]:
+        """The children that hold states."""
+        return [c for c in self.children.values() if c.states]
+
+
+def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
+    """The units of ``nodes`` (operators, in order); every node is in exactly one."""
+    root = _call_tree(nodes, classes)
+    atoms: list[_Call] = []
+    _split(root, atoms, is_root=True)
+    owner: dict[fx.Node, _Call] = {n: atom for atom in atoms for n in atom.nodes}
+    units = _runs(nodes, owner)
+    return _merge_glue(units)
+
+
+def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
+    root = _Call("", "", None)
+    for node in nodes:
+        work = _work(node)
+        states = sum(_is_state(n) for n in node.all_input_nodes)
+        call = root
+        for name in ("", *node.meta.get("stack", ())):
+            if name:
+                if name not in call.children:
+                    call.children[name] = _Call(name, classes.get(name.partition("@")[0], ""), call)
+                call = call.children[name]
+            call.nodes.append(node)
+            call.work += work
+            call.states += states
+    return root
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta.get("state") is not None
+
+
+def _work(node: fx.Node) -> float:
+    """A rough number of operations: of a product, twice the product of its result and its summed dim."""
+    value = node.meta["val"]
+    result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
+    if not is_product(node):
+        return float(result)
+    operands = [n.meta["val"].numel() for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    # for a m k, k n -> m n: sqrt(mk * kn / mn) = k
+    return 2.0 * result * max(1.0, math.sqrt(operands[0] * operands[-1] / max(1, result))) if operands else float(result)
+
+
+_PRODUCTS = ("mm", "bmm", "linear", "matmul", "einsum", "conv", "scaled_dot_product", "addmm", "bilinear", "grouped_mm")
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether an operator's work is more than a few operations for each element of its operands."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]
+    return any(p in name for p in _PRODUCTS)
+
+
+# --- which module calls are units -------------------------------------------------------------------------------------
+
+
+def _split(call: _Call, atoms: list[_Call], is_root: bool = False) -> None:
+    """Append to ``atoms`` the calls below ``call`` that are units."""
+    parts = call.parts
+    for part in parts:
+        part.key = hash(signature(part.nodes).key)
+    counts = Counter(p.key for p in parts)
+    lists = {(p.list_prefix, p.class_name) for p in parts if counts[p.key] > 1 and p.list_prefix is not None}
+    for part in parts:
+        repeated = counts[part.key] > 1
+        like_siblings = (part.list_prefix, part.class_name) in lists
+        inside = _longest_chain(part) if repeated else 0
+        if repeated and inside >= max(2, counts[part.key]) or not repeated and not like_siblings and _splittable(part):
+            _split(part, atoms)
+        else:
+            atoms.append(part)
+
+
+def _splittable(call: _Call) -> bool:
+    """Whether a module that occurs once is a container of units rather than a unit."""
+    parts = call.parts
+    if not parts:
+        return False
+    listed = [p for p in parts if p.list_prefix is not None]
+    if listed and (call.class_name in _CONTAINERS or _chained(listed)):
+        return True
+    return _longest_chain(call) > 1 or any(_splittable(p) for p in parts)
+
+
+def _longest_chain(call: _Call) -> int:
+    """How many of the children are alike, each feeding the next, and together most of the work."""
+    groups: dict[int, list[_Call]] = {}
+    for part in call.parts:
+        groups.setdefault(hash(signature(part.nodes).key), []).append(part)
+    longest = 0
+    for group in groups.values():
+        if len(group) > max(1, longest) and sum(p.work for p in group) >= _DOMINANT * call.work and _chained(group):
+            longest = len(group)
+    return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
+
+
+def _chained(calls: Sequence[_Call]) -> bool:
+    """Whether each call reads, however indirectly, what the one before it made."""
+    for before, after in zip(calls, calls[1:], strict=False):
+        last = after.nodes[-1]
+        reached = set(before.nodes)
+        found = False
+        node = before.nodes[0]
+        members = set(after.nodes)
+        while node is not last:
+            node = node.next
+            if node.op == "call_function" and any(o in reached for o in node.all_input_nodes):
+                reached.add(node)
+                if node in members:
+                    found = True
+                    break
+        if not found:
+            return False
+    return True
+
+
+# --- runs and glue ----------------------------------------------------------------------------------------------------
+
+
+def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Call]) -> list[Unit]:
+    units: list[Unit] = []
+    current: Any = ()
+    for node in nodes:
+        call = owner.get(node)
+        if not units or call is not current:
+            path = call.name if call is not None else _own_path(node)
+            units.append(Unit(path, [], glue=call is None))
+            current = call
+        units[-1].nodes.append(node)
+    for unit in units:
+        unit.glue = unit.glue and not any(_is_state(o) for n in unit.nodes for o in n.all_input_nodes)
+    return units
+
+
+def _own_path(node: fx.Node) -> str:
+    stack = node.meta.get("stack", ())
+    return stack[-1] if stack else ""
+
+
+def _merge_glue(units: list[Unit]) -> list[Unit]:
+    """Give each piece of glue to a neighbour where that keeps like units alike."""
+    keys = [hash(signature(u.nodes).key) for u in units]
+    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
+    repeated = [not u.glue and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
+    following = Counter(
+        (keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue
+    )
+    merged: list[Unit] = []
+    before: list[fx.Node] = []  # glue that waits for the next unit
+    last: int | None = None  # the unit that merged[-1] started from
+    for i, unit in enumerate(units):
+        if not unit.glue:
+            merged.append(Unit(unit.path, [*before, *unit.nodes]))
+            before, last = [], i
+            continue
+        after = i + 1 < len(units)
+        if last is not None and not repeated[last]:
+            merged[-1].nodes += unit.nodes
+        elif after and not repeated[i + 1]:
+            before = unit.nodes
+        elif last == i - 1 and last is not None and 2 * following[keys[last], keys[i]] >= counts[keys[last]]:
+            merged[-1].nodes += unit.nodes
+        else:
+            merged.append(unit)
+            last = None
+    if before:
+        merged.append(Unit(units[-1].path, before))
+    return merged

@@ -1,0 +1,256 @@
+"""A block's graphs as functions of one rank: collectives bound to the rank's groups, devices to its device.
+
+The graphs of a program are the same for all ranks of a stage; :class:`Library` reads and differentiates each once, for
+all ranks of a process. :class:`Binder` turns them into functions of one rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.blocks import Block
+from passes.collectives import collective_name
+from passes.differentiate import Differentiated, Piece, differentiate
+from passes.serialize import block_from_data
+from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
+from runtime.groups import Communicator, Group, Pending
+from runtime.program import CallData, Program, RankProgram
+
+
+class Needs(NamedTuple):
+    """What a call must give gradients of: its inputs, its states, from those of its outputs."""
+
+    inputs: tuple[bool, ...]
+    states: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
+def gradient_needs(program: Program, call: CallData) -> Needs | None:
+    """What the backward of ``call`` computes; ``None`` if it has none."""
+    outputs = tuple(program.values[v].requires_grad for v in call.outputs)
+    if program.objective != "train" or call.prologue or not any(outputs):
+        return None
+    inputs = tuple(program.values[v].requires_grad for v in call.inputs)
+    states = tuple(program.states[s].requires_grad for s in call.states)
+    return Needs(inputs, states, outputs) if any(inputs) or any(states) else None
+
+
+class Library:
+    """The blocks of a program and their derivatives; safe to share between threads."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.program = program
+        self.device = device
+        self._blocks: dict[str, Block] = {}
+        self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
+        self._lock = threading.RLock()  # tracing changes what all threads see
+
+    def block(self, name: str) -> Block:
+        with self._lock:
+            if name not in self._blocks:
+                data = self.program.blocks[name]
+                self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
+            return self._blocks[name]
+
+    def differentiated(self, name: str, needs: Needs) -> Differentiated:
+        with self._lock:
+            key = name, needs
+            if key not in self._derivatives:
+                self._derivatives[key] = differentiate(
+                    self.block(name), self.device, needs.inputs, needs.states, needs.outputs
+                )
+            return self._derivatives[key]
+
+
+class Moment:
+    """Which microbatch runs now: the one thing about a run that a graph can ask for (``axis_index`` of ``data``)."""
+
+    def __init__(self, first: int, num_microbatches: int, device: torch.device) -> None:
+        self.microbatch = 0
+        self._indices = [torch.tensor(first + i, device=device) for i in range(num_microbatches)]
+
+    def data_index(self) -> Tensor:
+        return self._indices[self.microbatch]
+
+
+class Binder:
+    """Compiles pieces of blocks for one rank; each piece once."""
+
+    def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
+        self.rank = rank
+        self.library = library
+        self.communicator = communicator
+        count = rank.program.num_microbatches
+        self.moment = Moment(rank.coordinates["dp"] * count, count, library.device)
+        self._compiled: dict[tuple[str, Needs | None, str], Compiled] = {}
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        return list(self._compiled.values())
+
+    def plain(self, name: str) -> Compiled:
+        """``(*states, *inputs) -> outputs``, where no backward follows."""
+        return self._once(name, None, "forward", lambda: (self.library.block(name).graph, 0))
+
+    def piece(self, name: str, needs: Needs, kind: str) -> Compiled:
+        """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
+
+        Gradients of states go to sinks.
+        """
+        derived = self.library.differentiated(name, needs)
+        return self._once(name, needs, kind, lambda: _PIECES[kind](derived))
+
+    def _once(
+        self, name: str, needs: Needs | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
+    ) -> Compiled:
+        key = name, needs, kind
+        if key not in self._compiled:
+            graph, num_sinks = make()
+            self._compiled[key] = compile_graph(
+                graph, f"{name}.{kind}", self._bindings(graph), self.library.device, num_sinks
+            )
+        return self._compiled[key]
+
+    def _bindings(self, graph: fx.Graph) -> dict[fx.Node, Binding]:
+        names = {n: collective_name(n.target) for n in graph.nodes if n.op == "call_function"}
+        return {node: self._binding(node, name) for node, name in names.items() if name is not None}
+
+    def _binding(self, node: fx.Node, name: str) -> Binding:
+        if name == "axis_index":
+            axis = node.args[0]
+            if axis == "data":
+                return Direct(self.moment.data_index)
+            assert isinstance(axis, str)
+            return Constant(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
+        arguments = _ARGUMENTS[name](*node.args[1:])
+        group = self.communicator.group(self.rank.group(arguments.pop("axis")))
+        return Alias() if group.size == 1 else _BINDINGS[name](group, **arguments)
+
+
+def _named(*names: str) -> Callable[..., dict[str, Any]]:
+    return lambda *values: dict(zip(names, values, strict=True))
+
+
+# The arguments after the operand, as passes/collectives.py declares them.
+_ARGUMENTS = {
+    "all_gather": _named("dim", "axis", "size", "grad"),
+    "shard_slice": _named("dim", "axis", "size"),
+    "shard_narrow": _named("dim", "axis", "size"),
+    "shard_pad": _named("dim", "axis", "size"),
+    "copy": _named("axis", "size"),
+    "reduce_scatter": _named("dim", "axis", "size"),
+    "all_reduce": _named("axis", "size", "grad"),
+    "all_reduce_max": _named("axis", "size"),
+    "all_to_all": _named("split_dim", "concat_dim", "axis", "size"),
+}
+
+
+def _gather(group: Group, dim: int, **_: Any) -> Binding:
+    start = partial(_start_gather, group, dim)
+    return Started(start, start)
+
+
+def _start_gather(group: Group, dim: int, x: Tensor) -> Pending:
+    return group.all_gather(x, dim % x.dim())
+
+
+def _scatter(group: Group, dim: int, **_: Any) -> Binding:
+    return Started(partial(_start_scatter, group, dim, False), partial(_start_scatter, group, dim, True))
+
+
+def _start_scatter(group: Group, dim: int, scratch: bool, x: Tensor) -> Pending:
+    return group.reduce_scatter(x, dim % x.dim(), scratch)
+
+
+def _reduce(group: Group, **_: Any) -> Binding:
+    return _reduction(group, False)
+
+
+def _reduce_max(group: Group, **_: Any) -> Binding:
+    return _reduction(group, True)
+
+
+def _reduction(group: Group, maximum: bool) -> Binding:
+    def start(x: Tensor) -> Pending:
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
+
+    def start_in_place(x: Tensor) -> Pending:
+        return group.all_reduce(x.contiguous(), maximum)
+
+    return Started(start, start_in_place)
+
+
+def _exchange(group: Group, split_dim: int, concat_dim: int, **_: Any) -> Binding:
+    def start(x: Tensor) -> Pending:
+        return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
+
+    return Started(start, start)
+
+
+def _copy(group: Group, **_: Any) -> Binding:
+    return Alias()
+
+
+def _slice(group: Group, dim: int, **_: Any) -> Binding:
+    def take(x: Tensor) -> Tensor:
+        length = x.shape[dim] // group.size
+        return x.narrow(dim, group.index * length, length)
+
+    return Direct(take)
+
+
+def _pad(group: Group, dim: int, **_: Any) -> Binding:
+    def pad(x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] *= group.size
+        whole = x.new_zeros(shape)
+        whole.narrow(dim, group.index * x.shape[dim], x.shape[dim]).copy_(x)
+        return whole
+
+    return Direct(pad)
+
+
+_BINDINGS: dict[str, Callable[..., Binding]] = {
+    "all_gather": _gather,
+    "shard_slice": _slice,
+    "shard_narrow": _slice,
+    "shard_pad": _pad,
+    "copy": _copy,
+    "reduce_scatter": _scatter,
+    "all_reduce": _reduce,
+    "all_reduce_max": _reduce_max,
+    "all_to_all": _exchange,
+}
+assert _BINDINGS.keys() == _ARGUMENTS.keys()
+
+
+def _all(piece: Piece, num_sinks: int = 0) -> tuple[fx.Graph, int]:
+    return piece.graph, num_sinks
+
+
+def _some(piece: Piece, start: int, stop: int | None) -> tuple[fx.Graph, int]:
+    """The part of ``piece`` that makes some of its outputs."""
+    graph = fx.Graph()
+    outputs = graph.graph_copy(piece.graph, {})
+    assert isinstance(outputs, tuple)
+    graph.output(outputs[start:stop])
+    graph.eliminate_dead_code()
+    return graph, 0
+
+
+_PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
+    "forward": lambda d: _all(d.forward),
+    "outputs": lambda d: _some(d.forward, 0, d.num_outputs),
+    "saved": lambda d: _some(d.forward, d.num_outputs, None),
+    "backward": lambda d: _all(d.backward, len(d.grad_states)),
+    "backward_input": lambda d: _all(d.backward_input),
+    "backward_weight": lambda d: _all(d.backward_weight, len(d.grad_states)),
+}
+
+

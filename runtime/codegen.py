@@ -1,0 +1,272 @@
+"""From a graph to one straight Python function: no interpreter between the operators.
+
+The function takes its arguments as a list and empties it, and drops every value after its last use, so that a tensor
+lives no longer than the graph needs it. Collectives are started where their operand is ready and waited for where their
+result is first read; what does not depend on them is moved in between. Every line of the function knows its node, so
+that an error is told with the node, the module's path and the source line, at no cost while all goes well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from runtime.fastpath import FAST, INTO
+from runtime.overlap import aliases, families, overlapped
+
+META = torch.device("meta")
+_LITERALS = (bool, int, str, type(None))
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The node's value is its operand: nothing is run."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The node's value is known when the graph is bound."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The node runs ``function`` on its first operand (or on nothing, where it has no tensor operand)."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The node starts ``function`` on its first operand; the result has a ``wait`` that gives the value.
+
+    ``scratch``: instead of ``function`` where the operand is used nowhere else and may be overwritten.
+    """
+
+    function: Callable[..., Any]
+    scratch: Callable[..., Any]
+
+
+Binding = Alias | Constant | Direct | Started
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``function(arguments, sinks)`` returns the graph's outputs; those that went to a sink are left out.
+
+    ``arguments`` is a list, emptied by the function. ``nodes`` has the node of every line.
+    """
+
+    name: str
+    function: Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]
+    code: str
+    filename: str
+    nodes: dict[int, fx.Node] = field(repr=False)
+
+    def node_at(self, traceback: TracebackType | None) -> fx.Node | None:
+        """The node that raised, from the traceback of the error."""
+        found = None
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.filename:
+                found = self.nodes.get(traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return found
+
+
+_numbers = itertools.count()
+
+
+def compile_graph(
+    graph: fx.Graph,
+    name: str,
+    bindings: Mapping[fx.Node, Binding],
+    device: torch.device,
+    num_sinks: int = 0,
+) -> Compiled:
+    """Compile ``graph``. The last ``num_sinks`` outputs are not returned but handed to ``sinks``, as soon as they are
+    known: ``sink.add(value)``, or ``sink.addmm(a, b)`` where the value is a matrix product of nothing else's use."""
+    return _Writer(graph, name, bindings, device, num_sinks).compile()
+
+
+class _Writer:
+    def __init__(
+        self, graph: fx.Graph, name: str, bindings: Mapping[fx.Node, Binding], device: torch.device, num_sinks: int
+    ) -> None:
+        self.graph = graph
+        self.name = name
+        self.bindings = bindings
+        self.device = device
+        nodes = list(graph.nodes)
+        self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        results: tuple[Any, ...] = tuple(nodes[-1].args[0])
+        split = len(results) - num_sinks
+        self.returned, self.sunk = results[:split], results[split:]
+        self.num_sinks = num_sinks
+        self.steps = overlapped([n for n in nodes if n.op == "call_function"], self.is_started)
+        self.names: dict[fx.Node, str] = {}
+        self.globals: dict[str, Any] = {"device": device}
+        self.lines: list[str] = []
+        self.line_nodes: dict[int, fx.Node] = {}
+
+    def is_started(self, node: fx.Node) -> bool:
+        return isinstance(self.bindings.get(node), Started)
+
+    def compile(self) -> Compiled:
+        sinks = self.sinks()
+        last = self.last_uses()
+        overwritable = self.overwritable()
+        self.lines.append("def run(arguments, sinks):")
+        if self.num_sinks:
+            names = ", ".join(f"sink_{i}" for i in range(self.num_sinks))
+            self.lines.append(f"    {names}, = sinks")
+        self.unpack(sinks)
+        for index, (node, wait) in enumerate(self.steps):
+            self.step(node, wait, sinks, overwritable)
+            self.drop(last.get(index, ()))
+        outputs = "".join(f"{self.render(n)}, " for n in self.returned)
+        self.lines.append(f"    return ({outputs})")
+        code = "\n".join(self.lines) + "\n"
+        filename = f"<partition {self.name} {next(_numbers)}>"
+        exec(compile(code, filename, "exec"), self.globals)
+        linecache.cache[filename] = (len(code), None, self.lines, filename)
+        return Compiled(self.name, self.globals["run"], code, filename, self.line_nodes)
+
+    def unpack(self, sinks: Mapping[fx.Node, list[int]]) -> None:
+        for node in self.placeholders:
+            self.names[node] = f"v{len(self.names)}"
+        if self.placeholders:
+            self.lines.append(f"    {', '.join(self.names[n] for n in self.placeholders)}, = arguments")
+        self.lines.append("    arguments.clear()")
+        for node in self.placeholders:
+            self.lines += [f"    sink_{i}.add({self.names[node]})" for i in sinks.get(node, ())]
+        read = {self.source(o) for n in self.graph.nodes for o in n.all_input_nodes}
+        self.drop([n for n in self.placeholders if n not in read])
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """The node that ``node``'s value stands under: itself, unless it is an alias."""
+        while isinstance(self.bindings.get(node), Alias):
+            node = node.all_input_nodes[0]
+        return node
+
+    def sinks(self) -> dict[fx.Node, list[int]]:
+        """The sinks that each node's value goes to."""
+        sinks: dict[fx.Node, list[int]] = {}
+        for i, result in enumerate(self.sunk):
+            if result is not None:
+                sinks.setdefault(self.source(result), []).append(i)
+        return sinks
+
+    def last_uses(self) -> dict[int, list[fx.Node]]:
+        """For each step, the values that no later step reads."""
+        last: dict[fx.Node, int] = {}
+        for index, (node, wait) in enumerate(self.steps):
+            last[self.source(node)] = index
+            if not wait:
+                last.update((self.source(o), index) for o in node.all_input_nodes)
+        kept = {self.source(n) for n in self.returned if n is not None}
+        uses: dict[int, list[fx.Node]] = {}
+        for node, index in last.items():
+            if node not in kept and not isinstance(self.bindings.get(node), Constant):
+                uses.setdefault(index, []).append(node)
+        return uses
+
+    def overwritable(self) -> set[fx.Node]:
+        """The collectives whose operand is made here and used by nothing else: it may be overwritten."""
+        family = families(self.graph, lambda n: aliases(n) or isinstance(self.bindings.get(n), Alias | Direct))
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node, head in family.items():
+            members.setdefault(head, []).append(node)
+        place = {node: i for i, (node, wait) in enumerate(self.steps) if not wait}
+        outside = {n for n in (*self.returned, *self.sunk) if n is not None}
+        found = set()
+        for node in place:
+            if self.is_started(node):
+                operand = node.all_input_nodes[0]
+                users = {u for m in members[family[operand]] for u in m.users if u.op != "output"}
+                own = family[operand].op == "call_function" and not self.is_constant(family[operand])
+                if own and not outside & set(members[family[operand]]):
+                    if all(place[u] <= place[node] for u in users):
+                        found.add(node)
+        return found
+
+    def is_constant(self, node: fx.Node) -> bool:
+        return isinstance(self.bindings.get(node), Constant)
+
+    def step(self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]) -> None:
+        binding = self.bindings.get(node)
+        if wait:
+            self.line(f"{self.names[node]} = {self.names[node]}.wait()", node)
+        elif isinstance(binding, Alias):
+            return
+        elif isinstance(binding, Constant):
+            self.names[node] = self.constant(binding.value)
+        elif sinks.get(node) and self.product(node, sinks[node]):
+            return
+        else:
+            self.names[node] = f"v{len(self.names)}"
+            self.line(f"{self.names[node]} = {self.expression(node, binding, overwritable)}", node)
+        if not self.is_started(node) or wait:
+            for sink in sinks.get(node, ()):
+                self.line(f"sink_{sink}.add({self.names[node]})", node)
+
+    def expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
+        if node.target is operator.getitem:
+            return f"{self.render(node.args[0])}[{node.args[1]!r}]"
+        if isinstance(binding, Direct | Started):
+            function = binding.function
+            if isinstance(binding, Started) and node in overwritable:
+                function = binding.scratch
+            operands = ", ".join(self.render(o) for o in node.all_input_nodes)
+            return f"{self.constant(function)}({operands})"
+        function = FAST.get(node.target, node.target)  # type: ignore[arg-type]
+        arguments = [self.render(a) for a in node.args]
+        arguments += [f"{k}={self.render(v)}" for k, v in node.kwargs.items()]
+        return f"{self.constant(function)}({', '.join(arguments)})"
+
+    def product(self, node: fx.Node, to: list[int]) -> bool:
+        """Let the sink multiply, where ``node`` is a matrix product that only the sink reads."""
+        sunk_only = all(u.op == "output" for u in node.users) and node not in self.returned
+        if node.target not in INTO or len(to) > 1 or not sunk_only:
+            return False
+        a, b = (self.render(x) for x in node.args[:2])
+        self.line(f"sink_{to[0]}.{INTO[node.target]}({a}, {b})", node)
+        self.names[node] = ""
+        return True
+
+    def drop(self, nodes: Sequence[fx.Node]) -> None:
+        names = [self.names[n] for n in nodes if self.names[n]]
+        if names:
+            self.lines.append(f"    del {', '.join(names)}")
+
+    def line(self, text: str, node: fx.Node) -> None:
+        self.lines.append(f"    {text}")
+        self.line_nodes[len(self.lines)] = node
+
+    def render(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[self.source(value)]
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.render, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self.render(v) + ', ' for v in value)})"
+        if isinstance(value, _LITERALS):
+            return repr(value)
+        if isinstance(value, float) and value == value and abs(value) != float("inf"):
+            return repr(value)
+        if value == META:
+            return "device"
+        return self.constant(value)
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.globals)}"
+        self.globals[name] = value
+        return name

@@ -1,0 +1,94 @@
+"""What can go wrong while a program runs, said so that it can be mended."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from passes.errors import PartitionError
+
+
+class BatchError(PartitionError):
+    """The batch is not the one that the plan was made for: a tensor is missing, or has another shape or type."""
+
+
+class WeightsError(PartitionError):
+    """The weights are not those that the plan was made for; names the first differences."""
+
+
+class LaunchError(PartitionError):
+    """The program cannot be started as asked: another number of ranks, no plan in the file."""
+
+
+class CommunicationError(RuntimeError):
+    """Another rank has failed, or did not come. The cause is there, not here."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed, and where. ``instruction`` is as the program prints it (``0F3``), ``index`` its place."""
+
+    rank: int
+    error: str
+    kind: str
+    instruction: str = ""
+    index: int | None = None
+    call: str = ""
+    node: str = ""
+    path: str = ""
+    source: str = ""
+    traceback: str = ""
+    secondary: bool = False
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"]
+        if self.instruction:
+            where.append(f"instruction {self.index}: {self.instruction}")
+        if self.call:
+            where.append(f"call {self.call}")
+        if self.node:
+            where.append(f"node {self.node}")
+        if self.path and self.path != self.call:
+            where.append(f"module {self.path}")
+        if self.source:
+            where.append(self.source)
+        return f"{', '.join(where)}: {self.kind}: {self.error}"
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Self:
+        return cls(**data)
+
+
+class InstructionError(RuntimeError):
+    """An instruction of this rank's program failed; raised from the error itself."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Failure]]:
+        return type(self), (self.failure,)
+
+
+class RankError(PartitionError):
+    """A rank failed, and the others were taken down. The message ends with the first cause."""
+
+    def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
+        self.failures = failures
+        self.failure = first_cause(failures)
+        others = len(failures) - 1
+        also = f" ({others} more failed after it)" if others else ""
+        tail = f"\n{self.failure.traceback.rstrip()}\n" if self.failure.traceback else " "
+        super().__init__(f"one of {world_size} ranks failed{also};{tail}first cause: {self.failure}")
+
+
+class RankTimeout(PartitionError):
+    """The ranks did not finish in time and were ended. Says what each was doing, as far as it is known."""
+
+
+def first_cause(failures: tuple[Failure, ...]) -> Failure:
+    """The failure that came first, and not in consequence of another rank's."""
+    return next((f for f in failures if not f.secondary), failures[0])

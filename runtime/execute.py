@@ -1,0 +1,287 @@
+"""Walk a rank's instructions.
+
+The list is compiled once: every instruction becomes a function of no arguments, receives are started one computation
+early and finished at the first instruction that reads them. A step is then a loop over these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from passes.layouts import Layout, take_shard
+from passes.serialize import dtype_of
+from runtime.bind import Binder, Library
+from runtime.calls import BoundCall, Environment
+from runtime.errors import InstructionError
+from runtime.failures import failure_of
+from runtime.gradients import Gradients
+from runtime.groups import Communicator, Pending
+from runtime.program import InputData, Instruction, RankProgram
+from runtime.transfers import RECEIVING, Receive, Sender, Slot, early_starts, slots_read
+
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+Action = Callable[[], None]
+
+
+class Executor:
+    """Runs one rank's program: ``run(inputs)`` is one step.
+
+    ``states`` are the rank's shards by name. With ``keep``, the model's results that this rank makes are collected in
+    ``outputs``: value -> microbatch -> tensor. ``loss`` is the whole loss, on every rank; ``None`` if there is none.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        states: Mapping[str, Tensor],
+        gradients: Gradients,
+        communicator: Communicator,
+        library: Library,
+        keep: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.program = rank.program
+        self.communicator = communicator
+        self.gradients = gradients
+        self.binder = Binder(rank, library, communicator)
+        self.env = Environment(self.program, library.device)
+        self.sender = Sender(rank, self.env, communicator)
+        self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.totals: dict[str, Tensor] = {}
+        self.loss: Tensor | None = None
+        self._inputs: Mapping[str, Tensor] = {}
+        self._loss_group = communicator.group(rank.group("pp", "dp"))
+        self._loss_pending: Pending | None = None
+        self._losses_left = 0
+        self._produced = {o.value for o in self.program.outputs if o.stage == rank.stage_index} if keep else set()
+        watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
+        if self.program.loss is not None:
+            watched[self.program.loss] = self._add_loss
+        self.watched = watched
+        self.calls = [
+            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched)
+            for i in range(len(rank.stage.calls))
+        ]
+        self.actions = self._compile()
+
+    def run(self, inputs: Mapping[str, Tensor]) -> None:
+        """One step on the whole global batch, by value name. Raises :class:`InstructionError`."""
+        self._inputs = inputs
+        self.outputs, self.totals, self.loss, self._loss_pending = {}, {}, None, None
+        self._losses_left = self.program.num_microbatches
+        self.env.begin()
+        self.gradients.begin()
+        index = 0
+        try:
+            with torch.no_grad():
+                for index, action in self.actions:
+                    action()
+        except Exception as error:
+            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled)) from error
+        finally:
+            self._inputs = {}
+            self.env.clear()
+
+    def _compile(self) -> list[tuple[int, Action]]:
+        """The step as functions, each with the place of the instruction that it belongs to."""
+        instructions = self.rank.instructions
+        receives = {i: self._receive(ins) for i, ins in enumerate(instructions) if self._arrives(ins)}
+        starts = early_starts(instructions)
+        open_: dict[Slot, int] = {}
+        actions: list[tuple[int, Action]] = []
+
+        def finish(index: int) -> None:
+            actions.append((index, receives[index].finish))
+            for slot in receives[index].slots:
+                open_.pop(slot, None)
+
+        for index, instruction in enumerate(instructions):
+            actions += [(i, receives[i].start) for i in starts.get(index, ()) if i in receives]
+            for slot in slots_read(instruction, self.rank.stage):
+                if slot in open_:
+                    finish(open_[slot])
+            if index in receives:
+                open_.update(dict.fromkeys(receives[index].slots, index))
+            elif instruction.op not in RECEIVING:
+                actions.append((index, _ACTIONS[instruction.op](self, instruction)))
+        for index in sorted(set(open_.values())):
+            finish(index)
+        actions.append((len(instructions) - 1, self._finish))
+        return actions
+
+    def _arrives(self, instruction: Instruction) -> bool:
+        return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
+
+    def _receive(self, instruction: Instruction) -> Receive:
+        place = self._place if instruction.op == "RECV_F" else self.env.add_gradient
+        return Receive(instruction, self.rank, self.communicator, place)
+
+    # What happens to values as they are made.
+
+    def _place(self, microbatch: int, name: str, value: Tensor) -> None:
+        self.env.values[microbatch][name] = value
+        if name in self._produced:
+            self._collect(microbatch, name, value)
+
+    def _collect(self, microbatch: int, name: str, value: Tensor) -> None:
+        self.outputs.setdefault(name, {})[microbatch] = value
+
+    def _add_loss(self, microbatch: int, name: str, value: Tensor) -> None:
+        if name in self._produced:
+            self._collect(microbatch, name, value)
+        value = value.float() if value.dtype in _NARROW else value
+        self.loss = value.clone() if self.loss is None else self.loss + value
+        self._losses_left -= 1
+        if self._losses_left == 0 and len(self.program.stages) == 1:
+            self._reduce_loss()
+
+    def _reduce_loss(self) -> None:
+        """The loss is a sum over microbatches and dp; stages without it add nothing and learn it so."""
+        if self.loss is None:
+            assert self.program.loss is not None
+            dtype = dtype_of(self.program.values[self.program.loss].dtype)
+            dtype = torch.float32 if dtype in _NARROW else dtype
+            self.loss = torch.zeros((), dtype=dtype, device=self.env.device)
+        self._loss_pending = self._loss_group.all_reduce(self.loss)
+
+    # One method for every instruction: what it does, as a function of no arguments.
+
+    def _load(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        inputs = {i.value: i for i in self.program.inputs}
+
+        def load() -> None:
+            for name in instruction.values:
+                self._place(microbatch, name, self._slice(inputs[name], microbatch))
+
+        return load
+
+    def _slice(self, data: InputData, microbatch: int) -> Tensor:
+        """This rank's part of an input for one microbatch."""
+        whole = self._inputs[data.value]
+        if data.batch_dim is not None:
+            count = self.program.num_microbatches
+            pieces = count * self.program.mesh.get("dp", 1)
+            length = data.shape[data.batch_dim] // pieces
+            place = self.rank.coordinates["dp"] * count + microbatch
+            whole = whole.narrow(data.batch_dim, place * length, length)
+        layout = Layout.parse(self.program.values[data.value].layout)
+        part = take_shard(whole, layout, self.program.mesh.get("tp", 1), self.rank.coordinates["tp"])
+        return part.to(self.env.device, non_blocking=True)
+
+    def _total_forward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        calls = [c for c in self.calls if c.call.prologue]
+
+        def total_forward() -> None:
+            values = self.env.values[microbatch].copy()
+            for call in calls:
+                call.forward(microbatch, values)
+            for name in instruction.values:
+                total = self.totals.get(name)
+                self.totals[name] = values[name].clone() if total is None else total + values[name]
+
+        return total_forward
+
+    def _total(self, instruction: Instruction) -> Action:
+        group = self.communicator.group(self.rank.group(*instruction.axes))
+
+        def total() -> None:
+            started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
+            for name, pending in started:
+                value = pending.wait()
+                for microbatch in range(self.program.num_microbatches):
+                    self._place(microbatch, name, value)
+
+        return total
+
+    def _forward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        values = self.env.values[microbatch]
+        calls = [c.forward for c in self._calls(instruction)]
+
+        def forward() -> None:
+            for call in calls:
+                call(microbatch, values)
+
+        return forward
+
+    def _backward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        method = {"B": BoundCall.backward, "I": BoundCall.backward_input, "W": BoundCall.backward_weight}[instruction.op]
+        calls = [c for c in reversed(self._calls(instruction)) if c.has_backward]
+
+        def backward() -> None:
+            for call in calls:
+                method(call, microbatch)
+
+        return backward
+
+    def _calls(self, instruction: Instruction) -> list[BoundCall]:
+        assert instruction.calls is not None
+        return [c for c in self.calls[slice(*instruction.calls)] if not c.call.prologue]
+
+    def _send(self, instruction: Instruction) -> Action:
+        if instruction.peer == self.rank.stage_index:
+            return _nothing
+        return self.sender.action(instruction)
+
+    def _reduce(self, instruction: Instruction) -> Action:
+        bucket = instruction.bucket
+        assert bucket is not None
+        return lambda: self.gradients.reduce(bucket)
+
+    def _sync(self, instruction: Instruction) -> Action:
+        return lambda: self.gradients.sync(instruction.states)
+
+    def _free(self, instruction: Instruction) -> Action:
+        held = self.env.gradients if instruction.gradients else self.env.values
+        places = held if instruction.microbatch is None else [held[instruction.microbatch]]
+
+        def free() -> None:
+            for place in places:
+                for name in instruction.values:
+                    place.pop(name, None)
+
+        return free
+
+    def _step(self, instruction: Instruction) -> Action:
+        return self.gradients.finish
+
+    def _finish(self) -> None:
+        if self.program.loss is not None:
+            if self._loss_pending is None:
+                self._reduce_loss()
+            assert self._loss_pending is not None
+            self.loss = self._loss_pending.wait()
+        self.gradients.finish()
+        self.sender.finish()
+
+
+def _microbatch(instruction: Instruction) -> int:
+    assert instruction.microbatch is not None, instruction
+    return instruction.microbatch
+
+
+def _nothing() -> None:
+    """The peer is this rank: the value is here already."""
+
+
+_ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
+    "LOAD": Executor._load,
+    "TOTAL_F": Executor._total_forward,
+    "TOTAL": Executor._total,
+    "F": Executor._forward,
+    "SEND_F": Executor._send,
+    "B": Executor._backward,
+    "I": Executor._backward,
+    "W": Executor._backward,
+    "SEND_B": Executor._send,
+    "REDUCE": Executor._reduce,
+    "SYNC": Executor._sync,
+    "FREE": Executor._free,
+    "STEP": Executor._step,
+}

@@ -1,0 +1,195 @@
+"""What a program's calls do, read off their graphs: gradients, collectives, and what is kept for backward.
+
+Shared by the prover and the simulator. A block is parsed and differentiated once, however many calls run it and however
+often it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from passes.blocks import Block, TensorSpec
+from passes.dependence import GradientFlow, gradient_flow, gradient_paths
+from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
+from passes.serialize import block_from_data, dtype_of
+from runtime.program import CallData, Program, Value
+
+Flags = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """One call on one stage.
+
+    ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
+    to whose gradients it adds. The collectives are those of each part of it, in order.
+    ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides.
+    """
+
+    data: CallData
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    adds: tuple[str, ...]
+    forward: tuple[CollectiveUse, ...]
+    backward: tuple[CollectiveUse, ...] = ()
+    input_backward: tuple[CollectiveUse, ...] = ()
+    weight_backward: tuple[CollectiveUse, ...] = ()
+    keeps: tuple[str, ...] = ()
+    kept_bytes: int = 0
+    recomputed: bool = False
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.gives or self.adds)
+
+    def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
+        """Those that an F, B, I or W of this call enters."""
+        again = self.forward if self.recomputed else ()
+        parts = {
+            "F": self.forward,
+            "B": (*again, *self.backward),
+            "I": (*again, *self.input_backward),
+            "W": self.weight_backward,
+        }
+        return parts[op]
+
+
+class ProgramFacts:
+    """The facts of every call of a program whose names and shapes are consistent (``runtime/proof/structure.py``)."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        return {name: load_block(self.program, name) for name in self.program.blocks}
+
+    @cached_property
+    def order(self) -> list[tuple[int, int]]:
+        """All (stage, position) of calls, each after those whose outputs it reads; those that cannot run are left out."""
+        made = {i.value for i in self.program.inputs}
+        pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
+        order: list[tuple[int, int]] = []
+        while pending:
+            later = []
+            for place in pending:
+                call = self.call(place)
+                if made.issuperset(call.inputs):
+                    order.append(place)
+                    made.update(call.outputs)
+                else:
+                    later.append(place)
+            if len(later) == len(pending):
+                break
+            pending = later
+        return order
+
+    def call(self, place: tuple[int, int]) -> CallData:
+        return self.program.stages[place[0]].calls[place[1]]
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """The states that get a gradient if the loss depends on them."""
+        if self.program.objective != "train":
+            return frozenset()
+        states = self.program.states.items()
+        return frozenset(n for n, s in states if s.kind == "parameter" and s.requires_grad)
+
+    @cached_property
+    def flow(self) -> GradientFlow:
+        """The gradients of the calls in :attr:`order`."""
+        paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
+        return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
+        facts = {place: self._facts(place, i) for i, place in enumerate(self.order)}
+        return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
+
+    @cached_property
+    def with_gradient(self) -> frozenset[str]:
+        """The states that some backward adds to."""
+        return frozenset(s for added in self.flow.states for s in added)
+
+    def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
+        """Which of a call's inputs and states get a gradient, and which of its outputs have one."""
+        return (
+            tuple(v in self.flow.values for v in call.inputs),
+            tuple(s in self.trainable for s in call.states),
+            tuple(v in self.flow.values for v in call.outputs),
+        )
+
+    def differentiated(self, call: CallData) -> Differentiated:
+        graph = self.program.blocks[call.block]
+        return _differentiated(_key(graph.nodes), call.block, graph.states, graph.inputs, *self.needs(call))
+
+    def _facts(self, place: tuple[int, int], index: int) -> CallFacts:
+        call = self.call(place)
+        gives, adds = self.flow.inputs[index], self.flow.states[index]
+        if not (gives or adds):
+            forward = tuple(collectives_of(self.blocks[call.block].graph))
+            return CallFacts(call, (), (), (), forward)
+        pieces = self.differentiated(call)
+        recomputed = place[1] in self.program.stages[place[0]].checkpoint_calls
+        keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        return CallFacts(
+            data=call,
+            takes=tuple(v for v in call.outputs if v in self.flow.values),
+            gives=gives,
+            adds=adds,
+            forward=tuple(collectives_of(pieces.forward.graph)),
+            backward=tuple(collectives_of(pieces.backward.graph)),
+            input_backward=tuple(collectives_of(pieces.backward_input.graph)),
+            weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
+            keeps=call.inputs if recomputed else keeps,
+            kept_bytes=0 if recomputed else kept_bytes,
+            recomputed=recomputed,
+        )
+
+
+def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+    """The values among what a call saves, and the bytes of the rest; states are held in any case."""
+    results = pieces.forward.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    named = dict(zip(block.inputs, call.inputs, strict=True))
+    own = {n.name: v for n, v in zip(results[: pieces.num_outputs], call.outputs, strict=True)}
+    values, rest = [], 0
+    for name, node in zip(pieces.saved, results[pieces.num_outputs :], strict=True):
+        if name in named or name in own:
+            values.append(named.get(name) or own[name])
+        elif name not in block.states and isinstance(node.meta.get("val"), Tensor):
+            rest += TensorSpec.of(node.meta["val"]).nbytes
+    return tuple(dict.fromkeys(values)), rest
+
+
+def load_block(program: Program, name: str) -> Block:
+    """A block of the program as a graph. Raises ``GraphFormatError``."""
+    graph = program.blocks[name]
+    return _block(_key(graph.nodes), name, graph.states, graph.inputs)
+
+
+def value_bytes(value: Value) -> int:
+    return TensorSpec(value.shape, dtype_of(value.dtype)).nbytes
+
+
+def _key(nodes: Sequence[object]) -> str:
+    return json.dumps(nodes)
+
+
+@lru_cache(maxsize=256)
+def _block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
+    return block_from_data(name, tuple(json.loads(nodes)), states, inputs)
+
+
+@lru_cache(maxsize=256)
+def _differentiated(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], *needs: Flags
+) -> Differentiated:
+    of_inputs, of_states, of_outputs = needs
+    return differentiate(_block(nodes, name, states, inputs), torch.device("cpu"), of_inputs, of_states, of_outputs)

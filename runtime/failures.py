@@ -1,0 +1,52 @@
+"""From an exception to the place in the program where it arose."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable
+
+from torch import distributed as dist
+
+from runtime.calls import BoundCall
+from runtime.codegen import Compiled
+from runtime.errors import CommunicationError, Failure
+from runtime.program import RankProgram
+
+# What a rank meets when another one has gone: a consequence, not a cause.
+_LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether ``error`` is what a rank sees of another one's failure."""
+    if isinstance(error, CommunicationError):
+        return "mismatched" not in str(error)
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "Detected mismatch" not in str(error) and bool(_LOST.search(str(error)))
+
+
+def failure_of(error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled]) -> Failure:
+    """Where in ``rank``'s program ``error`` arose: the instruction at ``index``, the call, the graph's node."""
+    call = ""
+    walk = error.__traceback__
+    while walk is not None:
+        owner = walk.tb_frame.f_locals.get("self")
+        if isinstance(owner, BoundCall):
+            call = owner.call.path or owner.call.block
+        walk = walk.tb_next
+    node = next((n for c in compiled if (n := c.node_at(error.__traceback__)) is not None), None)
+    instructions = rank.instructions
+    return Failure(
+        rank=rank.rank,
+        error=str(error),
+        kind=type(error).__name__,
+        instruction=str(instructions[index]) if 0 <= index < len(instructions) else "",
+        index=index,
+        call=call,
+        node="" if node is None else f"{node.name} ({node.target})",
+        path="" if node is None else node.meta.get("path", ""),
+        source="" if node is None else node.meta.get("source", ""),
+        traceback="".join(traceback.format_exception(error)),
+        secondary=is_secondary(error),
+    )

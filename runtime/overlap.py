@@ -1,0 +1,104 @@
+"""Order the operators of a graph so that communication runs behind computation.
+
+Requires: a functional graph. Provides: an order of its operators in which every collective starts as early as it can,
+is waited for where its result is first read, and has what does not depend on it in between. The collectives stay in
+their order: all ranks that run the graph enter them alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+
+def overlapped(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
+    """Steps ``(node, wait)``: run or start ``node``, or wait for its result.
+
+    Of the operators that could run, those that lead to a collective come first, then the others, each in the graph's
+    order; one that reads a collective under way comes last.
+    """
+    collectives = [n for n in nodes if started(n)]
+    if not collectives:
+        return [(n, False) for n in nodes]
+    known = set(nodes)
+    leads = _ancestors(collectives) & known
+    rank = {n: (n not in leads, i) for i, n in enumerate(nodes)}
+    before = dict(zip(collectives[1:], collectives, strict=False))  # a collective follows the one before it
+    missing = {n: len(known & set(n.all_input_nodes)) + (n in before) for n in nodes}
+    after = {earlier: later for later, earlier in before.items()}
+    ready: list[tuple[tuple[bool, int], int, fx.Node]] = []
+    blocked: list[tuple[int, fx.Node]] = []
+    place = {n: i for i, n in enumerate(nodes)}
+    under_way: set[fx.Node] = set()
+    steps: list[tuple[fx.Node, bool]] = []
+
+    def enable(node: fx.Node) -> None:
+        if under_way & set(node.all_input_nodes):
+            heapq.heappush(blocked, (place[node], node))
+        else:
+            heapq.heappush(ready, (rank[node], place[node], node))
+
+    def release(node: fx.Node) -> None:
+        missing[node] -= 1
+        if missing[node] == 0:
+            enable(node)
+
+    for node in nodes:
+        if missing[node] == 0:
+            enable(node)
+    while ready or blocked:
+        node = heapq.heappop(ready)[-1] if ready else heapq.heappop(blocked)[-1]
+        for operand in node.all_input_nodes:
+            if operand in under_way:
+                under_way.discard(operand)
+                steps.append((operand, True))
+        steps.append((node, False))
+        if started(node):
+            under_way.add(node)
+        for user in (*node.users, *((after[node],) if node in after else ())):
+            if user in known:
+                release(user)
+        if not ready:  # what was blocked by a collective that has been waited for meanwhile
+            freed = [entry for entry in blocked if not under_way & set(entry[-1].all_input_nodes)]
+            for entry in freed:
+                blocked.remove(entry)
+                enable(entry[-1])
+            heapq.heapify(blocked)
+    steps += [(n, True) for n in collectives if n in under_way]
+    assert sum(not wait for _, wait in steps) == len(nodes)
+    return steps
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def aliases(node: fx.Node) -> bool:
+    """Whether ``node``'s value may share memory with its first operand's."""
+    if node.target is operator.getitem:
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(r.alias_info is not None for r in node.target._schema.returns)
+    return True
+
+
+def families(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
+    """For every node, the node that owns the memory of its value: values of one family may share it."""
+    head: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and shares(node):
+            head[node] = head[node.all_input_nodes[0]]
+        else:
+            head[node] = node
+    return head

@@ -1,0 +1,91 @@
+"""Parameters, buffers and constants: their layouts, their stages, and the buckets of their gradients."""
+
+from __future__ import annotations
+
+from passes.layouts import Layout, divides
+from passes.serialize import dtype_of
+from runtime.facts import ProgramFacts
+from runtime.program import AXES
+from runtime.proof.errors import Refusal
+
+
+def check_state(facts: ProgramFacts, name: str) -> None:
+    """Raise :class:`Refusal` unless the state can be held and its gradient added up as the program says."""
+    problem = _state_problem(facts, name)
+    if problem:
+        stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
+        raise Refusal("structure", f"the state {name!r} {problem}", stage=min(stages, default=0), state=name)
+
+
+def _state_problem(facts: ProgramFacts, name: str) -> str:
+    program, state = facts.program, facts.program.states[name]
+    tp = program.mesh.get("tp", 1)
+    try:
+        layout = Layout.parse(state.layout)
+        dtype_of(state.dtype)
+    except ValueError as error:
+        return f"is malformed: {error}"
+    if layout.kind == "P" or not divides(layout, state.shape, tp):
+        return f"of shape {state.shape} cannot be {layout} over tp={tp}"
+    if tuple(sorted(set(state.stages))) != state.stages or not set(range(len(program.stages))) >= set(state.stages):
+        return f"is on the stages {state.stages}; expected some of 0 to {len(program.stages) - 1}, in order"
+    readers = {s for s, stage in enumerate(program.stages) for c in stage.calls if name in c.states}
+    if not state.stages or (readers and readers != set(state.stages)):
+        return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
+    if set(state.grad_axes) - set(AXES[1:]):
+        return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(AXES[1:])}"
+    if tp > 1 and name in facts.with_gradient and (layout.kind == "R'") != ("tp" in state.grad_axes):
+        return f"is {layout} over tp, but its gradient is added up over {state.grad_axes or 'no axis'}"
+    if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
+        return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
+    return ""
+
+
+def nested_shape(data: object) -> tuple[int, ...] | None:
+    """The shape of nested lists, by their first elements; ``None`` where there are none."""
+    shape: list[int] = []
+    while isinstance(data, list | tuple):
+        shape.append(len(data))
+        data = data[0] if data else 0
+    return None if data is None else tuple(shape)
+
+
+def check_buckets(facts: ProgramFacts, stage: int) -> None:
+    """Each gradient that is a partial sum over mesh axes is in one bucket of each of its stages, with those axes.
+
+    Raises :class:`Refusal`.
+    """
+    program, here = facts.program, facts.program.stages[stage]
+    wanted: dict[str, tuple[str, ...]] = {}
+    for name, state in program.states.items():
+        axes = split_axes(program.mesh, state.grad_axes)
+        if name in facts.with_gradient and stage in state.stages and axes:
+            wanted[name] = axes
+    found: set[str] = set()
+    for number, bucket in enumerate(here.buckets):
+        problem = ""
+        for name in bucket.states:
+            if name not in wanted:
+                problem = f"has {name!r}, which has no gradient to add up on this stage"
+            elif name in found:
+                problem = f"has {name!r} a second time"
+            elif set(bucket.axes) - set(AXES) or split_axes(program.mesh, bucket.axes) != wanted[name]:
+                problem = f"is added up over {bucket.axes}, but the gradient of {name!r} is a sum over {wanted[name]}"
+            elif program.states[name].dtype != program.states[bucket.states[0]].dtype:
+                problem = "has gradients of several types"
+            found.add(name)
+        if problem:
+            raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
+    for name, axes in wanted.items():
+        if name not in found:
+            problem = f"no bucket has {name!r}, whose gradient is a sum over {axes}"
+            raise Refusal("structure", problem, stage=stage, state=name)
+    for position in here.checkpoint_calls:
+        if not 0 <= position < len(here.calls):
+            problem = f"call {position} is to be recomputed; the stage has {len(here.calls)} calls"
+            raise Refusal("structure", problem, stage=stage)
+
+
+def split_axes(mesh: dict[str, int], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``axes`` that have more than one rank, in the mesh's order: they name a group."""
+    return tuple(a for a in AXES if a in axes and mesh.get(a, 1) > 1)

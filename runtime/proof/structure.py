@@ -1,0 +1,174 @@
+"""Does a program agree with itself? Names, shapes, types, graphs: all that stands still.
+
+Every fault is reported at the first instruction that meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from passes.blocks import TensorSpec
+from passes.check import GraphError, check_block, describe
+from passes.layouts import Layout, local_shape
+from passes.serialize import GraphFormatError, dtype_of
+from runtime.facts import ProgramFacts, load_block
+from runtime.program import AXES, CallData, Program, Value, weights_fingerprint
+from runtime.proof.batch import check_inputs, check_outputs
+from runtime.proof.errors import Refusal
+from runtime.proof.states import check_buckets, check_state
+
+DATA = "data"  # what graphs call the axis along which the batch is split: ranks of ``dp`` times microbatches
+
+
+def check_structure(facts: ProgramFacts) -> None:
+    """Raise :class:`Refusal` at the first thing in the program that contradicts another."""
+    program = facts.program
+    _mesh(program)
+    _blocks(program)
+    for s in range(len(program.stages)):
+        _calls(facts, s)
+    _order(facts)
+    _sources(program)
+    for name in program.states:
+        check_state(facts, name)
+    if program.fingerprint != weights_fingerprint(program.states):
+        raise Refusal("structure", "the fingerprint is not that of the states' names, shapes and types")
+    check_inputs(program)
+    check_outputs(program)
+    for name, value in program.values.items():
+        if value.requires_grad != (name in facts.flow.values):
+            flows = "flows" if name in facts.flow.values else "does not flow"
+            problem = f"requires_grad is {value.requires_grad}, but a gradient {flows} through the value {name!r}"
+            at, position = _first(program, partial(_touches, name))
+            raise Refusal("structure", problem, stage=at, call=position)
+    for s in range(len(program.stages)):
+        check_buckets(facts, s)
+
+
+def _first(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
+    """The stage and position of the first call that is ``wanted``."""
+    for s, stage in enumerate(program.stages):
+        for position, call in enumerate(stage.calls):
+            if wanted(call):
+                return s, position
+    return 0, None
+
+
+def _is_of(block: str, call: CallData) -> bool:
+    return call.block == block
+
+
+def _touches(value: str, call: CallData) -> bool:
+    return value in (*call.inputs, *call.outputs)
+
+
+def _mesh(program: Program) -> None:
+    if set(program.mesh) - set(AXES) or any(size < 1 for size in program.mesh.values()):
+        raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(AXES)}, or empty ones")
+    if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
+        raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
+    if program.num_microbatches < 1:
+        raise Refusal("structure", f"{program.num_microbatches} microbatches")
+
+
+def _blocks(program: Program) -> None:
+    """Every graph is well-formed, and infers the values that it carries."""
+    axes = {axis: program.mesh.get(axis, 1) for axis in AXES if axis != "pp"}
+    axes[DATA] = axes["dp"] * program.num_microbatches
+    for name in program.blocks:
+        try:
+            check_block(load_block(program, name), axes)
+        except (GraphError, GraphFormatError) as error:
+            stage, position = _first(program, partial(_is_of, name))
+            node = getattr(error, "node", "")
+            raise Refusal("structure", str(error), stage=stage, call=position, node=node) from None
+
+
+def _calls(facts: ProgramFacts, stage: int) -> None:
+    made: dict[str, int] = {}
+    for position, call in enumerate(facts.program.stages[stage].calls):
+        _names(facts.program, stage, position, call)
+        _call(facts, stage, position, call)
+        for name in call.outputs:
+            if name in made:
+                problem = f"the value {name!r} is made by call {made[name]} too"
+                raise Refusal("structure", problem, stage=stage, call=position)
+            made[name] = position
+
+
+def _names(program: Program, stage: int, position: int, call: CallData) -> None:
+    problem = ""
+    if call.block not in program.blocks:
+        problem = f"the block {call.block!r} does not exist"
+    for name in call.states:
+        if name not in program.states:
+            problem = f"the state {name!r} does not exist"
+        elif stage not in program.states[name].stages:
+            problem = f"reads the state {name!r}, which is on the stages {program.states[name].stages}"
+    for name in (*call.inputs, *call.outputs):
+        if name not in program.values:
+            problem = f"the value {name!r} does not exist"
+    if problem:
+        raise Refusal("structure", problem, stage=stage, call=position)
+
+
+def _call(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
+    """What a call passes has the shape and type that its graph reads and makes."""
+    program, block = facts.program, facts.blocks[call.block]
+    for kind, have, want in (
+        ("states", call.states, block.states),
+        ("inputs", call.inputs, block.inputs),
+        ("outputs", call.outputs, block.outputs),
+    ):
+        if len(have) != len(want):
+            problem = f"{call.path!r} names {len(have)} {kind}, its graph has {len(want)}"
+            raise Refusal("structure", problem, stage=stage, call=position)
+    specs = [_state_spec(program, n) for n in call.states]
+    specs += [_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
+    names = (*call.states, *call.inputs, *call.outputs)
+    for name, spec, node in zip(names, specs, (*block.placeholders, *block.outputs), strict=True):
+        have_text = "of an unknown type or layout" if spec is None else describe(spec.meta())
+        if spec != TensorSpec.of(node.meta["val"]):
+            problem = f"{name!r} is {have_text}, but {describe(node.meta['val'])} in the graph"
+            raise Refusal("structure", problem, stage=stage, call=position, node=node.name)
+
+
+def _value_spec(value: Value) -> TensorSpec | None:
+    try:
+        Layout.parse(value.layout)
+        return TensorSpec(value.shape, dtype_of(value.dtype))
+    except ValueError:
+        return None
+
+
+def _state_spec(program: Program, name: str) -> TensorSpec | None:
+    state = program.states[name]
+    try:
+        shape = local_shape(Layout.parse(state.layout), state.shape, program.mesh.get("tp", 1))
+        return TensorSpec(shape, dtype_of(state.dtype))
+    except ValueError:
+        return None
+
+
+def _order(facts: ProgramFacts) -> None:
+    """Every value that is read is made somewhere, and no call waits for itself."""
+    placed = set(facts.order)
+    for s, stage in enumerate(facts.program.stages):
+        for position, call in enumerate(stage.calls):
+            if (s, position) not in placed:
+                problem = f"{call.path!r} reads {', '.join(call.inputs)}, not all of which are made before it"
+                raise Refusal("structure", problem, stage=s, call=position)
+
+
+def _sources(program: Program) -> None:
+    """A value is made by one call; on several stages only where all of them compute the same, without a gradient."""
+    batch = CallData(block="", path="the batch")
+    source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}
+    for s, stage in enumerate(program.stages):
+        for position, call in enumerate(stage.calls):
+            for value in call.outputs:
+                there, other = source.setdefault(value, (s, call))
+                if there != s and (other != call or program.values[value].requires_grad):
+                    problem = f"the value {value!r} is made by {other.path!r} too"
+                    raise Refusal("structure", problem, stage=s, call=position)

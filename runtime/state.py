@@ -1,0 +1,111 @@
+"""A rank's shards of the parameters, buffers and constants, and whether the weights given are those of the plan."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from passes.layouts import Layout, local_shape, take_shard
+from passes.serialize import dtype_of
+from runtime.errors import WeightsError
+from runtime.program import Program, RankProgram, StateData
+from runtime.weights import Weights
+
+_SHOWN = 5  # differences named in an error
+
+
+def check_weights(program: Program, weights: Weights) -> None:
+    """Raise :class:`WeightsError`, naming the first differences, if ``weights`` are not those of ``program``."""
+    differences = list(_differences(program, weights))
+    if differences:
+        shown = "\n  ".join(differences[:_SHOWN])
+        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise WeightsError(
+            f"{weights.origin} does not hold the weights that the plan was made for (fingerprint "
+            f"{program.fingerprint}):\n  {shown}{more}\nPass the weights of the same model, or plan again for this one."
+        )
+
+
+def _differences(program: Program, weights: Weights) -> Iterator[str]:
+    shared: dict[str, str] = {}
+    for name, state in program.states.items():
+        present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
+        if not present:
+            if name not in program.constants and state.kind != "constant":
+                yield f"{name}: expected {state.kind} {list(state.shape)}, got nothing"
+            continue
+        shape, dtype = weights.spec(present[0]) or ((), torch.float32)
+        expected = dtype_of(state.dtype)
+        if shape != state.shape:
+            yield f"{present[0]}: expected shape {list(state.shape)}, got {list(shape)}"
+        elif dtype.is_floating_point != expected.is_floating_point or dtype.is_complex != expected.is_complex:
+            yield f"{present[0]}: expected {state.dtype}, got {str(dtype).removeprefix('torch.')}"
+        for other in present[1:]:
+            if weights.same(present[0], other) is False:
+                yield f"{other}: expected the same tensor as {present[0]} (tied), got another one"
+        shared[name] = present[0]
+    yield from _unexpected(program, weights)
+
+
+def _unexpected(program: Program, weights: Weights) -> Iterator[str]:
+    """Parameters that the plan does not know, and ties that it does not know of."""
+    known = {n for name, state in program.states.items() for n in (name, *state.aliases)}
+    trained = [n for n, s in program.states.items() if s.requires_grad and weights.spec(n) is not None]
+    for name in weights.names():
+        if name not in known:
+            # A parameter that the model never reads has no place in the program; one that is tied to a known one has.
+            twin = next((n for n in trained if weights.same(n, name)), None)
+            if twin is not None:
+                yield f"{name}: is the same tensor as {twin}, which the plan does not know of"
+
+
+def load_states(rank: RankProgram, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
+    """The shards of ``rank`` on ``device``, in the program's types. Without ``weights``: small random values, the same
+    on all ranks that hold the same shard.
+
+    Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
+    """
+    if weights is not None:
+        check_weights(rank.program, weights)
+    return {name: _shard(rank, name, layout, weights, device) for name, layout in rank.states.items()}
+
+
+def _shard(rank: RankProgram, name: str, layout: Layout, weights: Weights | None, device: torch.device) -> Tensor:
+    program, state = rank.program, rank.program.states[name]
+    num_ranks, index = program.mesh.get("tp", 1), rank.coordinates["tp"]
+    dtype = dtype_of(state.dtype)
+    if weights is not None:
+        for candidate in (name, *state.aliases):
+            if weights.spec(candidate) is not None:
+                part = weights.read(candidate, layout, num_ranks, index)
+                return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
+    if name in program.constants:
+        whole = torch.tensor(program.constants[name], dtype=dtype)
+        return take_shard(whole.reshape(state.shape), layout, num_ranks, index).contiguous().to(device)
+    shape = local_shape(layout, state.shape, num_ranks)
+    return _random(name, state, shape, index if layout.is_shard else 0).to(device)
+
+
+def _random(name: str, state: StateData, shape: tuple[int, ...], part: int) -> Tensor:
+    """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes."""
+    dtype = dtype_of(state.dtype)
+    if state.kind != "parameter" or not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{part}".encode()))
+    return (torch.randn(shape, generator=generator) / math.sqrt(state.shape[-1])).to(dtype)
+
+
+def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+    """The rank's parameters, sharing memory with ``shards``."""
+    states = rank.program.states
+    return {
+        name: nn.Parameter(shard, requires_grad=states[name].requires_grad and shard.is_floating_point())
+        for name, shard in shards.items()
+        if states[name].kind == "parameter"
+    }

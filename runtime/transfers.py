@@ -1,0 +1,128 @@
+"""Sends and receives of one rank: a receive starts one computation early and ends where its values are first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from passes.serialize import dtype_of
+from runtime.calls import Environment
+from runtime.groups import Communicator, Work
+from runtime.program import Instruction, RankProgram, Stage
+
+COMPUTING = frozenset({"F", "B", "I", "W"})
+RECEIVING = frozenset({"RECV_F", "RECV_B"})
+Slot = tuple[str, int, str]  # "F" (a value) or "B" (its gradient), microbatch, name
+
+
+class Receive:
+    """One RECV_F or RECV_B: ``start`` posts its buffers, ``finish`` waits and puts the tensors where they belong."""
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        rank: RankProgram,
+        communicator: Communicator,
+        place: Callable[[int, str, Tensor], None],
+    ) -> None:
+        assert instruction.peer is not None and instruction.microbatch is not None
+        self.channel = instruction.op[-1]
+        self.microbatch = instruction.microbatch
+        self.values = instruction.values
+        self.source = rank.peer(instruction.peer)
+        self.communicator = communicator
+        self.place = place
+        specs = [rank.program.values[v] for v in self.values]
+        self.specs = [(s.shape, dtype_of(s.dtype)) for s in specs]
+        self.device = communicator.device
+        self.under_way: list[tuple[str, Tensor, Work]] = []
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [(self.channel, self.microbatch, v) for v in self.values]
+
+    def start(self) -> None:
+        for value, (shape, dtype) in zip(self.values, self.specs, strict=True):
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+            work = self.communicator.recv(buffer, self.source, self.channel)
+            self.under_way.append((value, buffer, work))
+
+    def finish(self) -> None:
+        under_way, self.under_way = self.under_way, []
+        for value, buffer, work in under_way:
+            work.wait()
+            self.place(self.microbatch, value, buffer)
+
+
+class Sender:
+    """Starts transfers and keeps what is sent until it has arrived."""
+
+    def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
+        self.rank = rank
+        self.env = env
+        self.communicator = communicator
+        self._under_way: list[tuple[Work, Tensor]] = []
+
+    def action(self, instruction: Instruction) -> Callable[[], None]:
+        assert instruction.peer is not None and instruction.microbatch is not None
+        channel, microbatch, values = instruction.op[-1], instruction.microbatch, instruction.values
+        target = self.rank.peer(instruction.peer)
+
+        def send() -> None:
+            held = self.env.values[microbatch]
+            for value in values:
+                tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)
+                tensor = tensor.contiguous()
+                self._under_way.append((self.communicator.send(tensor, target, channel), tensor))
+
+        return send
+
+    def finish(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for work, _ in under_way:
+            work.wait()
+
+
+def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
+    """Where each receive is posted: before which instruction -> receives, in order.
+
+    One computation early, so that the transfer runs behind it; receives of one channel keep their order.
+    """
+    starts: dict[int, list[int]] = {}
+    last: dict[tuple[int | None, str], int] = {}
+    for index, instruction in enumerate(instructions):
+        if instruction.op not in RECEIVING:
+            continue
+        channel = instruction.peer, instruction.op
+        start = index
+        while start > last.get(channel, 0):
+            start -= 1
+            if instructions[start].op in COMPUTING:
+                break
+        last[channel] = start
+        starts.setdefault(start, []).append(index)
+    return starts
+
+
+def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
+    """The received values and gradients that ``instruction`` may be the first to read."""
+    microbatch = instruction.microbatch
+    if microbatch is None:
+        return []
+    calls = [] if instruction.calls is None else stage.calls[slice(*instruction.calls)]
+    match instruction.op:
+        case "F":
+            return [("F", microbatch, v) for call in calls for v in call.inputs]
+        case "TOTAL_F":
+            return [("F", microbatch, v) for call in stage.calls if call.prologue for v in call.inputs]
+        case "SEND_F":
+            return [("F", microbatch, v) for v in instruction.values]
+        case "B" | "I":
+            return [("B", microbatch, v) for call in calls for v in call.outputs]
+        case "SEND_B" | "RECV_B":
+            return [("B", microbatch, v) for v in instruction.values]
+        case "FREE":
+            return [("B" if instruction.gradients else "F", microbatch, v) for v in instruction.values]
+    return []

@@ -1,0 +1,176 @@
+"""Where weights come from: a module, a dict of tensors, safetensors files. Read by name and slice, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from passes.layouts import Layout, shard_slices, take_shard
+from runtime.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class Weights(Protocol):
+    """Named tensors that can be read in part. ``origin`` is for error messages."""
+
+    origin: str
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """A tensor's shape and type; ``None`` if there is none of this name."""
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        """Rank ``index``'s shard, which the caller may not write to."""
+
+    def same(self, one: str, other: str) -> bool | None:
+        """Whether two names stand for the same tensor; ``None`` if that cannot be told."""
+
+
+class TensorWeights:
+    """Tensors in memory: a module's state, or a dict. ``tied`` names may share a tensor."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        self.tensors = tensors
+        self.origin = origin
+        meta = next((name for name, t in tensors.items() if t.is_meta), None)
+        if meta is not None:
+            raise WeightsError(
+                f"{origin}: {meta} is on the meta device and has no values; pass a safetensors folder as weights, "
+                "or a module with real parameters"
+            )
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        tensor = self.tensors.get(name)
+        return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
+
+    def same(self, one: str, other: str) -> bool | None:
+        a, b = self.tensors[one], self.tensors[other]
+        return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+class FileWeights:
+    """One safetensors file, or the files of a sharded folder by its index. Only the slices asked for are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.origin = str(path)
+        self._files = _find(path)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if name not in self._files:
+            return None
+        part = self._slice(name)
+        return tuple(part.get_shape()), _TYPES[part.get_dtype()]
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        part = self._slice(name)
+        shape = part.get_shape()
+        if not layout.is_shard or num_ranks == 1:
+            return self._handle(name).get_tensor(name)  # type: ignore[no-any-return]
+        before = (slice(None),) * layout.dim
+        pieces = [
+            part[(*before, slice(start, start + length))]
+            for start, length in shard_slices(layout, shape[layout.dim], num_ranks, index)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+
+    def same(self, one: str, other: str) -> bool | None:
+        return None
+
+    def close(self) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(name)
+
+    def _handle(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(_opened(path))
+        return self._open[path]
+
+
+def weights_of(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Weights:
+    """The weights that the user passed. Raises :class:`WeightsError` where there are none."""
+    if isinstance(source, nn.Module):
+        return TensorWeights(module_tensors(source), type(source).__name__)
+    if isinstance(source, Mapping):
+        return TensorWeights(source, "the state dict")
+    if isinstance(source, str | Path):
+        return FileWeights(Path(source))
+    raise WeightsError(
+        f"weights is a {type(source).__name__}; expected a module, a dict of tensors, or the path of a safetensors file "
+        "or folder"
+    )
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _find(path: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    if path.is_dir():
+        index = path / INDEX
+        if index.exists():
+            return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{path} has neither {INDEX} nor a .safetensors file; save the model's weights there first")
+    elif path.exists():
+        files = [path]
+    else:
+        raise WeightsError(f"{path} does not exist; expected a safetensors file, or a folder of them")
+    found: dict[str, Path] = {}
+    for file in files:
+        with _opened(file) as handle:
+            found.update(dict.fromkeys(handle.keys(), file))
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error

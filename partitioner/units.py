@@ -61,5 +61,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: int, noun: str, many: str = "") -> str:
+    """``1 rank``, ``2 ranks``; ``many`` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"

@@ -89,7 +89,15 @@ class Block:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         output = next(reversed(self.graph.nodes))
-        return tuple(output.args[0])  # type: ignore[arg-type]
+        return tuple(output.args[0])
+
+    def copy(self) -> Block:
+        """The same block with a graph of its own."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return replace(self, graph=graph)
 
     def node(self, name: str) -> fx.Node:
         return next(n for n in self.graph.nodes if n.name == name)

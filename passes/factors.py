@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
+import torch
 from torch import fx
 
 from passes.gradients import differentiable
@@ -88,6 +89,8 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
             if strategy is not None:
                 found.append(strategy)
     for positions in factors.linear:
+        if any(nodes[i].meta["val"].dtype == torch.bool for i in positions):
+            continue  # truth values do not add up
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found
@@ -114,9 +117,7 @@ def local_call(
     return call(graph, node.target, args, kwargs, like=node)
 
 
-def _sharded(
-    factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...]
-) -> Strategy | None:
+def _sharded(factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...]) -> Strategy | None:
     """The strategy that shards ``factor``; ``None`` where a tensor cannot follow."""
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
@@ -186,9 +187,7 @@ def refine(first: Sections, second: Sections) -> Sections:
     return tuple(b - a for a, b in zip([0, *borders[:-1]], borders, strict=True))
 
 
-def _choices(
-    factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int
-) -> list[Sections]:
+def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
     """The ways to cut ``factor`` that are worth a strategy."""
     spans = factors.spans
     base: Sections = spans.sections if spans is not None and spans.factor == factor else ()
@@ -220,11 +219,11 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
                 span = spans.operands[position] if position >= 0 else spans.results[~position]
             for name in names:
                 sections = _realised(names, name, factors.sizes, layout.sections)
-                if sections:
-                    if span is not None:
-                        start, length = span
-                        rest = factors.sizes[name] - start - length
-                        sections = tuple(s for s in (start, *sections, rest) if s)
+                if span is not None:
+                    start, length = span
+                    rest = factors.sizes[name] - start - length
+                    sections = tuple(s for s in (start, *sections, rest) if s)
+                if len(sections) > 1 and sum(sections) == factors.sizes[name]:
                     found.setdefault(name, []).append(sections)
     return found
 
@@ -237,6 +236,6 @@ def _realised(names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sec
     count = len(sections) // outer
     if len(sections) % outer or count < 2 or sections != sections[:count] * outer:
         return ()
-    if any(s % inner for s in sections[:count]) or sum(sections[:count]) != inner * sizes[factor]:
+    if any(s % inner for s in sections[:count]):
         return ()
     return tuple(s // inner for s in sections[:count])

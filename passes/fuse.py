@@ -16,7 +16,8 @@ aten = torch.ops.aten
 
 
 def fuse_bias(block: Block) -> Block:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)``, ``mm(a, b) + c`` becomes ``addmm(c, a, b)``. In place."""
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)``, ``mm(a, b) + c`` becomes ``addmm(c, a, b)``."""
+    block = block.copy()
     for node in list(block.graph.nodes):
         if node.target != aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue

@@ -22,8 +22,13 @@ RULES = {**SHAPES, **ALGEBRA, **LOSSES}
 def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
     graph, moved = rewrite(captured.graph, RULES)
-    drop_constant_masks(graph)
+    constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
+    drop_constant_masks(graph, constants)
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
     return captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders)
+
+
+def _is_constant(captured: Captured, name: str) -> bool:
+    return name in captured.states and captured.states[name].kind == "constant"

@@ -2,7 +2,7 @@
 
 Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one call
 of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
-Operators between them, and modules without states, go to a neighbour, so that repeated units stay alike.
+Operators between them, and modules without parameters, go to a neighbour, so that repeated units stay alike.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from passes.periods import split_by_period
 from passes.signature import signature
 
 _CONTAINERS = ("Sequential", "ModuleList")
@@ -23,7 +24,7 @@ _DOMINANT = 0.5  # of a module's work, for repeated children to be what it is ma
 
 @dataclass
 class Unit:
-    """Consecutive operators. ``path``: the module call that they are; ``glue``: they hold no state and are no module."""
+    """Consecutive operators. ``path``: the module call that they are; ``glue``: they hold no parameter and are no module."""
 
     path: str
     nodes: list[fx.Node]
@@ -39,7 +40,7 @@ class _Call:
     parent: _Call | None
     children: dict[str, _Call] = field(default_factory=dict)
     nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
-    states: int = 0
+    parameters: int = 0
     work: float = 0.0
     key: int = 0  # equal for calls of equal structure
 
@@ -55,8 +56,8 @@ class _Call:
 
     @property
     def parts(self) -> list[_Call]:
-        """The children that hold states."""
-        return [c for c in self.children.values() if c.states]
+        """The children that hold parameters."""
+        return [c for c in self.children.values() if c.parameters]
 
 
 def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
@@ -65,7 +66,11 @@ def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     atoms: list[_Call] = []
     _split(root, atoms, is_root=True)
     owner: dict[fx.Node, _Call] = {n: atom for atom in atoms for n in atom.nodes}
-    units = _runs(nodes, owner)
+    units: list[Unit] = []
+    for unit in _runs(nodes, owner):
+        work = sum(map(_work, unit.nodes))
+        pieces = split_by_period(unit.nodes) if work >= _DOMINANT * root.work else [unit.nodes]
+        units += [Unit(unit.path, piece, unit.glue) for piece in pieces]
     return _merge_glue(units)
 
 
@@ -73,7 +78,7 @@ def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
     root = _Call("", "", None)
     for node in nodes:
         work = _work(node)
-        states = sum(_is_state(n) for n in node.all_input_nodes)
+        parameters = sum(_is_parameter(n) for n in node.all_input_nodes)
         call = root
         for name in ("", *node.meta.get("stack", ())):
             if name:
@@ -82,12 +87,13 @@ def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
                 call = call.children[name]
             call.nodes.append(node)
             call.work += work
-            call.states += states
+            call.parameters += parameters
     return root
 
 
-def _is_state(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta.get("state") is not None
+def _is_parameter(node: fx.Node) -> bool:
+    state = node.meta.get("state")
+    return state is not None and state.kind == "parameter"
 
 
 def _work(node: fx.Node) -> float:
@@ -136,7 +142,7 @@ def _splittable(call: _Call) -> bool:
     if not parts:
         return False
     listed = [p for p in parts if p.list_prefix is not None]
-    if listed and (call.class_name in _CONTAINERS or _chained(listed)):
+    if call.class_name in _CONTAINERS or (call.list_prefix is None and listed and _chained(listed)):
         return True
     return _longest_chain(call) > 1 or any(_splittable(p) for p in parts)
 
@@ -187,7 +193,7 @@ def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Call]) -> list[Unit
             current = call
         units[-1].nodes.append(node)
     for unit in units:
-        unit.glue = unit.glue and not any(_is_state(o) for n in unit.nodes for o in n.all_input_nodes)
+        unit.glue = unit.glue and not any(_is_parameter(o) for n in unit.nodes for o in n.all_input_nodes)
     return units
 
 
@@ -212,13 +218,11 @@ def _merge_glue(units: list[Unit]) -> list[Unit]:
             merged.append(Unit(unit.path, [*before, *unit.nodes]))
             before, last = [], i
             continue
-        after = i + 1 < len(units)
-        if last is not None and not repeated[last]:
+        often = last is not None and 2 * following[keys[last], keys[i]] >= counts[keys[last]]
+        if last is not None and (not repeated[last] or often):
             merged[-1].nodes += unit.nodes
-        elif after and not repeated[i + 1]:
+        elif i + 1 < len(units) and not repeated[i + 1]:
             before = unit.nodes
-        elif last == i - 1 and last is not None and 2 * following[keys[last], keys[i]] >= counts[keys[last]]:
-            merged[-1].nodes += unit.nodes
         else:
             merged.append(unit)
             last = None

@@ -29,7 +29,8 @@ class CallFacts:
 
     ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
     to whose gradients it adds. The collectives are those of each part of it, in order.
-    ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides.
+    ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides;
+    ``recomputed_bytes``: what backward computes again, and holds while it runs.
     """
 
     data: CallData
@@ -42,6 +43,7 @@ class CallFacts:
     weight_backward: tuple[CollectiveUse, ...] = ()
     keeps: tuple[str, ...] = ()
     kept_bytes: int = 0
+    recomputed_bytes: int = 0
     recomputed: bool = False
 
     @property
@@ -72,7 +74,7 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """All (stage, position) of calls, each after those whose outputs it reads; those that cannot run are left out."""
+        """All (stage, position), each after the calls whose outputs it reads; those that cannot run are left out."""
         made = {i.value for i in self.program.inputs}
         pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
         order: list[tuple[int, int]] = []
@@ -149,6 +151,7 @@ class ProgramFacts:
             weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
             keeps=call.inputs if recomputed else keeps,
             kept_bytes=0 if recomputed else kept_bytes,
+            recomputed_bytes=kept_bytes if recomputed else 0,
             recomputed=recomputed,
         )
 

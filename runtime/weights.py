@@ -83,9 +83,9 @@ class TensorWeights:
 class FileWeights:
     """One safetensors file, or the files of a sharded folder by its index. Only the slices asked for are read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, index: str = INDEX) -> None:
         self.origin = str(path)
-        self._files = _find(path)
+        self._files = _find(path, index)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -149,15 +149,14 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _find(path: Path) -> dict[str, Path]:
+def _find(path: Path, index: str) -> dict[str, Path]:
     """The file of each tensor."""
     if path.is_dir():
-        index = path / INDEX
-        if index.exists():
-            return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        if (path / index).exists():
+            return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"{path} has neither {INDEX} nor a .safetensors file; save the model's weights there first")
+            raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there first")
     elif path.exists():
         files = [path]
     else:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from partitioner.constraints import Constraints
+from partitioner.plan import Candidate, Certificate, Estimate, OperatorShare, Plan
+from partitioner.topology import Topology
 from runtime.program import (
     AXES,
     BlockGraph,
@@ -46,7 +49,14 @@ class Nodes:
 def layer_block(b: int, s: int, h: int, f: int, tp: int) -> BlockGraph:
     """A decoder layer as one rank of ``tp`` runs it: sequence-sharded between the layers, Megatron inside."""
     n = Nodes()
-    states = {"norm1": [h], "q": [h // tp, h], "o": [h, h // tp], "norm2": [h], "up": [f // tp, h], "down": [h, f // tp]}
+    states = {
+        "norm1": [h],
+        "q": [h // tp, h],
+        "o": [h, h // tp],
+        "norm2": [h],
+        "up": [f // tp, h],
+        "down": [h, f // tp],
+    }
     for name, shape in states.items():
         n.placeholder(name, shape)
     x = n.placeholder("x", [b, s // tp, h])
@@ -133,8 +143,14 @@ def llama(
         where.setdefault(name, set()).add(stage)
         axes = ("dp",) if layout != "R'" else ("dp", "tp")
         states[name] = StateData(
-            shape=tuple(shape), dtype=BF16, kind="parameter", requires_grad=True, layout=layout if tp > 1 else "R",
-            stages=tuple(sorted(where[name])), grad_axes=axes, aliases=("lm_head.weight",) if tied and "embed" in name else (),
+            shape=tuple(shape),
+            dtype=BF16,
+            kind="parameter",
+            requires_grad=True,
+            layout=layout if tp > 1 else "R",
+            stages=tuple(sorted(where[name])),
+            grad_axes=axes,
+            aliases=("lm_head.weight",) if tied and "embed" in name else (),
         )
         return name
 
@@ -144,32 +160,51 @@ def llama(
 
     embed = state("model.embed_tokens.weight", [vocabulary, h], "S0", 0)
     calls[0].append(
-        CallData(block="Embedding", path="model.embed_tokens", states=(embed,), inputs=("input_ids",), outputs=(value("x0"),))
+        CallData(
+            block="Embedding", path="model.embed_tokens", states=(embed,), inputs=("input_ids",), outputs=(value("x0"),)
+        )
     )
     values["cos"] = Value(shape=(s, h // 8), dtype="float32")
     for stage in range(pp):
-        calls[stage].append(CallData(block="RotaryEmbedding", path="model.rotary_emb", inputs=("input_ids",), outputs=("cos",)))
+        calls[stage].append(
+            CallData(block="RotaryEmbedding", path="model.rotary_emb", inputs=("input_ids",), outputs=("cos",))
+        )
     shapes = {
-        "input_layernorm.weight": ([h], "R'"), "self_attn.q_proj.weight": ([h, h], "S0"),
-        "self_attn.o_proj.weight": ([h, h], "S1"), "post_attention_layernorm.weight": ([h], "R'"),
-        "mlp.up_proj.weight": ([f, h], "S0"), "mlp.down_proj.weight": ([h, f], "S1"),
+        "input_layernorm.weight": ([h], "R'"),
+        "self_attn.q_proj.weight": ([h, h], "S0"),
+        "self_attn.o_proj.weight": ([h, h], "S1"),
+        "post_attention_layernorm.weight": ([h], "R'"),
+        "mlp.up_proj.weight": ([f, h], "S0"),
+        "mlp.down_proj.weight": ([h, f], "S1"),
     }
     for i in range(layers):
         stage = i * pp // layers
         names = tuple(state(f"model.layers.{i}.{k}", shape, layout, stage) for k, (shape, layout) in shapes.items())
         calls[stage].append(
-            CallData(block="DecoderLayer", path=f"model.layers.{i}", states=names, inputs=(f"x{i}", "cos"),
-                     outputs=(value(f"x{i + 1}"),))
+            CallData(
+                block="DecoderLayer",
+                path=f"model.layers.{i}",
+                states=names,
+                inputs=(f"x{i}", "cos"),
+                outputs=(value(f"x{i + 1}"),),
+            )
         )
     last = pp - 1
-    weight = state("model.embed_tokens.weight", [vocabulary, h], "S0", last) if tied else state(
-        "lm_head.weight", [vocabulary, h], "S0", last
+    weight = (
+        state("model.embed_tokens.weight", [vocabulary, h], "S0", last)
+        if tied
+        else state("lm_head.weight", [vocabulary, h], "S0", last)
     )
     values["loss"] = Value(shape=(), dtype="float32", requires_grad=True)
     head = (f"x{layers}", "labels") + (("x0",) if skip else ())
     calls[last].append(
-        CallData(block="Head", path="lm_head", states=(state("model.norm.weight", [h], "R'", last), weight),
-                 inputs=head, outputs=("loss",))
+        CallData(
+            block="Head",
+            path="lm_head",
+            states=(state("model.norm.weight", [h], "R'", last), weight),
+            inputs=head,
+            outputs=("loss",),
+        )
     )
     crossing = {i: (f"x{(i * layers + pp - 1) // pp}",) + (("x0",) if skip and i > 0 else ()) for i in range(1, pp)}
     if skip and pp > 1:
@@ -179,30 +214,43 @@ def llama(
         trainable = tuple(n for n, st in states.items() if i in st.stages)
         buckets = tuple(
             Bucket(states=tuple(n for n in trainable if states[n].grad_axes == axes), axes=axes)
-            for axes in (("dp",), ("dp", "tp")) if any(states[n].grad_axes == axes for n in trainable)
+            for axes in (("dp",), ("dp", "tp"))
+            if any(states[n].grad_axes == axes for n in trainable)
         )
         program = list(_one_f_one_b(i, pp, microbatches, len(calls[i]), crossing))
         program += [Instruction(op="REDUCE", stage=i, bucket=k) for k in range(len(buckets))]
         if tied and i in (0, last) and pp > 1:
             program.append(Instruction(op="SYNC", stage=i, states=("model.embed_tokens.weight",), axes=("pp",)))
         program.append(Instruction(op="STEP", stage=i))
-        stages.append(Stage(
-            calls=tuple(calls[i]), instructions=tuple(program), buckets=buckets,
-            checkpoint_calls=tuple(k for k, c in enumerate(calls[i]) if recompute and c.block == "DecoderLayer"),
-        ))
+        stages.append(
+            Stage(
+                calls=tuple(calls[i]),
+                instructions=tuple(program),
+                buckets=buckets,
+                checkpoint_calls=tuple(k for k, c in enumerate(calls[i]) if recompute and c.block == "DecoderLayer"),
+            )
+        )
     mesh = {a: {"pp": pp, "dp": dp, "tp": tp}.get(a, 1) for a in AXES}
     return Program(
-        mesh=mesh, objective="train", num_microbatches=microbatches, schedule=schedule,
+        mesh=mesh,
+        objective="train",
+        num_microbatches=microbatches,
+        schedule=schedule,
         blocks={
-            "Embedding": embedding_block(b, s, h, vocabulary, tp), "RotaryEmbedding": rotary_block(s, h),
-            "DecoderLayer": layer_block(b, s, h, f, tp), "Head": head_block(b, s, h, vocabulary, tp),
+            "Embedding": embedding_block(b, s, h, vocabulary, tp),
+            "RotaryEmbedding": rotary_block(s, h),
+            "DecoderLayer": layer_block(b, s, h, f, tp),
+            "Head": head_block(b, s, h, vocabulary, tp),
         },
-        states=states, values=values,
+        states=states,
+        values=values,
         inputs=tuple(
             InputData(value=n, path=n, shape=(dp * microbatches * b, s), dtype="int64") for n in ("input_ids", "labels")
         ),
         outputs=(OutputData(path="loss", value="loss", batch="P", stage=last),),
-        loss="loss", stages=tuple(stages), fingerprint="0" * 32,
+        loss="loss",
+        stages=tuple(stages),
+        fingerprint="0" * 32,
     )
 
 
@@ -234,3 +282,36 @@ def _one_f_one_b(stage: int, pp: int, m: int, calls: int, crossing: dict[int, tu
     for i in range(m - warm, m):
         backward(i)
     return made
+
+
+def plan_of(program: Program, model: str = "LlamaForCausalLM", notes: tuple[str, ...] = ()) -> Plan:
+    """A plan around ``program``, with figures that a search could have found."""
+    nodes = max(1, program.world_size // 8)
+    topology = Topology.preset("dgx-h100", nodes)
+    per_stage = program.world_size // len(program.stages)
+    memory = tuple(int((61 - 3 * (rank // per_stage)) * 2**30) for rank in range(program.world_size))
+    mesh = dict(program.mesh)
+    data = {axis: program.world_size if axis == "dp" else 1 for axis in mesh}
+    megatron = {**mesh, "tp": min(8, program.world_size), "pp": 1, "dp": max(1, program.world_size // 8)}
+    candidates = (
+        Candidate(mesh=mesh, microbatch_size=1, schedule="1f1b", status="chosen", bound=1.2, step_time=1.234, memory=memory[0]),
+        Candidate(mesh=megatron, microbatch_size=1, schedule="1f1b", status="solved", bound=1.3, step_time=1.5, memory=60 * 2**30),
+        Candidate(mesh={**mesh, "dp": 1, "tp": 8}, microbatch_size=2, schedule="gpipe", status="bounded", bound=1.9),
+        Candidate(mesh=data, microbatch_size=1, schedule="1f1b", status="infeasible", memory=120 * 2**30,
+                  reason="stage 0 lacks 43 GiB"),
+    )  # fmt: skip
+    return Plan(
+        program=program,
+        topology=topology,
+        devices=tuple(range(program.world_size)),
+        constraints=Constraints(),
+        estimate=Estimate(
+            step_time=1.234, mfu=0.431, bubble=0.112, memory=memory,
+            breakdown={"computation": 0.87, "pipeline bubble": 0.138, "tensor-parallel collectives": 0.19, "sends": 0.036},
+        ),
+        certificate=Certificate(objective=1.234, bound=1.2, gap=0.0276, candidates=candidates),
+        shares=OperatorShare(matmul_sharded=0.987, without_rule={"aten.sort.stable": 0.004}),
+        model=model,
+        precision="bf16",
+        notes=notes,
+    )  # fmt: skip

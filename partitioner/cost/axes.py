@@ -16,6 +16,7 @@ from partitioner.cost.calls import exchange_time, operand_needs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
+from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.model import DeviceType
 from passes.blocks import TensorSpec
@@ -30,7 +31,8 @@ class TensorCosts:
 
     ``num_microbatches``: what happens once per step is divided by it. ``sequence_parallel``: ``False`` forbids values
     between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
-    held whole is updated whole by every rank.
+    held whole is updated whole by every rank. ``undivided``: further seconds for each FLOP of a matrix product that every
+    rank repeats.
     """
 
     device: DeviceType
@@ -39,15 +41,17 @@ class TensorCosts:
     num_microbatches: int = 1
     sequence_parallel: bool | None = None
     update_bytes: float = 8.0
+    undivided: float = 0.0
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """One call of an operator, forward and backward, with the collectives of its special lowering."""
         key = (node, strategy)
         if key not in self._nodes:
-            self._nodes[key] = operator_time(node, strategy, num_ranks, self.device, self.train) + self._lowering(
-                node, strategy, num_ranks
-            )
+            seconds = operator_time(node, strategy, num_ranks, self.device, self.train)
+            if strategy.factor is None and self.undivided and num_ranks > 1:
+                seconds += self.undivided * matmul_flops(node)
+            self._nodes[key] = seconds + self._lowering(node, strategy, num_ranks)
         return self._nodes[key]
 
     def _lowering(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:

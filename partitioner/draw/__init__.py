@@ -1,3 +1,37 @@
-"""Pictures of a plan as SVG."""
+"""Pictures of a plan as SVG: one file for light and dark viewers, with details under the pointer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from passes.errors import PartitionError
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+
+class DrawError(PartitionError):
+    """There is no such picture."""
+
+
+def draw(plan: Plan, view: str = "graph") -> str:
+    """The picture ``view`` of ``plan`` as SVG text. Raises :class:`DrawError` for a view that does not exist."""
+    if view not in VIEWS:
+        raise DrawError(f"there is no view {view!r}; expected one of {', '.join(VIEWS)}")
+    return VIEWS[view](plan)
+
+
+def _graph(plan: Plan) -> str:
+    from partitioner.draw.graph import draw_graph
+
+    return draw_graph(plan)
+
+
+def _timeline(plan: Plan) -> str:
+    from partitioner.draw.timeline import draw_plan_timeline
+
+    return draw_plan_timeline(plan)
+
+
+VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline}

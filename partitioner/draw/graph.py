@@ -182,15 +182,15 @@ class _Scene:
         for link in self.whole.links:
             pair = self.shown[link.source], self.shown[link.target]
             if link.direction == "forward" and pair not in beside and pair[0] != pair[1]:
-                label = ", ".join(t for t in self.link_labels((link.source, link.target)) if t)
+                labels = [t for t in self.link_labels((link.source, link.target)) if t]
                 tip = f"stage {link.source} to stage {link.target}: {self.named(link.values)}"
-                wires.append(Wire(*pair, "send", label, tip))
+                wires.append(Wire(*pair, "send", ", ".join(labels), tip, heads=len(labels)))
         wires += self.relayed()
         for tie in self.whole.ties:
             places = list(dict.fromkeys(self.shown[p[0]] for p in tie.places))
             names = " = ".join([tie.state, *tie.aliases])
             label = f"tied: {names}, {bytes_text(tie.num_bytes)} of gradients added up per step"
-            wires += [Wire(a, b, "tied", label, names, dashed=True) for a, b in zip(places, places[1:], strict=False)]
+            wires += [Wire(a, b, "tied", label, names, heads=0) for a, b in zip(places, places[1:], strict=False)]
         return wires
 
     def relayed(self) -> list[Wire]:
@@ -208,7 +208,9 @@ class _Scene:
             first = flows[0]
             ends = " → ".join(" + ".join(self.whole.group(p).blocks) for p in (first.source, first.target))
             more = f" and {len(flows) - 1} more" if len(flows) > 1 else ""
-            ahead, back = (sum(sizes) for sizes in zip(*((f.forward_bytes, f.backward_bytes) for f in flows), strict=True))
+            ahead, back = (
+                sum(sizes) for sizes in zip(*((f.forward_bytes, f.backward_bytes) for f in flows), strict=True)
+            )
             sizes = f"{bytes_text(ahead)} forward" + (f", {bytes_text(back)} backward" if back else "")
             hops = plural(abs(first.hops), "hop")
             tip = "\n".join(self.named(f.values) for f in flows)
@@ -245,7 +247,9 @@ class _Scene:
             return []
         rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]))
         share = peaks[rank] / max(1, rooms[rank])
-        return [Row(f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2)]
+        return [
+            Row(f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2)
+        ]
 
     def tooltip(self, cluster: Cluster) -> str:
         stage = cluster.stage

@@ -22,14 +22,17 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 
 @dataclass(frozen=True)
 class Wire:
-    """A line from panel ``source`` to panel ``target`` with a ``label`` on its longest run."""
+    """A line from panel ``source`` to panel ``target`` with a ``label``.
+
+    ``heads``: 0 for none and a dashed line, 1 for an arrow at the target, 2 for one at either end.
+    """
 
     source: int
     target: int
     colour: str
     label: str
     tooltip: str
-    dashed: bool = False
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Lanes:
         """How far the wires reach to the right."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
-    def _upper_first(self, index: int) -> tuple[int, int, bool]:
+    def upper_first(self, index: int) -> tuple[int, int, bool]:
         """The wire's panels, the one in the upper row first, and whether that swapped them."""
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:
@@ -90,7 +93,7 @@ class Lanes:
     def _attach(self) -> None:
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):
-            upper, lower, swapped = self._upper_first(index)
+            upper, lower, swapped = self.upper_first(index)
             same = self.boxes[upper].row == self.boxes[lower].row
             for panel, other, at_lower in ((upper, lower, False), (lower, upper, True)):
                 side = "top" if at_lower and not same else "bottom"
@@ -103,7 +106,7 @@ class Lanes:
                 self.ends[index, at_target] = box.left + box.width * share
 
     def _run(self, index: int) -> None:
-        upper, lower, swapped = self._upper_first(index)
+        upper, lower, swapped = self.upper_first(index)
         start, end = self.ends[index, swapped], self.ends[index, not swapped]
         first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
         if first == last:
@@ -129,8 +132,9 @@ class Lanes:
 
 def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
     """Draw all wires; ``tops`` and ``bottoms`` are the rows' vertical extents."""
+    labels: list[Point] = []
     for index, wire in enumerate(lanes.wires):
-        upper, lower, swapped = lanes._upper_first(index)
+        upper, lower, swapped = lanes.upper_first(index)
         runs = lanes.runs[index]
         heights = [bottoms[run.row] + _EMPTY / 2 + LANE * (run.lane + 0.5) + 3 for run in runs]
         same = lanes.boxes[upper].row == lanes.boxes[lower].row
@@ -141,26 +145,29 @@ def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms:
         corners.append((runs[-1].end, tops[last.row] + (last.height if same else 0.0)))
         if swapped:
             corners.reverse()
-        outer = group(parent, wire.tooltip)
-        _polyline(outer, corners, wire)
+        _polyline(group(parent, wire.tooltip), corners, wire)
         label = next(run for run in runs if run.labelled)
-        _label(outer, (label.start + label.end) / 2, heights[runs.index(label)] - 5, wire)
+        labels.append(((label.start + label.end) / 2, heights[runs.index(label)] - 5))
+    for (x, y), wire in zip(labels, lanes.wires, strict=True):
+        _label(parent, x, y, wire)
 
 
 def _polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
-    path = f"M{number(corners[0][0])},{number(corners[0][1])}"
+    start = _towards(corners[0], corners[1], 6) if wire.heads > 1 else corners[0]
+    end = _towards(corners[-1], corners[-2], 6) if wire.heads else corners[-1]
+    path = f"M{number(start[0])},{number(start[1])}"
     for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):
         enter, leave = _towards(corner, before), _towards(corner, after)
         path += f"L{number(enter[0])},{number(enter[1])}Q{number(corner[0])},{number(corner[1])} "
         path += f"{number(leave[0])},{number(leave[1])}"
-    tip = corners[-1]
-    stop = tip if wire.dashed else _towards(tip, corners[-2], 6)
-    path += f"L{number(stop[0])},{number(stop[1])}"
+    path += f"L{number(end[0])},{number(end[1])}"
     attributes = {"d": path, "fill": "none", "stroke": PALETTE[wire.colour].light, "class": f"s-{wire.colour}"}
-    attributes |= {"stroke-width": "1.8"} | ({"stroke-dasharray": "5 4"} if wire.dashed else {})
+    attributes |= {"stroke-width": "1.8"} | ({} if wire.heads else {"stroke-dasharray": "5 4"})
     ET.SubElement(parent, "path", attributes)
-    if not wire.dashed:
-        arrow(parent, stop, tip, wire.colour)
+    if wire.heads:
+        arrow(parent, end, corners[-1], wire.colour)
+    if wire.heads > 1:
+        arrow(parent, start, corners[0], wire.colour)
 
 
 def _towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:

@@ -92,7 +92,13 @@ def picture(width: float, height: float, description: str) -> ET.Element:
     hatch = ET.SubElement(
         ET.SubElement(root, "defs"),
         "pattern",
-        {"id": "pt-idle", "width": "6", "height": "6", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"},
+        {
+            "id": "pt-idle",
+            "width": "6",
+            "height": "6",
+            "patternUnits": "userSpaceOnUse",
+            "patternTransform": "rotate(45)",
+        },
     )
     rect(hatch, 0, 0, 6, 6, "idle")
     rect(hatch, 0, 0, 1.6, 6, "hatch")

@@ -118,7 +118,9 @@ def solve_assignment(
     """
     start = time.perf_counter()
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in problem.rows])
-    reduction.run()
+    reduction.run(dominance=False)
+    if any(_narrow(reduction, nodes) is None for nodes in _components(reduction)):
+        reduction.run()
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
         order = _narrow(reduction, nodes)

@@ -92,12 +92,15 @@ class Reduction:
         """The nodes that are still to be decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
-    def run(self) -> None:
-        """Reduces until no step applies. Raises :class:`InfeasibleError` where a node is left without a choice."""
+    def run(self, *, dominance: bool = True) -> None:
+        """Reduces until no step applies. Raises :class:`InfeasibleError` where a node is left without a choice.
+
+        Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
+        """
         for node in range(len(self.costs)):
             self._drop(node, np.isfinite(self.costs[node]))
         cheap: tuple[Callable[[int], bool], ...] = (self._normalise, self._forced, self._eliminate, self._follow)
-        while self._queue or self._rows or self._later:
+        while self._queue or self._rows or (self._later and dominance):
             if self._queue:
                 node = self._queue.popleft()
                 self._queued[node] = False

@@ -66,6 +66,7 @@ class StageProblem:
     slowdown: tuple[float, ...] = ()
     microbatch_size: int = 1
     tp: int = 1
+    dp: int = 1
     train: bool = True
 
     def in_flight(self, stage: int) -> int:
@@ -196,23 +197,25 @@ class _Tables:
         free = self.path(np.inf)
         if free is None:
             return None
-        least_sum = self.total(free)
         if m == 1 or self.problem.num_stages == 1:
             return self.split(free)
-        lowest = self.lowest_limit()
-        best, best_cost = free, self.cost(free)
-        limit = min(self.largest(free), (best_cost - least_sum) / (m - 1))
-        while limit >= lowest:
-            cuts = self.path(limit * (1 + _TINY))
-            if cuts is None:
+        least_sum, lowest = self.total(free), self.lowest_limit()
+        even = self.path(lowest)
+        assert even is not None, lowest
+        best, best_cost = min(((cuts, self.cost(cuts)) for cuts in (even, free)), key=lambda found: found[1])
+        ceiling = np.inf
+        while True:
+            # whatever is better has a smaller maximum than these
+            limit = min((best_cost - least_sum) / (m - 1), ceiling) * (1 - _TINY)
+            if limit <= lowest:
                 break
-            cost = self.cost(cuts)
-            if cost < best_cost:
-                best, best_cost = cuts, cost
-            # what is left has a smaller maximum, hence no smaller sum
-            if (m - 1) * lowest + self.total(cuts) >= best_cost * (1 - _TINY):
-                break
-            limit = min(self.next_below(self.largest(cuts)), (best_cost - least_sum) / (m - 1))
+            cuts = self.path(limit)
+            assert cuts is not None, limit
+            if self.cost(cuts) < best_cost:
+                best, best_cost = cuts, self.cost(cuts)
+            # with a smaller maximum than this one's the sum is no smaller
+            least_sum = max(least_sum, self.total(cuts))
+            ceiling = self.largest(cuts)
         return self.split(best)
 
     def path(self, limit: float) -> list[int] | None:
@@ -236,11 +239,6 @@ class _Tables:
     def lowest_limit(self) -> float:
         """The least possible maximum of the stages' times."""
         return float(_min_max(self.times)[0])
-
-    def next_below(self, limit: float) -> float:
-        """The largest time of any segment on any stage that is below ``limit``."""
-        below = [time[time < limit * (1 - _TINY)] for time in self.times]
-        return max((float(b.max()) for b in below if b.size), default=-np.inf)
 
     def stage_times(self, cuts: list[int]) -> list[float]:
         return [float(self.times[s][cuts[s], cuts[s + 1]]) for s in range(self.problem.num_stages)]
@@ -316,24 +314,22 @@ def _capacity_error(problem: StageProblem, tables: _Tables) -> PlanError:
     first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
     where = f"{first} to {last}" if first != last else first
     how = "without recomputation" if problem.recompute == "none" else "even with everything recomputed"
-    change = nearest_change(problem)
-    advice = f"nearest change that fits: {change}" if change else "halving the microbatch or doubling tp or pp does not help"
     return CapacityError(
         f"stage {stage} of {problem.num_stages} ({where}) needs {bytes_text(capacity + missing)} of the "
-        f"{bytes_text(capacity)} of a device {how}: {bytes_text(missing)} too much; {advice}",
+        f"{bytes_text(capacity)} of a device {how}: {bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
-        change=change,
+        advise=lambda: nearest_change(problem),
     )
 
 
 def nearest_change(problem: StageProblem) -> str:
-    """The first that fits, by estimate, of: recomputing, half the microbatch, twice tp, twice pp, and both of these."""
+    """The first that fits, by estimate, of: recomputing, smaller microbatches, more tp, more pp, and all of these."""
     m, size = problem.num_microbatches, problem.microbatch_size
+    free = replace(problem, recompute=None)
     changes: list[tuple[str, StageProblem]] = []
     if problem.recompute == "none":
-        changes.append(("recompute='full'", replace(problem, recompute=None)))
-    free = replace(problem, recompute=None)
+        changes.append(("recompute='full'", free))
     while size > 1 and size % 2 == 0:
         size, m = size // 2, m * 2
         smaller = _scaled(free, size / problem.microbatch_size, 1.0)
@@ -342,15 +338,23 @@ def nearest_change(problem: StageProblem) -> str:
     with_size = f", microbatch_size={size}" if size != problem.microbatch_size else ""
     for factor in (2, 4, 8, 16):
         tp, pp = problem.tp * factor, problem.num_stages * factor
-        changes.append((f"tp={tp}{with_size}", _scaled(smallest, 1 / factor, 1 / factor)))
+        narrow = _scaled(smallest, 1 / factor, 1 / factor)
+        changes.append((f"tp={tp}{with_size} {_room(problem, factor)}", narrow))
         if pp <= len(problem.calls) and not problem.pinned:
-            changes.append((f"pp={pp}{with_size}", _deeper(smallest, factor)))
-            both = _deeper(_scaled(smallest, 1 / factor, 1 / factor), factor)
-            changes.append((f"tp={tp}, pp={pp}{with_size}", both))
+            changes.append((f"pp={pp}{with_size} {_room(problem, factor)}", _deeper(smallest, factor)))
+            both = f"tp={tp}, pp={pp}{with_size} {_room(problem, factor**2)}"
+            changes.append((both, _deeper(narrow, factor)))
     for text, changed in changes:
         if _shortage(_Tables(changed))[0] <= 0:
             return text
     return ""
+
+
+def _room(problem: StageProblem, factor: int) -> str:
+    """Where ``factor`` times as many ranks per replica come from."""
+    if problem.dp % factor == 0:
+        return f"(dp={problem.dp // factor})"
+    return f"(on {factor} times as many devices)"
 
 
 def _deeper(problem: StageProblem, factor: int) -> StageProblem:

@@ -259,7 +259,7 @@ def named(
     """The rule that has at most one factor per dim; sizes are read off the tensors, dims of size 1 lose theirs.
 
     ``None`` is a dim without a factor, which is never sharded. A name that stands for two sizes (a gather's index
-    shorter than its source) is whole.
+    shorter than its source) is no factor.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
@@ -280,12 +280,11 @@ def named(
             tensors.append(tuple(factors))
         sides.append(tuple(tensors))
     if clash:
-        whole = whole | clash
+        sides = [tuple(tuple(() if clash & {*fs} else fs for fs in dims) for dims in side) for side in sides]
+        sizes = {name: size for name, size in sizes.items() if name not in clash}
     return OpFactors(sizes, sides[0], sides[1], whole, linear, lower or {}, local, spans)
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
     """The rule of an operator that every rank must compute as a whole."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))
-
-

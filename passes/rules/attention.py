@@ -34,7 +34,6 @@ def attention(node: fx.Node) -> OpFactors:
         for pattern, o in zip(patterns, operands_of(node), strict=True)
     )
     result = tuple(
-        f if size > 1 else ()
-        for f, size in zip([*batch, ("q",), ("v",)], node.meta["val"].shape, strict=True)
+        f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], node.meta["val"].shape, strict=True)
     )
     return OpFactors({n: s for n, s in sizes.items() if s > 1}, operands, (result,), frozenset(whole))

@@ -16,11 +16,18 @@ rule("aten.bmm", "b m k, b k n -> b m n", linear=_PRODUCT)
 rule("aten.mv", "m k, k -> m", linear=_PRODUCT)
 rule("aten.dot", "k, k -> ", linear=_PRODUCT)
 rule("aten.outer", "m, n -> m n", linear=_PRODUCT)
-# The addend would be added once per rank if k were sharded.
-rule("aten.addmm", "m n, m k!, k! n -> m n")
-rule("aten.addmv", "m, m k!, k! -> m")
-rule("aten.baddbmm", "b m n, b m k!, b k! n -> b m n")
-rule("aten.addbmm", "m n, b! m k!, b! k! n -> m n")
+
+_ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("bmk", "bkn", "bmn"),
+          "addbmm": ("bmk", "bkn", "mn")}  # fmt: skip
+
+
+@family(*_ADDED)
+def added(node: fx.Node) -> OpFactors:
+    """A product plus an addend, which would be added once per rank if what is summed over were sharded."""
+    left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
+    rank = len(shape(operands_of(node)[0]))
+    summed = frozenset(left) - frozenset(made)
+    return named(node, [made[len(made) - rank :], left, right], [made], whole=summed)
 
 
 @family("linear")

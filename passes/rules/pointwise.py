@@ -31,8 +31,8 @@ NONLINEAR = """
     less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
     logical_xor logit lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar polygamma pow reciprocal
     relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr
-    special_erf special_expit special_log1p special_logit sqrt square tan tanh tanhshrink threshold trunc xlogy
-    __and__ __or__ __xor__ __lshift__ __rshift__ xlog1py special_xlog1py max.other min.other
+    special_erf special_expit special_log1p special_logit sqrt square tan tanh threshold trunc xlogy
+    __and__ __or__ __xor__ __lshift__ __rshift__ special_xlog1py max.other min.other
 """.split()
 
 # Linear in their (first) operand.

@@ -67,9 +67,7 @@ def family(*names: str) -> Callable[[R], R]:
     return register
 
 
-def rule(
-    target: Any, *texts: str, linear: Iterable[Collection[int]] = (), function: Rule | None = None
-) -> None:
+def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), function: Rule | None = None) -> None:
     """Say how an operator may be sharded, in a line of einsum-like text.
 
     >>> rule("mylib::swiglu", "b s f, b s f -> b s f")

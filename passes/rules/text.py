@@ -37,9 +37,7 @@ class TextRule:
         """Raises :class:`RuleError` on malformed text."""
         return _Parser(text, name).parse(linear)
 
-    def fit(
-        self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str
-    ) -> OpFactors:
+    def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
         """The factors of a call on tensors of these shapes. Raises :class:`RuleError` where they do not fit."""
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []

@@ -1,0 +1,68 @@
+"""How commands speak: errors as short panels, progress on a terminal, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from typer.core import TyperGroup
+
+from passes.errors import PartitionError
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+class Commands(TyperGroup):
+    """Commands whose user errors end in a panel and exit code 2, and Ctrl-C in exit code 130.
+
+    ``--debug`` may stand anywhere on the line: then errors come with their traceback.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["debug"] = "--debug" in args
+        return super().parse_args(ctx, [a for a in args if a != "--debug"])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            errors().print("Interrupted.", style="dim")
+            ctx.exit(INTERRUPTED)
+        except PartitionError as error:
+            if ctx.meta["debug"]:
+                raise
+            show_error(error)
+            ctx.exit(USER_ERROR)
+
+
+def show_error(error: PartitionError) -> None:
+    title = "".join(f" {c.lower()}" if c.isupper() else c for c in type(error).__name__).strip()
+    note = Text("\nRun again with --debug for the traceback.", style="dim")
+    errors().print(Panel(Text(str(error)) + note, title=title.capitalize(), title_align="left", border_style="red"))
+
+
+def output() -> Console:
+    """For results. Made anew for each use, since tests replace the streams."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=False)
+
+
+def errors() -> Console:
+    """For errors and progress."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """``doing`` with a spinner while the block runs, on terminals only."""
+    console = errors()
+    if console.is_terminal:
+        with console.status(doing):
+            yield
+    else:
+        yield

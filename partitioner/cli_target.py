@@ -1,0 +1,113 @@
+"""The model that a command names: ``FILE.py:FUNCTION`` or ``package.module:function``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from passes.errors import PartitionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHAPE = "a model, (model, inputs) or (model, inputs, loss)"
+
+
+class TargetError(PartitionError):
+    """What a command was told to take the model from is not there, or gives something else."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the function returned. ``inputs`` and ``loss`` are ``None`` where it gave none."""
+
+    model: nn.Module
+    inputs: Any = None
+    loss: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def load_target(text: str, *, meta: bool = False) -> Target:
+    """Call the function that ``text`` names; with ``meta``, tensors that it makes take no memory.
+
+    Raises :class:`TargetError`: no such file or function, an error inside it, or a result that is not ``SHAPE``.
+    """
+    import torch
+
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError(f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}")
+    function = _function(_module(where), where, name)
+    with _blaming(text), torch.device("meta") if meta else contextlib.nullcontext():
+        made = function()
+    return _target(made, text)
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        with _blaming(where):
+            return importlib.import_module(where)
+    if not path.is_file():
+        raise TargetError(f"there is no file {where}; expected FILE.py:FUNCTION")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # so that pickles and dataclasses in the file find it
+    with _blaming(where):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        have = f"it has {', '.join(own)}" if own else "it has no functions"
+        raise TargetError(f"{where} has no function {name!r}; {have}")
+    needed = [
+        p.name
+        for p in inspect.signature(found).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TargetError(f"{where}:{name} needs arguments ({', '.join(needed)}); expected a function without any")
+    return found
+
+
+@contextlib.contextmanager
+def _blaming(where: str) -> Iterator[None]:
+    """Errors of the user's own code, with the line in which they arose."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((f for f in reversed(frames) if f.filename.endswith(where.rpartition(":")[0] or where)), None)
+        at = f" (line {last.lineno}: {last.line})" if last else ""
+        raise TargetError(f"{where} failed with {type(error).__name__}: {error}{at}") from error
+
+
+def _target(made: Any, text: str) -> Target:
+    from torch import nn
+
+    parts = made if isinstance(made, tuple) else (made,)
+    if 1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and (len(parts) < 3 or parts[2] is None or callable(parts[2])):
+        return Target(*parts)
+    shape = ", ".join(type(p).__name__ for p in parts)
+    raise TargetError(f"{text} returned {f'({shape})' if isinstance(made, tuple) else shape}; expected {SHAPE}")

@@ -1,0 +1,196 @@
+"""What a step is expected to take: time, its parts, the share of peak, and every rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from partitioner.constraints import Constraints, pinned_calls
+from partitioner.cost.calls import CallCost
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.states import Reduction, StateCost, reduction, update_time
+from partitioner.plan import Estimate
+from partitioner.solve.stages import StageCall, StagePlan, StageProblem, StageSplit
+from partitioner.topology.groups import (
+    Group,
+    axis_group,
+    reference_type,
+    stage_capacity,
+    stage_links,
+    stage_ranks,
+    stage_slowdown,
+)
+from partitioner.topology.model import DeviceType, Topology
+from passes.blocks import FoldedModel
+from runtime.program import AXES
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A topology with a mesh laid over it: rank ``i`` on device ``i``. ``precision`` is that of most of the work."""
+
+    topology: Topology
+    mesh: Mapping[str, int]
+    precision: str = "bf16"
+
+    @cached_property
+    def device(self) -> DeviceType:
+        """The kind of device that costs are reckoned for."""
+        return self.topology.types[reference_type(self.topology)]
+
+    def group(self, *axes: str) -> Group:
+        """The slowest group over ``axes``."""
+        return axis_group(self.topology, self.mesh, *axes)
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """By mesh axis, for the collectives inside blocks."""
+        return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
+
+
+def stage_problem(
+    model: FoldedModel,
+    costs: Mapping[str, CallCost],
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    *,
+    num_microbatches: int,
+    microbatch_size: int = 1,
+    schedule: str = "1f1b",
+    constraints: Constraints | None = None,
+    train: bool = True,
+) -> StageProblem:
+    """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
+
+    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them.
+    """
+    constraints = constraints or Constraints()
+    placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
+    everywhere = [call for call in model.calls if call.shared or call.prologue]
+    stages = machine.mesh.get("pp", 1)
+    return StageProblem(
+        calls=tuple(
+            StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
+        ),
+        num_stages=stages,
+        num_microbatches=num_microbatches,
+        capacity=stage_capacity(machine.topology, machine.mesh),
+        links=stage_links(machine.topology, machine.mesh),
+        state_bytes={name: cost.total for name, cost in states.items()},
+        local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
+        schedule="gpipe" if schedule == "gpipe" else "1f1b",
+        recompute=constraints.recompute,
+        pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
+        overhead=_together([costs[call.block] for call in everywhere], machine.device, states, everywhere),
+        slowdown=stage_slowdown(machine.topology, machine.mesh, machine.precision),
+        microbatch_size=microbatch_size,
+        tp=machine.mesh.get("tp", 1),
+        dp=machine.mesh.get("dp", 1),
+        train=train,
+    )
+
+
+def _together(
+    costs: Sequence[CallCost], device: DeviceType, states: Mapping[str, StateCost], calls: Sequence[object]
+) -> CallCost:
+    """Small calls run one after the other."""
+    return CallCost(
+        forward_s=sum(c.forward_s for c in costs),
+        forward_comm_s=sum(c.forward_comm_s for c in costs),
+        flops=sum(c.flops for c in costs),
+        working_bytes=sum(c.working_bytes + sum(c.output_bytes) + c.state_bytes for c in costs),
+    )
+
+
+def estimate(
+    problem: StageProblem,
+    split: StageSplit,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    model_flops: float,
+) -> Estimate:
+    """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch.
+
+    ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
+    ``tp_communication``, ``pp_communication``), ``bubble``: what it waits for the others, ``reduction``: of gradients,
+    as far as nothing hides it, and ``optimizer``: the update after it.
+    """
+    m = problem.num_microbatches
+    slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
+    stage = split.stages[slowest]
+    reduced = reduction_tail(problem, split, states, machine)
+    updated = max(update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages)
+    updated = updated if problem.train else 0.0
+    step = split.pipeline_s + reduced + updated
+    communicated = m * _communication(problem, stage, slowest)
+    breakdown = {
+        "compute": m * (stage.forward_s + stage.backward_s) - communicated,
+        "recompute": m * stage.recompute_s,
+        "tp_communication": communicated,
+        "pp_communication": m * stage.transfer_s,
+        "bubble": split.pipeline_s - m * stage.time_s,
+        "reduction": reduced,
+        "optimizer": updated,
+    }
+    peak = sum(
+        machine.topology.types[d.kind].peak_of(machine.precision) * d.speed
+        for d in machine.topology.devices[: stage_ranks(machine.mesh)[-1].stop]
+    )
+    memory = tuple(
+        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks
+    )
+    return Estimate(
+        step_time=step,
+        mfu=model_flops / (step * peak) if step else 0.0,
+        bubble=breakdown["bubble"] / step if step else 0.0,
+        memory=memory,
+        breakdown=breakdown,
+    )
+
+
+def _communication(problem: StageProblem, stage: StagePlan, index: int) -> float:
+    """Seconds of collectives per microbatch on a stage, forward and backward."""
+    costs = [call.cost for call in problem.calls[stage.start : stage.stop]]
+    seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
+    slowdown = problem.slowdown[index] if problem.slowdown else 1.0
+    return slowdown * (seconds + problem.overhead.forward_comm_s)
+
+
+def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> dict[str, StateCost]:
+    """The different states that a stage's calls read."""
+    return {n: states[n] for call in problem.calls[stage.start : stage.stop] for n in call.states if n in states}
+
+
+def reduction_tail(
+    problem: StageProblem, split: StageSplit, states: Mapping[str, StateCost], machine: Machine
+) -> float:
+    """Seconds by which the reductions of gradients end after the pipeline does.
+
+    Stage ``s`` reduces behind its last backward, and is done with that before the stages ahead of it by their backwards.
+    The gradients of tied weights are added up over their stages first, which nothing hides.
+    """
+    if not problem.train:
+        return 0.0
+    held = [_held(problem, stage, states) for stage in split.stages]
+    groups = {axes: machine.group(*axes) for costs in held for c in costs.values() if (axes := c.grad_axes)}
+    tail = ahead = 0.0
+    for stage, costs in zip(split.stages, held, strict=True):
+        work = reduction(list(costs.values()), groups)
+        exposed = work.exposed(stage.backward_s + stage.recompute_s, machine.device.overlap_slowdown)
+        tail = max(tail, exposed - ahead)
+        ahead += stage.backward_s + stage.recompute_s
+    return tail + _tied(held, machine)
+
+
+def _tied(held: Sequence[Mapping[str, StateCost]], machine: Machine) -> float:
+    seconds = 0.0
+    for name in {name for costs in held for name in costs}:
+        stages = [s for s, costs in enumerate(held) if name in costs]
+        if len(stages) > 1 and (cost := held[stages[0]][name]).gradient:
+            whole = machine.group("pp")
+            seconds += collective_time("all_reduce", cost.gradient, replace(whole, size=min(whole.size, len(stages))))
+    return seconds
+
+
+__all__ = ["Machine", "Reduction", "estimate", "reduction_tail", "stage_problem"]

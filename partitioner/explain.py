@@ -1,0 +1,234 @@
+"""A plan as text for people: the summary in tables, and the explanation of why it is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from partitioner.draw.figures import AXIS_NAMES, capacities, mesh_text
+from partitioner.explain_tables import (
+    bars,
+    best_first,
+    candidate_counts,
+    candidate_table,
+    collective_table,
+    figures,
+    fullest_rank,
+    heading,
+    indented,
+    plain,
+    rule_table,
+    stage_table,
+)
+from partitioner.outline import CallGroup, Outline, outline
+from partitioner.plan import Candidate, Plan
+from partitioner.units import bytes_text, count_text, percent, plural, ranges, seconds_text
+
+_TIGHT = 0.9  # of the memory: from here on memory is said to bind
+
+
+def summary(plan: Plan) -> str:
+    """The plan's figures and stages in tables, as plain text."""
+    return plain(summary_parts(plan))
+
+
+def explain(plan: Plan) -> str:
+    """Why the plan is as it is, as plain text."""
+    return plain(explain_parts(plan))
+
+
+def summary_parts(plan: Plan) -> list[RenderableType]:
+    """The summary for a terminal."""
+    whole = outline(plan.program)
+    size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
+    parts: list[RenderableType] = [heading(f"{plan.model}{size}"), figures(plan), "", stage_table(plan, whole)]
+    rules = rule_table(plan)
+    if rules:
+        parts += ["", rules]
+    if plan.notes:
+        parts += ["", heading("Notes"), *_items(plan.notes)]
+    return parts
+
+
+def explain_parts(plan: Plan) -> list[RenderableType]:
+    """The explanation for a terminal: a heading and lines for each question that a reader has."""
+    whole = outline(plan.program)
+    parts: list[RenderableType] = []
+    for title, body in (
+        ("Does it fit?", list(_fit(plan))),
+        ("What binds?", list(_binding(plan))),
+        ("Where does the time go?", _breakdown(plan)),
+        ("How is the model cut?", list(_cut(plan, whole))),
+        ("Where do the weights live?", list(_weights(whole))),
+        ("What is communicated?", list(_communication(plan, whole))),
+        ("What else was considered?", list(_alternatives(plan))),
+        ("How good is it?", list(_certificate(plan))),
+        ("What to know", list(_notes(plan))),
+    ):
+        if body:
+            parts += [heading(title), *body, ""]
+    return parts[:-1]
+
+
+def _items(lines: Sequence[str]) -> list[RenderableType]:
+    return [indented(Text(f"- {line}")) for line in lines]
+
+
+def _line(text: str) -> RenderableType:
+    return indented(Text(text))
+
+
+def _fit(plan: Plan) -> Iterator[RenderableType]:
+    if not plan.estimate.memory:
+        return
+    rank = fullest_rank(plan)
+    peak, room = plan.estimate.memory[rank], capacities(plan)[rank]
+    stage = plan.program.coordinates(rank)["pp"]
+    where = f"the fullest rank ({rank}, on stage {stage})" if plan.program.world_size > 1 else "the one rank"
+    if peak <= room:
+        yield _line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
+    else:
+        yield _line(
+            f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
+        )
+
+
+def _binding(plan: Plan) -> Iterator[RenderableType]:
+    estimate = plan.estimate
+    total = sum(estimate.breakdown.values())
+    if total > 0:
+        kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
+        yield _line(f"Time: most of the step is {kind} ({percent(seconds / total)}).")
+    if estimate.memory:
+        rank = fullest_rank(plan)
+        share = estimate.memory[rank] / max(1, capacities(plan)[rank])
+        if share >= _TIGHT:
+            yield _line(f"Memory: the fullest rank is {percent(share)} full, so layouts that need more are ruled out.")
+        else:
+            yield _line(f"Not memory: the fullest rank is {percent(share)} full.")
+    if plan.constraints.model_fields_set:
+        fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.model_dump(exclude_unset=True).items())
+        yield _line(f"Fixed by you: {fixed}.")
+
+
+def _breakdown(plan: Plan) -> list[RenderableType]:
+    kinds = sorted(((k, s) for k, s in plan.estimate.breakdown.items() if s > 0), key=lambda item: -item[1])
+    total = sum(s for _, s in kinds)
+    if not total:
+        return []
+    words = f"One step takes {seconds_text(plan.estimate.step_time)} on the slowest rank, at {percent(plan.estimate.mfu)} MFU:"
+    return [_line(words), bars([(kind, s / total, seconds_text(s)) for kind, s in kinds])]
+
+
+def _cut(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
+    program = plan.program
+    for axis, size in program.mesh.items():
+        if size > 1:
+            yield _line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
+    microbatches = plural(program.num_microbatches, "microbatch", "microbatches")
+    schedule = f" under the {program.schedule} schedule" if len(whole.stages) > 1 else ""
+    yield _line(f"{microbatches} per step{schedule}")
+    for stage in whole.stages:
+        calls = ", ".join(_calls_text(g) for g in stage.groups)
+        yield _line(f"stage {stage.index}: {calls}")
+
+
+def _calls_text(group: CallGroup) -> str:
+    times = f"{group.count} × " if group.count > 1 else ""
+    again = ", recomputed in backward" if group.recomputed else ""
+    return f"{times}{' + '.join(group.blocks)} ({group.paths or 'the model'}{again})"
+
+
+def _weights(whole: Outline) -> Iterator[RenderableType]:
+    """Per block type, the weights by layout; a type that occurs on several stages is told once."""
+    seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for stage in whole.stages:
+        for group in stage.groups:
+            ways = seen.setdefault(group.blocks, {})
+            for weight in group.weights:
+                names = ways.setdefault(f"{weight.how} ({weight.layout})", [])
+                name = weight.name.removesuffix(".weight")
+                if name not in names:
+                    names.append(name)
+    for blocks, ways in seen.items():
+        if ways:
+            yield _line(f"{' + '.join(blocks)}:")
+            for way, names in ways.items():
+                yield indented(indented(Text(f"{way}: {', '.join(names)}")))
+
+
+def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
+    calls = collective_table(whole)
+    if calls:
+        yield from (calls, "")
+    hand_overs: dict[str, list[str]] = {}
+    for link in whole.links:
+        what = "activations" if link.direction == "forward" else "gradients"
+        text = f"{bytes_text(link.num_bytes)} of {what} per microbatch"
+        hand_overs.setdefault(text, []).append(f"{link.source}→{link.target}")
+    for text, pairs in hand_overs.items():
+        yield _line(f"{'stages' if len(pairs) > 1 else 'stage'} {', '.join(pairs)}: {text}")
+    reductions: dict[str, list[int]] = {}
+    for stage in whole.stages:
+        for moved in stage.reductions:
+            size = f"{bytes_text(moved.num_bytes)} of gradients over {moved.axis} in {plural(moved.count, 'bucket')}"
+            reductions.setdefault(f"all-reduce of {size}, once per step", []).append(stage.index)
+    for text, stages in reductions.items():
+        yield _line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
+    for tie in whole.ties:
+        places = sorted({p[0] for p in tie.places})
+        if len(places) > 1:
+            names = " = ".join([tie.state, *tie.aliases])
+            yield _line(f"stages {ranges(places)}: {bytes_text(tie.num_bytes)} of gradients of the tied weight {names}")
+
+
+def _alternatives(plan: Plan) -> Iterator[RenderableType]:
+    candidates = plan.certificate.candidates
+    if not candidates:
+        return
+    yield _line(candidate_counts(candidates) + ".")
+    chosen = plan.certificate.objective
+    for name, candidate in baselines(plan):
+        yield _line(f"{name} ({mesh_text(candidate.mesh)}): {_fate(candidate, chosen)}")
+    yield candidate_table(plan)
+
+
+def baselines(plan: Plan) -> list[tuple[str, Candidate]]:
+    """Plain data parallelism and the textbook Megatron layout (``tp`` fills a node, then ``pp`` and ``dp``)."""
+    ranked = best_first(plan.certificate.candidates)
+    found = []
+    plain_data = [c for c in ranked if all(n == 1 for a, n in c.mesh.items() if a != "dp")]
+    if plain_data:
+        found.append(("Plain data parallelism", plain_data[0]))
+    tensor = min(plan.topology.devices_per_node, plan.program.world_size)
+    megatron = [c for c in ranked if c.mesh.get("tp", 1) == tensor > 1]
+    if megatron:
+        found.append((f"Megatron's layout, tensor parallelism over a node's {tensor} devices", megatron[0]))
+    return found
+
+
+def _fate(candidate: Candidate, chosen: float) -> str:
+    why = f" ({candidate.reason})" if candidate.reason else ""
+    if candidate.status == "chosen":
+        return "this is the plan"
+    if candidate.status == "infeasible":
+        return f"does not fit{why}"
+    if candidate.status == "solved" and candidate.step_time is not None:
+        slower = candidate.step_time / chosen - 1 if chosen else 0.0
+        return f"takes {seconds_text(candidate.step_time)}, {percent(slower)} more{why}"
+    return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"
+
+
+def _certificate(plan: Plan) -> Iterator[RenderableType]:
+    c = plan.certificate
+    yield _line(f"Under the cost model the plan costs {seconds_text(c.objective)} and no candidate can cost less than "
+                f"{seconds_text(c.bound)}: " + ("it is optimal." if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}."))  # fmt: skip
+    yield _line(f"{percent(plan.shares.matmul_sharded)} of the matrix-multiply work is sharded.")
+
+
+def _notes(plan: Plan) -> Iterator[RenderableType]:
+    for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
+        yield _line(f"- {name} has no sharding rule and runs whole on every rank: {percent(share)} of the work")
+    yield from _items(plan.notes)

@@ -1,0 +1,203 @@
+"""The tables of a plan, for a terminal in colour or as plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, memory_text, mesh_text
+from partitioner.outline import Outline
+from partitioner.plan import Candidate, Plan
+from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+
+WIDTH = 110  # columns of the plain text
+_MOST_CANDIDATES = 12
+
+STATUS_WORDS = {
+    "chosen": "chosen",
+    "solved": "slower",
+    "bounded": "cannot be faster",
+    "infeasible": "does not fit",
+}
+
+
+def plain(parts: Iterable[RenderableType]) -> str:
+    """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in written.rstrip().splitlines())
+
+
+def heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 2))
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
+    """Names and values in two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    return indented(grid)
+
+
+def _table(columns: Sequence[tuple[str, bool]]) -> Table:
+    """An empty table; a column is (title, whether it holds numbers)."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    for title, numeric in columns:
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=numeric)
+    return table
+
+
+def figures(plan: Plan) -> Padding:
+    """What the plan is and what it is expected to do."""
+    program, estimate, certificate = plan.program, plan.estimate, plan.certificate
+    fullest = fullest_rank(plan)
+    batch = next((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None and i.shape), None)
+    samples = ""
+    if batch is not None:
+        size = batch // max(1, program.num_microbatches * program.mesh.get("dp", 1))
+        samples = f" of {plural(size, 'sample')}, global batch {batch:,}"
+    rows = [
+        ("mesh", f"{mesh_text(program.mesh)} ({plural(program.world_size, 'rank')}) on {plan.topology.name}"),
+        ("microbatches", f"{program.num_microbatches}{samples}"),
+        ("schedule", program.schedule if len(program.stages) > 1 else "one stage"),
+        ("objective", program.objective + (f", {plan.optimizer}" if program.objective == "train" else "")),
+        ("precision", plan.precision or "as the parameters are"),
+        ("step time", seconds_text(estimate.step_time)),
+        ("MFU", percent(estimate.mfu)),
+        ("bubble", percent(estimate.bubble)),
+        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if program.world_size > 1 else "")),
+        ("matmul work sharded", percent(plan.shares.matmul_sharded)),
+        ("certificate", certificate_line(plan)),
+        ("candidates", candidate_counts(certificate.candidates)),
+    ]
+    return pairs([(name, value) for name, value in rows if value])
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The rank whose peak comes closest to what its device has."""
+    rooms = capacities(plan)
+    return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
+
+
+def certificate_line(plan: Plan) -> str:
+    c = plan.certificate
+    gap = "proven optimal" if c.gap <= 1e-6 else f"gap {percent(c.gap)}"
+    return f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
+
+
+def candidate_counts(candidates: Sequence[Candidate]) -> str:
+    """``24 evaluated: 1 chosen, 3 slower, 20 cannot be faster``."""
+    if not candidates:
+        return ""
+    counts = {s: sum(c.status == s for c in candidates) for s in STATUS_WORDS}
+    return f"{len(candidates)} evaluated: " + ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
+
+
+def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]] = ()) -> Padding:
+    """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
+    table = _table(
+        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
+         ("of", True)] + ([("forward", True), ("backward", True), ("idle", True)] if busy else [])
+    )  # fmt: skip
+    rooms, peaks = capacities(plan), plan.estimate.memory
+    for stage in whole.stages:
+        known = [r for r in stage.ranks if r < len(peaks)]
+        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
+        calls = ", ".join(f"{g.count} × {' + '.join(g.blocks)}" for g in stage.groups)
+        row = [
+            str(stage.index),
+            ranges(stage.ranks),
+            calls,
+            count_text(stage.num_parameters),
+            bytes_text(stage.parameter_bytes),
+            "" if rank is None else bytes_text(peaks[rank]),
+            "" if rank is None else bytes_text(rooms[rank]),
+        ]
+        if busy:
+            ahead, back = busy[stage.index]
+            idle = 1 - (ahead + back) / plan.estimate.step_time if plan.estimate.step_time else 0.0
+            row += [seconds_text(ahead), seconds_text(back), percent(max(0.0, idle))]
+        table.add_row(*map(Text, row))
+    return indented(table)
+
+
+def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
+    """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
+    table = _table(
+        [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("bound", True),
+         ("memory", True), ("outcome", False)]
+    )  # fmt: skip
+    for candidate in best_first(plan.certificate.candidates)[:most]:
+        outcome = STATUS_WORDS[candidate.status] + (f": {candidate.reason}" if candidate.reason else "")
+        table.add_row(
+            mesh_text(candidate.mesh),
+            str(candidate.microbatch_size),
+            candidate.schedule,
+            seconds_text(candidate.step_time) if candidate.step_time is not None else "",
+            seconds_text(candidate.bound) if candidate.bound else "",
+            bytes_text(candidate.memory) if candidate.memory is not None else "",
+            Text(outcome),
+            style="bold" if candidate.status == "chosen" else None,
+        )
+    return indented(table)
+
+
+def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
+    return sorted(candidates, key=lambda c: (order[c.status], c.step_time or c.bound, sorted(c.mesh.items())))
+
+
+def collective_table(whole: Outline) -> Padding | None:
+    """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
+    table = _table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
+    told: set[tuple[str, ...]] = set()
+    for group in (g for stage in whole.stages for g in stage.groups):
+        if not group.collectives or group.blocks in told:
+            continue
+        told.add(group.blocks)
+        name = " + ".join(group.blocks)
+        for op, axis in dict.fromkeys((m.op, m.axis) for m in group.collectives):
+            amounts = []
+            for direction in ("forward", "backward"):
+                found = [m for m in group.collectives if (m.op, m.axis, m.direction) == (op, axis, direction)]
+                each = [f"{m.count // group.count} × {bytes_text(m.num_bytes / m.count)}" for m in found]
+                amounts.append(each[0] if each else "")
+            table.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
+            name = ""
+    return indented(table) if told else None
+
+
+def rule_table(plan: Plan) -> Padding | None:
+    """Operators that run whole on every rank for want of a rule, by their share of the work."""
+    shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
+    if not shares:
+        return None
+    table = _table([("operator without a rule", False), ("share of the work", True)])
+    for name, share in shares:
+        table.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
+    return indented(table)
+
+
+def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
+    """(name, share of one, value) as a bar chart."""
+    grid = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left"):
+        grid.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name, share, value in shares:
+        grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
+    return indented(grid)

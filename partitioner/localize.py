@@ -1,0 +1,77 @@
+"""From the folded model to what one rank runs: the batch split, then ``tp`` sharded.
+
+Everything here is per block type and cached: candidates of the search that share a microbatch share the split model,
+and those that share ``tp`` as well share the solved sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partitioner.emit import Layouts
+from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sharding
+from passes.blocks import FoldedModel, TensorSpec
+from passes.fuse import fuse_bias
+from passes.layouts import REPLICATED, Layout, local_shape
+from passes.microbatch import split_batch
+from passes.shard import shard_block
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What one rank runs for one microbatch, and where its tensors live over ``tp``."""
+
+    model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
+    sharding: ShardingSolution
+
+
+def local_model(
+    model: FoldedModel, batch: ShardingSolution, num_microbatches: int, dp: int, tp: int, costs: ShardingCosts
+) -> LocalModel:
+    """The model of one microbatch on one rank, sharded over ``tp`` at the least cost."""
+    split = split_batch(model, batch.blocks, batch.values, num_microbatches, dp)
+    return shard_tensors(split, tp, costs)
+
+
+def shard_tensors(split: FoldedModel, tp: int, costs: ShardingCosts) -> LocalModel:
+    """``split``, the model of one microbatch, sharded over ``tp`` at the least cost."""
+    solution = solve_sharding(split, "tp", tp, costs)
+    blocks = {
+        name: fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)) for name, block in split.blocks.items()
+    }
+    values = {
+        name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
+        for name, spec in split.values.items()
+    }
+    return LocalModel(split.with_(blocks=blocks, values=values), solution)
+
+
+def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
+    """Where everything lives, for the emitter: over ``tp``, and over microbatches and ``dp``."""
+    tensor = local.sharding
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, state in local.model.states.items():
+        if state.requires_grad:
+            partial = {"dp": batch.states[name].kind == "R'", "tp": tensor.states.get(name, REPLICATED).kind == "R'"}
+            axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
+    dims = {i.value: _batch_dim(batch.values[i.value]) for i in local.model.inputs}
+    leaving = [o.value for o in local.model.outputs if o.value is not None]
+    leaving += [local.model.loss] if local.model.loss is not None else []
+    return Layouts(
+        states={name: _stored(layout) for name, layout in tensor.states.items()},
+        values={name: _stored(layout) for name, layout in tensor.values.items()},
+        grad_axes=axes,
+        batch_dims=dims,
+        batch={name: str(_stored(batch.values[name])) for name in leaving},
+    )
+
+
+def _batch_dim(layout: Layout) -> int | None:
+    return layout.dim if layout.is_shard else None
+
+
+def _stored(layout: Layout) -> Layout:
+    """How a tensor lies in memory: what its gradient is does not matter there."""
+    return REPLICATED if layout.is_whole else layout
+
+

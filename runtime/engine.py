@@ -1,0 +1,219 @@
+"""The engine: one rank of a program, with its weights, as a thing that trains.
+
+In a ``torchrun`` worker::
+
+    engine = runtime.Engine("plan.json", weights="model/")
+    optimizer = torch.optim.AdamW(engine.parameters())
+    for batch in batches:
+        loss = engine.step(batch)
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    engine.save("checkpoint/")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from passes.random import SEED
+from runtime import checkpoint, norms
+from runtime.batch import batch_values
+from runtime.bind import Library
+from runtime.errors import LaunchError
+from runtime.execute import Executor
+from runtime.gradients import Gradients
+from runtime.groups import Communicator, TorchCommunicator
+from runtime.membership import groups_of, links_of
+from runtime.program import Program, RankProgram
+from runtime.state import load_states, parameters_of
+from runtime.weights import FileWeights, Weights, weights_of
+
+Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights | None
+
+
+class Engine:
+    """One rank of ``plan``.
+
+    Args:
+        plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
+        weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
+            reads its own slices; ``None``: small random values (then :meth:`load` a checkpoint, or train from scratch).
+        device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
+        seed: of the model's random operators; the same seed gives the same masks for every plan.
+        keep_outputs: collect the model's results of each step in :attr:`outputs`.
+
+    Raises :class:`LaunchError` where the process group does not fit the program, and :class:`WeightsError` where the
+    weights are not the plan's, before anything is communicated.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        weights: Source = None,
+        device: torch.device | str | None = None,
+        *,
+        seed: int = 0,
+        keep_outputs: bool = False,
+        communicator: Communicator | None = None,
+        library: Library | None = None,
+    ) -> None:
+        program = program_of(plan)
+        if communicator is None:
+            communicator = _default_communicator(program, device)
+        self.rank_program: RankProgram = program.rank(communicator.rank)
+        self.communicator = communicator
+        self.device = communicator.device
+        self.seed = seed
+        self.steps = 0
+        source = weights if weights is None or _is_weights(weights) else weights_of(weights)
+        self._shards = load_states(self.rank_program, source, self.device)
+        if isinstance(source, FileWeights):
+            source.close()
+        communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        self._parameters = parameters_of(self.rank_program, self._shards)
+        self._gradients = Gradients(self.rank_program, self._shards, communicator)
+        self._executor = Executor(
+            self.rank_program,
+            self._shards,
+            self._gradients,
+            communicator,
+            library or Library(program, self.device),
+            keep_outputs,
+        )
+
+    @property
+    def program(self) -> Program:
+        return self.rank_program.program
+
+    @property
+    def outputs(self) -> dict[str, dict[int, Tensor]]:
+        """This rank's part of the model's results in the last step: value -> microbatch -> tensor."""
+        return self._executor.outputs
+
+    def step(self, batch: Any) -> Tensor | None:
+        """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
+
+        Gradients are those of this batch: they replace the last step's. Returns the loss of the whole batch, a 0-d
+        tensor, the same on all ranks; ``None`` if the program has no loss. Raises :class:`BatchError` where the batch
+        is not what was planned, :class:`InstructionError` where an instruction fails.
+        """
+        inputs = batch_values(self.program, batch)
+        if SEED in self._shards:
+            self._shards[SEED].fill_(self.seed + self.steps)
+        self._executor.run(inputs)
+        self.steps += 1
+        for name, sink in self._gradients.sinks.items():
+            parameter = self._parameters[name]
+            if parameter.grad is not sink.view:
+                parameter.grad = sink.view
+        return self._executor.loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards by the model's names; a tied parameter once."""
+        yield from self._parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self._parameters.values()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero. A step does not need it: it starts anew."""
+        for name, sink in self._gradients.sinks.items():
+            sink.view.zero_()
+            self._parameters[name].grad = sink.view
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""
+        return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+        """This rank's shards; with ``full``, on rank 0, every whole tensor on the CPU under all of its names (other
+        ranks take part and get nothing)."""
+        if full:
+            return checkpoint.gather_all(self.rank_program, self._shards, self.communicator)
+        return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
+
+    def save(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write the weights, whole, as a safetensors folder that any plan of the model may load; all ranks call it.
+
+        The folder appears complete or not at all. With ``optimizer``, its state too.
+        """
+        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
+        checkpoint.save(Path(directory), self.rank_program, self._shards, self.communicator, held, self.steps)
+
+    def load(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read what :meth:`save` wrote, under this plan or another one. Raises :class:`WeightsError`."""
+        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
+        steps = checkpoint.load(Path(directory), self.rank_program, self._shards, held)
+        self.steps = self.steps if steps is None else steps
+
+    def barrier(self) -> None:
+        self.communicator.barrier()
+
+
+def program_of(plan: Any) -> Program:
+    """The program of a plan, of itself, or of a plan file. Raises :class:`LaunchError`."""
+    if isinstance(plan, Program):
+        return plan
+    if isinstance(getattr(plan, "program", None), Program):
+        return plan.program  # type: ignore[no-any-return]
+    if isinstance(plan, str | Path):
+        return _read(Path(plan))
+    raise LaunchError(f"expected a plan, a Program or the path of a plan file, got {type(plan).__name__}")
+
+
+def _read(path: Path) -> Program:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the plan {path}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise LaunchError(f"{path} is not complete JSON ({error}); make the plan again") from None
+    if not isinstance(content, dict) or "program" not in content:
+        raise LaunchError(f"{path} is not a plan: it has no 'program'; save one with plan.save(path)")
+    try:
+        return Program.model_validate(content["program"])
+    except ValueError as error:
+        raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
+
+
+def _is_weights(source: object) -> bool:
+    return hasattr(source, "read") and hasattr(source, "spec")
+
+
+def _default_communicator(program: Program, device: torch.device | str | None) -> Communicator:
+    if not dist.is_initialized():
+        if program.world_size > 1:
+            raise LaunchError(
+                f"the program is for {program.world_size} ranks and there is no process group: start with torchrun "
+                "and call torch.distributed.init_process_group first, or use runtime.run_local"
+            )
+        from runtime.threads import ThreadWorld
+
+        return ThreadWorld(1, device or "cpu").communicator(0)
+    if dist.get_world_size() != program.world_size:
+        raise LaunchError(
+            f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
+            f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
+        )
+    return TorchCommunicator(program.world_size, default_device() if device is None else torch.device(device))
+
+
+def _mesh(program: Program) -> str:
+    return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
+
+
+def default_device() -> torch.device:
+    """The local rank's GPU where the backend is NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")

@@ -1,0 +1,42 @@
+"""The norm of the whole model's gradient, from shards: every element counted once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.gradients import Gradients
+from runtime.groups import Communicator
+from runtime.program import RankProgram
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, max_norm: float) -> Tensor:
+    """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before."""
+    norm = total_norm(rank, gradients, communicator)
+    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    views = [sink.view for sink in gradients.sinks.values()]
+    for view in views:
+        view.mul_(scale.to(view.dtype))
+    return norm
+
+
+def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicator) -> Tensor:
+    """The 2-norm of all gradients of all ranks; the same on all ranks."""
+    device = communicator.device
+    owned = [sink.view for name, sink in gradients.sinks.items() if _counts(rank, name)]
+    double = any(view.dtype == torch.float64 for view in owned)
+    squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
+    for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
+        squares += norm * norm
+    # Replicas over dp hold the same gradients and add up the same numbers in the same order. Stages may differ in type.
+    total = squares.to(torch.float64)
+    return communicator.group(rank.group("pp", "tp")).all_reduce(total).wait().sqrt().to(squares.dtype)
+
+
+def _counts(rank: RankProgram, state: str) -> bool:
+    """Whether this rank's shard is the one that counts: replicas over tp, and tied stages, count once."""
+    data = rank.program.states[state]
+    first_stage = not data.stages or rank.stage_index == min(data.stages)
+    return first_stage and (rank.states[state].is_shard or rank.coordinates["tp"] == 0)

@@ -1,0 +1,155 @@
+"""The gradients of one rank, followed through its instructions: who has added to each, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from runtime.facts import ProgramFacts
+from runtime.proof.errors import Refusal
+from runtime.proof.relays import Returns
+from runtime.proof.states import split_axes
+
+Key = tuple[str, int]  # value, microbatch
+Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
+
+
+class ValueGradients:
+    """Every value's gradient has to be whole when it is taken: all its readers here, and beyond, have added to it."""
+
+    def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        self.calls = facts.stages[stage]
+        self.returns = returns
+        self.readers: dict[str, list[int]] = {}
+        for position, call in enumerate(self.calls):
+            for value in call.gives:
+                self.readers.setdefault(value, []).append(position)
+        self.added: dict[Key, set[Adder]] = {}
+        self.taken: dict[Key, int] = {}  # by the backward of the call that made the value, or by SEND_B
+        self.freed: dict[Key, int] = {}
+
+    def add(self, key: Key, adder: Adder, index: int) -> None:
+        gone = self.freed.get(key, self.taken.get(key))
+        if gone is not None:
+            raise Refusal("gradient", f"adds to the gradient of {_text(key)}, which went at instruction {gone}")
+        added = self.added.setdefault(key, set())
+        if adder in added:
+            raise Refusal("twice", f"adds to the gradient of {_text(key)} a second time")
+        added.add(adder)
+
+    def receive(self, key: Key, peer: int, index: int) -> None:
+        if peer not in self.returns.get(key, ()):
+            raise Refusal("gradient", f"no gradient of {_text(key)} comes back from stage {peer}")
+        self.add(key, ("stage", peer), index)
+
+    def take(self, key: Key, index: int) -> None:
+        """The gradient is used: it must be whole, and nothing may be added after."""
+        if key in self.freed:
+            raise Refusal("order", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+        if key in self.taken:
+            raise Refusal("twice", f"the gradient of {_text(key)} was taken at instruction {self.taken[key]}")
+        added = self.added.get(key, set())
+        for position in self.readers.get(key[0], ()):
+            if position not in added:
+                late = self.calls[position].data.path
+                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: {late!r} has yet to add to it")
+        for peer in self.returns.get(key, ()):
+            if ("stage", peer) not in added:
+                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: stage {peer}'s part is missing")
+        self.taken[key] = index
+
+    def free(self, key: Key, index: int) -> None:
+        if key in self.freed:
+            raise Refusal("twice", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+        if key not in self.added:
+            raise Refusal("order", f"there is no gradient of {_text(key)} to free")
+        if key not in self.taken:
+            raise Refusal("gradient", f"the gradient of {_text(key)} is freed before it is used")
+        self.freed[key] = index
+
+    def finish(self) -> None:
+        for key in self.added:
+            if key not in self.freed:
+                raise Refusal("leak", f"the gradient of {_text(key)} is never freed")
+
+
+def _text(key: Key) -> str:
+    return f"{key[0]!r} of microbatch {key[1]}"
+
+
+class StateGradients:
+    """Every state's gradient is added up over its stages and mesh axes, once, after the last backward."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.program = facts.program
+        self.here = facts.program.stages[stage]
+        self.missing: dict[str, set[tuple[int, int]]] = {}  # state -> (call, microbatch) whose backward is to come
+        for position, call in enumerate(facts.stages[stage]):
+            for state in call.adds:
+                runs = ((position, m) for m in range(facts.program.num_microbatches))
+                self.missing.setdefault(state, set()).update(runs)
+        held = (n for n, s in facts.program.states.items() if stage in s.stages and n in facts.with_gradient)
+        self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
+        self.synced: dict[str, int] = {}
+        self.reduced: dict[int, int] = {}  # bucket -> index
+        self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
+        self.stepped: int | None = None
+
+    def add(self, state: str, position: int, microbatch: int) -> None:
+        if state in self.sealed:
+            raise Refusal(
+                "gradient", f"adds to the gradient of {state!r} after instruction {self.sealed[state]} took it"
+            )
+        self.missing[state].discard((position, microbatch))
+
+    def whole(self, state: str) -> None:
+        if self.missing.get(state):
+            position, microbatch = min(self.missing[state])
+            late = self.here.calls[position].path
+            message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
+            raise Refusal("gradient", message, state=state)
+
+    def reduce(self, number: int, index: int) -> None:
+        if number in self.reduced:
+            raise Refusal("twice", f"bucket {number} was reduced at instruction {self.reduced[number]}")
+        self.before_step()
+        for state in self.here.buckets[number].states:
+            self.whole(state)
+            if state in self.tied and state not in self.synced:
+                raise Refusal("order", f"bucket {number} has the tied state {state!r}, which is to be SYNCed first")
+            self.sealed[state] = index
+        self.reduced[number] = index
+
+    def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
+        """The stages that take part."""
+        self.before_step()
+        among: set[tuple[int, ...]] = set()
+        for state in states:
+            if state not in self.tied:
+                raise Refusal("fields", f"the state {state!r} is not tied on this stage, or has no gradient")
+            if state in self.synced:
+                raise Refusal("twice", f"the state {state!r} was synced at instruction {self.synced[state]}")
+            self.whole(state)
+            self.synced[state] = self.sealed[state] = index
+            among.add(self.program.states[state].stages)
+        if len(among) != 1:
+            raise Refusal("fields", f"the states {', '.join(states)} are not shared by the same stages: {among}")
+        return among.pop()
+
+    def before_step(self) -> None:
+        if self.stepped is not None:
+            raise Refusal("order", f"comes after STEP at instruction {self.stepped}")
+
+    def step(self, index: int) -> None:
+        if self.stepped is not None:
+            raise Refusal("twice", f"STEP was reached at instruction {self.stepped}")
+        for state in self.missing:
+            self.whole(state)
+        for state in sorted(self.tied - self.synced.keys()):
+            raise Refusal("missing", f"the tied state {state!r} is never synced")
+        for number in range(len(self.here.buckets)):
+            if number not in self.reduced:
+                raise Refusal("missing", f"bucket {number} is never reduced")
+        self.stepped = index
+
+    def group(self, number: int) -> tuple[str, ...]:
+        return split_axes(self.program.mesh, self.here.buckets[number].axes)

@@ -1,0 +1,248 @@
+"""Do the ranks fit together? Their events, run side by side until all have ended or none can go on.
+
+Assumed of the machine: transfers from one rank to another in one direction (forward, backward) arrive in the order in
+which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from runtime.events import Collective, Receive, Send, Trace
+from runtime.program import Program
+from runtime.proof.errors import Fault
+
+
+class Mismatch(Exception):
+    """Two ranks disagree, or wait for ever; ``rank`` and ``index`` say where."""
+
+    def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.message = message
+        self.rank = rank
+        self.index = index
+        self.node = node
+
+
+@dataclass
+class _Operation:
+    """One operation of a group: who was first to enter it, with what, and how many have."""
+
+    rank: int
+    index: int
+    event: Collective
+    arrived: int = 0
+
+
+@dataclass
+class _Group:
+    ranks: tuple[int, ...]
+    operations: list[_Operation] = field(default_factory=list)
+    entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
+    waiting: list[int] = field(default_factory=list)
+
+    def complete(self, number: int) -> bool:
+        return self.operations[number].arrived == len(self.ranks)
+
+    def missing(self, number: int) -> list[int]:
+        return [r for r in self.ranks if self.entered.get(r, 0) <= number]
+
+
+@dataclass
+class _Channel:
+    sent: deque[tuple[Send, int]] = field(default_factory=deque)  # (event, index)
+    waiting: bool = False
+
+
+class Progress:
+    """Runs the traces of ranks. ``alike``: all ranks of a stage have one trace, of which one rank stands for all; then
+    the operations within a stage always meet, and only what passes between stages is followed.
+
+    ``suspects``: the ranks to name first where two disagree (those whose list was edited).
+    """
+
+    def __init__(
+        self, program: Program, traces: Mapping[int, Trace], alike: bool, suspects: Collection[int] = ()
+    ) -> None:
+        self.program = program
+        self.traces = traces
+        self.alike = alike
+        self.suspects = suspects
+        self.position = dict.fromkeys(traces, 0)
+        self.inside: dict[int, tuple[_Group, int]] = {}  # ranks that wait in an operation, which they have entered
+        self.started: dict[int, list[tuple[_Group, int]]] = {rank: [] for rank in traces}
+        self.groups: dict[Hashable, _Group] = {}
+        self.memberships: dict[tuple[int, Hashable], _Group] = {}
+        self.channels: dict[tuple[int, int, str], _Channel] = {}
+        self.runnable = deque(traces)
+        self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
+
+    def run(self) -> None:
+        """Raises :class:`Mismatch`."""
+        while self.runnable:
+            self.advance(self.runnable.popleft())
+        stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
+        if stuck:
+            raise self.deadlock(stuck)
+        for (source, target, _), channel in self.channels.items():
+            if channel.sent:
+                event, index = channel.sent[0]
+                raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
+
+    def advance(self, rank: int) -> None:
+        """Run a rank until it ends or has to wait."""
+        trace, position = self.traces[rank], self.position[rank]
+        while position < len(trace):
+            index, event = trace[position]
+            if isinstance(event, Collective):
+                if self.alike and not event.stages:
+                    position += 1
+                    continue
+                group, number = self.enter(rank, index, event)
+                position += 1
+                if event.waits and not group.complete(number):
+                    self.inside[rank] = group, number
+                    group.waiting.append(rank)
+                    break
+                if not event.waits:
+                    self.started[rank].append((group, number))
+                continue
+            if isinstance(event, Send):
+                self.send(rank, index, event)
+            elif isinstance(event, Receive):
+                if not self.receive(rank, index, event):
+                    break
+            elif not self.finished(rank):
+                break
+            position += 1
+        self.position[rank] = position
+
+    # --- groups -----------------------------------------------------------------------------------------------------
+
+    def group_of(self, rank: int, event: Collective) -> _Group:
+        key = event.stages or event.axes
+        group = self.memberships.get((rank, key))
+        if group is None:
+            if event.stages:
+                ranks = tuple(self.peer(rank, s) for s in event.stages)
+            else:
+                ranks = self.program.group(rank, event.axes)
+            group = self.groups.setdefault(ranks, _Group(ranks))
+            self.memberships[rank, key] = group
+        return group
+
+    def enter(self, rank: int, index: int, event: Collective) -> tuple[_Group, int]:
+        group = self.group_of(rank, event)
+        number = group.entered.get(rank, 0)
+        group.entered[rank] = number + 1
+        if number == len(group.operations):
+            group.operations.append(_Operation(rank, index, event))
+        operation = group.operations[number]
+        if operation.event is not event and operation.event.what != event.what:
+            raise self.disagree(rank, index, event, operation, group)
+        operation.arrived += 1
+        if group.complete(number) and group.waiting:
+            for waiting in group.waiting:
+                self.inside.pop(waiting, None)
+            self.runnable.extend(group.waiting)
+            group.waiting.clear()
+        return group, number
+
+    def disagree(self, rank: int, index: int, event: Collective, first: _Operation, group: _Group) -> Mismatch:
+        mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
+        if first.rank in self.suspects and rank not in self.suspects:
+            mine, theirs = theirs, mine
+        return Mismatch(
+            "match",
+            f"enters {mine[2].text} with the ranks {_some(group.ranks)}, where rank {theirs[0]} at its instruction "
+            f"{theirs[1]} enters {theirs[2].text}",
+            mine[0],
+            mine[1],
+            mine[2].node,
+        )
+
+    def finished(self, rank: int) -> bool:
+        """Whether all that the rank has started has ended; if not, it is woken when more has."""
+        open_ = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
+        self.started[rank] = open_
+        if open_:
+            open_[0][0].waiting.append(rank)
+        return not open_
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def peer(self, rank: int, stage: int) -> int:
+        return rank + (stage - self.stages[rank]) * self.program.strides["pp"]
+
+    def channel(self, source: int, target: int, direction: str) -> _Channel:
+        return self.channels.setdefault((source, target, direction), _Channel())
+
+    def send(self, rank: int, index: int, event: Send) -> None:
+        target = self.peer(rank, event.peer)
+        channel = self.channel(rank, target, event.direction)
+        channel.sent.append((event, index))
+        if channel.waiting:
+            channel.waiting = False
+            self.runnable.append(target)
+
+    def receive(self, rank: int, index: int, event: Receive) -> bool:
+        source = self.peer(rank, event.peer)
+        channel = self.channel(source, rank, event.direction)
+        if not channel.sent:
+            channel.waiting = True
+            return False
+        sent, sent_at = channel.sent.popleft()
+        if sent.what != event.what:
+            if source in self.suspects and rank not in self.suspects:
+                message = f"sends {sent.text} to rank {rank}, which receives {event.text} at its instruction {index}"
+                raise Mismatch("match", message, source, sent_at)
+            message = f"receives {event.text} from rank {source}, which sends {sent.text} at its instruction {sent_at}"
+            raise Mismatch("match", message, rank, index)
+        return True
+
+    # --- those that wait for ever -----------------------------------------------------------------------------------
+
+    def deadlock(self, stuck: list[int]) -> Mismatch:
+        """Follow who waits for whom until it closes, or ends at a rank that has nothing more to do."""
+        rank = next((r for r in stuck if r in self.suspects), stuck[0])
+        chain: list[int] = []
+        while rank not in chain:
+            chain.append(rank)
+            others = self.waits_for(rank)[1]
+            still = [r for r in others if r in stuck]
+            if not still:
+                break
+            rank = still[0]
+        circle = chain[chain.index(rank) :] if rank in chain else chain
+        first = next((r for r in circle if r in self.suspects), circle[0])
+        start = circle.index(first)
+        lines = []
+        for r in (circle[start:] + circle[:start])[:8]:
+            what, others, index, _ = self.waits_for(r)
+            ended = [o for o in others if o not in stuck]
+            end = f", of which {_some(ended)} will not come" if ended else ""
+            lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_some(others)}{end}")
+        index, node = self.waits_for(first)[2:]
+        message = f"waits for ever ({len(stuck)} of {len(self.traces)} ranks are stuck): " + "; ".join(lines)
+        return Mismatch("deadlock", message, first, index, node)
+
+    def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
+        """What a stuck rank does, the ranks that it waits for, its instruction and graph node."""
+        if rank in self.inside:
+            group, number = self.inside[rank]
+            index, event = self.traces[rank][self.position[rank] - 1]
+            assert isinstance(event, Collective)
+            return f"is in {event.text}", group.missing(number), index, event.node
+        index, event = self.traces[rank][self.position[rank]]
+        if isinstance(event, Receive):
+            return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
+        group, number = next((g, n) for g, n in self.started[rank] if not g.complete(n))
+        return f"waits for {group.operations[number].event.text}", group.missing(number), index, ""
+
+
+def _some(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, list(ranks)[:4]))
+    return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"

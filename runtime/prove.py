@@ -1,0 +1,229 @@
+"""Before anything is launched: will every rank run to its end, and compute what the program says?
+
+:func:`prove` runs the programs of all ranks without numbers, and refuses, naming rank, instruction and graph node:
+
+* a program that contradicts itself: names, shapes, types, layouts, graphs, buckets, instructions without their fields;
+* a rank that uses a value or gradient before it is there or after it was freed, or that leaves one behind;
+* a call that does not run forward and backward exactly once per microbatch, in an order that the data allow; a
+  gradient that is taken before all that flows into it has arrived;
+* a state whose gradient is not added up exactly once over its stages and over the axes that it needs;
+* ranks that disagree on a collective, a send or a receive, or that wait for each other for ever;
+* a value or gradient that is said to be whole over ``tp`` but differs from rank to rank;
+* a rank that needs more memory than it may have, where limits are given.
+
+What it refuses although it would run: a value or gradient that is made twice or never freed, a FREE of what is not
+there, a second STEP, an instruction with the wrong stage or with fields that mean nothing, a stage in
+``StateData.stages`` that does not read the state. It assumes what :class:`runtime.program.Instruction` says of channels.
+It cannot know that a call reads the *right* value of the same shape: that is for ``verify``.
+
+Ranks of one stage run one list, so its instructions are followed once; ranks whose list was edited, and those that share
+a pipeline with them, are followed on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime.events import Collective, Send, Trace
+from runtime.facts import ProgramFacts
+from runtime.memory import peak_bytes
+from runtime.program import Instruction, Program, RankProgram
+from runtime.proof.errors import ProofError, Refusal
+from runtime.proof.machine import run_list
+from runtime.proof.progress import Mismatch, Progress
+from runtime.proof.relays import gradient_returns
+from runtime.proof.structure import check_structure
+from runtime.proof.wholeness import check_wholeness
+
+__all__ = ["Proof", "ProofError", "prove"]
+
+Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proven, counted over all ranks. ``peak_bytes``: by stage, where the memory was looked at."""
+
+    ranks: int
+    instructions: int
+    collectives: int
+    transfers: int
+    distinct_lists: int
+    peak_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks ({self.distinct_lists} distinct lists): {self.instructions} instructions, "
+            f"{self.collectives} collectives and {self.transfers} transfers are complete and free of deadlock"
+        )
+
+
+def prove(
+    program: Program,
+    rank_programs: Mapping[int, RankProgram] | None = None,
+    *,
+    memory_limits: Sequence[int] | int | None = None,
+    extra_bytes: Sequence[int] = (),
+) -> Proof:
+    """Prove ``program``; ``rank_programs`` are those ranks whose own list is to be taken instead of their stage's.
+
+    ``memory_limits``: bytes that each rank may hold (one number for all, or one per rank); ``extra_bytes``: what each
+    stage's ranks hold besides the program's tensors (optimizer state, workspace).
+
+    Raises :class:`ProofError` at the first fault.
+    """
+    facts = ProgramFacts(program)
+    try:
+        check_structure(facts)
+        check_wholeness(facts)
+    except Refusal as refusal:
+        raise _located(program, refusal) from None
+    own = _edited(program, rank_programs or {})
+    traces, lists = _run_lists(facts, own)
+    alike = not own
+    chosen = {r: t for r, t in traces.items() if not alike or r % program.strides["pp"] == 0}
+    try:
+        Progress(program, chosen, alike, own.keys()).run()
+    except Mismatch as mismatch:
+        instruction = str(lists[mismatch.rank][mismatch.index])
+        raise ProofError(
+            mismatch.message,
+            rank=mismatch.rank,
+            index=mismatch.index,
+            instruction=instruction,
+            node=mismatch.node,
+            fault=mismatch.fault,
+        ) from None
+    peaks = _check_memory(facts, lists, memory_limits, extra_bytes)
+    counts = {id(t): _count(t) for t in traces.values()}
+    return Proof(
+        ranks=program.world_size,
+        instructions=sum(len(i) for i in lists.values()),
+        collectives=sum(counts[id(t)][0] for t in traces.values()),
+        transfers=sum(counts[id(t)][1] for t in traces.values()),
+        distinct_lists=len({id(i) for i in lists.values()}),
+        peak_bytes=peaks,
+    )
+
+
+def _edited(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, tuple[Instruction, ...]]:
+    """The lists of the ranks that do not run their stage's."""
+    own = {}
+    compared = {id(program)}
+    for rank, given in rank_programs.items():
+        if id(given.program) not in compared:
+            if given.program != program:
+                raise ProofError("is of another program", rank=rank, index=0, instruction=_text(given.instructions, 0))
+            compared.add(id(given.program))
+        if given.rank != rank or not 0 <= rank < program.world_size:
+            message = f"is the program of rank {given.rank}, of {program.world_size}"
+            raise ProofError(message, rank=rank, index=0, instruction=_text(given.instructions, 0))
+        stage = program.stages[program.coordinates(rank)["pp"]]
+        if given.instructions is not stage.instructions and given.instructions != stage.instructions:
+            own[rank] = given.instructions
+    return own
+
+
+def _run_lists(
+    facts: ProgramFacts, own: Mapping[int, tuple[Instruction, ...]]
+) -> tuple[dict[int, Trace], dict[int, tuple[Instruction, ...]]]:
+    """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
+    program = facts.program
+    stride = program.strides["pp"]
+    known: dict[tuple[int, ...], list[Trace]] = {}
+    traces: dict[int, Trace] = {}
+    lists: dict[int, tuple[Instruction, ...]] = {}
+    for column in sorted(
+        range(stride), key=lambda c: all(c + s * stride not in own for s in range(len(program.stages)))
+    ):
+        ranks = [column + s * stride for s in range(len(program.stages))]
+        run = [own.get(rank, program.stages[s].instructions) for s, rank in enumerate(ranks)]
+        key = tuple(map(id, run))
+        if key not in known:
+            known[key] = _run_column(facts, ranks, run)
+        traces.update(zip(ranks, known[key], strict=True))
+        lists.update(zip(ranks, run, strict=True))
+    return dict(sorted(traces.items())), lists
+
+
+def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[tuple[Instruction, ...]]) -> list[Trace]:
+    """The traces of the ranks of one pipeline."""
+    returns = gradient_returns(facts, run)
+    traces = []
+    for s, instructions in enumerate(run):
+        try:
+            traces.append(run_list(facts, s, instructions, returns[s]))
+        except Refusal as refusal:
+            refusal.stage = s
+            raise _located(facts.program, refusal, instructions, ranks[s]) from None
+    return traces
+
+
+def _located(
+    program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
+) -> ProofError:
+    """The error for a refusal: its rank, and the instruction that it is about."""
+    if instructions is None:
+        stages = program.stages
+        instructions = stages[refusal.stage].instructions if 0 <= refusal.stage < len(stages) else ()
+    if rank is None:
+        rank = refusal.stage * program.strides["pp"]
+    index = refusal.index
+    if index is None:
+        index = next((k for k, i in enumerate(instructions) if _is_about(program, refusal, i)), 0)
+    return ProofError(
+        refusal.message,
+        rank=rank,
+        index=index,
+        instruction=_text(instructions, index),
+        node=refusal.node,
+        fault=refusal.fault,
+    )
+
+
+def _is_about(program: Program, refusal: Refusal, instruction: Instruction) -> bool:
+    if refusal.bucket is not None:
+        return instruction.bucket == refusal.bucket
+    calls = program.stages[refusal.stage].calls
+    if instruction.op == "TOTAL_F":
+        positions = [p for p, c in enumerate(calls) if c.prologue]
+    else:
+        positions = list(range(*instruction.calls)) if instruction.calls is not None else []
+    if refusal.call is not None:
+        return refusal.call in positions
+    return any(refusal.state in calls[p].states for p in positions if 0 <= p < len(calls))
+
+
+def _text(instructions: Sequence[Instruction], index: int) -> str:
+    return str(instructions[index]) if index < len(instructions) else "none"
+
+
+def _check_memory(
+    facts: ProgramFacts,
+    lists: Mapping[int, tuple[Instruction, ...]],
+    limits: Sequence[int] | int | None,
+    extra_bytes: Sequence[int],
+) -> tuple[int, ...]:
+    if limits is None:
+        return ()
+    program = facts.program
+    peaks: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, instructions in lists.items():
+        stage = program.coordinates(rank)["pp"]
+        key = stage, id(instructions)
+        if key not in peaks:
+            extra = extra_bytes[stage] if extra_bytes else 0
+            peaks[key] = peak_bytes(facts, stage, instructions, extra)
+        peak, index = peaks[key]
+        limit = limits if isinstance(limits, int) else limits[rank]
+        if peak > limit:
+            message = f"holds {peak:,} bytes, {peak - limit:,} more than the {limit:,} that it may"
+            text = _text(instructions, index)
+            raise ProofError(message, rank=rank, index=index, instruction=text, fault="memory")
+    return tuple(max(p for (s, _), (p, _) in peaks.items() if s == stage) for stage in range(len(program.stages)))
+
+
+def _count(trace: Trace) -> tuple[int, int]:
+    events = [event for _, event in trace]
+    return sum(isinstance(e, Collective) for e in events), sum(isinstance(e, Send) for e in events)

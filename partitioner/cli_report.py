@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -24,11 +23,11 @@ class Commands(TyperGroup):
     ``--debug`` may stand anywhere on the line: then errors come with their traceback.
     """
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["debug"] = "--debug" in args
         return super().parse_args(ctx, [a for a in args if a != "--debug"])
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

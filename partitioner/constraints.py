@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -75,7 +76,7 @@ class Constraints(BaseModel):
         if all(axis in pinned for axis in ("pp", "dp", "tp")):
             if product != world_size:
                 raise ConstraintError(
-                    f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or leave one free"
+                    f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or free one"
                 )
         elif world_size % product:
             raise ConstraintError(
@@ -130,7 +131,7 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
             raise ConstraintError(f"stage_of[{prefix!r}] names no module of the model; near it: {', '.join(near)}")
         pinned |= dict.fromkeys(inside, stage % num_stages)
     ordered = sorted(pinned)
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    for a, b in pairwise(ordered):
         if pinned[a] > pinned[b]:
             raise ConstraintError(
                 f"stage_of puts {paths[a]!r} on stage {pinned[a]} and {paths[b]!r}, which runs after it, on stage "

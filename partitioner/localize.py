@@ -58,11 +58,11 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
     leaving = [o.value for o in local.model.outputs if o.value is not None]
     leaving += [local.model.loss] if local.model.loss is not None else []
     return Layouts(
-        states={name: _stored(layout) for name, layout in tensor.states.items()},
-        values={name: _stored(layout) for name, layout in tensor.values.items()},
+        states=tensor.states,
+        values=tensor.values,
         grad_axes=axes,
         batch_dims=dims,
-        batch={name: str(_stored(batch.values[name])) for name in leaving},
+        batch={name: _joined(batch.values[name]) for name in leaving},
     )
 
 
@@ -70,8 +70,6 @@ def _batch_dim(layout: Layout) -> int | None:
     return layout.dim if layout.is_shard else None
 
 
-def _stored(layout: Layout) -> Layout:
-    """How a tensor lies in memory: what its gradient is does not matter there."""
-    return REPLICATED if layout.is_whole else layout
-
-
+def _joined(layout: Layout) -> str:
+    """How the parts that microbatches and ranks have make the whole."""
+    return "R" if layout.is_whole else str(layout)

@@ -174,8 +174,10 @@ def _spec(node: fx.Node) -> TensorSpec:
 
 def _check_static(node: fx.Node, value: Any) -> None:
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
+        stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
+        where = f"{next(reversed(stack.values()))[0]}, {source_of(node.meta.get('stack_trace'))}"
         raise UnsupportedError(
-            f"{node.target} ({source_of(node.meta.get('stack_trace'))}) has a shape that depends on tensors' numbers: "
+            f"{node.target} ({where}) has a shape that depends on tensors' numbers: "
             f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
         )
 

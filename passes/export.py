@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import traceback
 import warnings
@@ -25,7 +26,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from passes.errors import CaptureError, PartitionError
+from passes.errors import CaptureError, InputsError, PartitionError
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -67,7 +68,9 @@ def make_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU, cast(value.dtype, dtype))
     try:
-        twin = copy.deepcopy(model, memo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
@@ -96,52 +99,82 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
 
 
 def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Export the twin. Raises :class:`CaptureError` with the model's line and torch.export's reason."""
+    """Export the twin.
+
+    Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line and
+    torch.export's reason where it cannot be traced.
+    """
     try:
-        with warnings.catch_warnings(), _slow_path():
-            warnings.simplefilter("ignore")
+        with _quiet():
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
     except Exception as error:
+        failure = _forward_failure(twin, args, kwargs)
+        if failure is not None:
+            raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
         raise CaptureError(_explain(twin.module, error)) from error
 
 
 @contextlib.contextmanager
-def _slow_path() -> Iterator[None]:
-    """nn.TransformerEncoderLayer as operators rather than one fused inference kernel."""
-    before = torch.backends.mha.get_fastpath_enabled()
+def _quiet() -> Iterator[None]:
+    """No warnings and logs of torch's own, and encoder layers as operators rather than one fused inference kernel."""
+    fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     torch.backends.mha.set_fastpath_enabled(False)
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(fused)
+        logging.disable(disabled)
 
 
 def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The twin's output without numbers, or ``None`` where its forward fails."""
+    """The twin's output without numbers; where its forward fails, the exception."""
     try:
-        with warnings.catch_warnings(), twin.mode, torch.no_grad():
-            warnings.simplefilter("ignore")
+        with _quiet(), twin.mode, torch.no_grad():
             return twin.module(*args, **kwargs)
-    except Exception:
-        return None
+    except Exception as error:
+        return error
+
+
+def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
+    failure = try_forward(twin, args, kwargs)
+    plain = type(failure) in (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
+    return failure if plain and "Fake" not in str(failure) and "meta" not in str(failure) else None
+
+
+def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = [f"{path}: {tuple(leaf.shape)}" for path, leaf in leaf_paths((args, kwargs)) if isinstance(leaf, Tensor)]
+    return (
+        f"{type(model).__name__}.forward fails on these inputs{_where(error)}: {type(error).__name__}: {_reason(error)}\n"
+        f"The inputs are {', '.join(given)}."
+    )
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if _is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    named = _FRAME.findall(str(error))
-    where = ""
-    if user:
-        where = f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    elif named:
-        where = f" at {shorten(named[-1][0])}:{named[-1][1]}"
     return (
-        f"{type(model).__name__} cannot be traced{where}.\ntorch.export says: {type(error).__name__}: {reason}\n"
+        f"{type(model).__name__} cannot be traced{_where(error)}.\n"
+        f"torch.export says: {type(error).__name__}: {_reason(error)}\n"
         "Shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram."
     )
+
+
+def _reason(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _where(error: Exception) -> str:
+    """`` at file:line (code)`` of the innermost frame that is the user's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [f for f in frames if _is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
+    if user:
+        return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
+    named = [f for f in _FRAME.findall(str(error)) if _is_users(f[0])]
+    return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
 @lru_cache(maxsize=65536)

@@ -30,7 +30,6 @@ from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
 from passes.rules import factors_of
 from passes.rules.algebra import (
     MAX_SECTIONS,
-    Dims,
     Local,
     OpFactors,
     Strategy,
@@ -51,7 +50,6 @@ __all__ = [
 ]
 
 Sections = tuple[int, ...]
-_IMPOSSIBLE = Layout("P", -2)
 Wanted = Mapping[int, Collection[Layout]]
 
 
@@ -81,11 +79,12 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
     if factors is None:
         return found
     wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
-    for factor, size in factors.sizes.items():
+    for factor, places in _places(factors).items():
+        size = factors.sizes[factor]
         if factor in factors.whole or size < num_ranks or size % num_ranks:
             continue
         for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
-            strategy = _sharded(factors, factor, sections, reads)
+            strategy = _sharded(factors, factor, sections, reads, places)
             if strategy is not None:
                 found.append(strategy)
     for positions in factors.linear:
@@ -117,45 +116,46 @@ def local_call(
     return call(graph, node.target, args, kwargs, like=node)
 
 
-def _sharded(factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...]) -> Strategy | None:
-    """The strategy that shards ``factor``; ``None`` where a tensor cannot follow."""
+Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the factors of that dim
+
+
+def _places(factors: OpFactors) -> dict[str, list[Place]]:
+    """Where each factor stands."""
+    found: dict[str, list[Place]] = {}
+    for i, dims in enumerate(factors.operands):
+        for dim, names in enumerate(dims):
+            for name in names:
+                found.setdefault(name, []).append((i, dim, names))
+    for k, dims in enumerate(factors.results):
+        for dim, names in enumerate(dims):
+            for name in names:
+                found.setdefault(name, []).append((~k, dim, names))
+    return found
+
+
+def _sharded(
+    factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...], places: Sequence[Place]
+) -> Strategy | None:
+    """The strategy that shards ``factor``, which stands at ``places``; ``None`` where a tensor cannot follow."""
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
-    without = PARTIAL if lowering is None else lowering.result
-    layouts: list[Layout] = []
-    for i, dims in enumerate(factors.operands):
-        layout = _layout(dims, factor, factors.sizes, sections, spans.operands[i] if spans else None)
-        if layout is _IMPOSSIBLE:
-            return None
-        layouts.append(reads[i] if layout is None else layout)
-    results: list[Layout] = []
-    for i, dims in enumerate(factors.results):
-        layout = _layout(dims, factor, factors.sizes, sections, spans.results[i] if spans else None)
-        if layout is _IMPOSSIBLE:
-            return None
-        results.append(without if layout is None else layout)
-    return Strategy(factor, sections, tuple(layouts), tuple(results))
-
-
-def _layout(
-    dims: Dims, factor: str, sizes: Mapping[str, int], sections: Sections, span: tuple[int, int] | None
-) -> Layout | None:
-    """How a tensor is sharded along with ``factor``: ``None`` if it lacks it, ``_IMPOSSIBLE`` if it cannot be."""
-    found: Layout | None = None
-    for dim, names in enumerate(dims):
-        if factor not in names:
-            continue
-        if found is not None:  # a diagonal
-            return _IMPOSSIBLE
-        if len(names) == 1:
-            found = shard(dim, sections if span is None else within(sections, span))
-            continue
-        outer, inner = _around(names, factor, sizes)
-        if outer > MAX_SECTIONS:
-            return _IMPOSSIBLE
-        parts = tuple(s * inner for s in sections or (sizes[factor],))
-        found = shard(dim, parts * outer)
-    return found
+    operands = list(reads)
+    results = [PARTIAL if lowering is None else lowering.result] * len(factors.results)
+    if len({position for position, _, _ in places}) < len(places):
+        return None  # a diagonal: two dims of one tensor
+    for position, dim, names in places:
+        parts = sections
+        if len(names) > 1:
+            outer, inner = _around(names, factor, factors.sizes)
+            if outer > MAX_SECTIONS:
+                return None
+            parts = tuple(s * inner for s in sections or (factors.sizes[factor],)) * outer
+        elif spans is not None:
+            span = spans.operands[position] if position >= 0 else spans.results[~position]
+            parts = sections if span is None else within(sections, span)
+        side, index = (operands, position) if position >= 0 else (results, ~position)
+        side[index] = shard(dim, parts)
+    return Strategy(factor, sections, tuple(operands), tuple(results))
 
 
 def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -190,6 +190,8 @@ def refine(first: Sections, second: Sections) -> Sections:
 def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
     """The ways to cut ``factor`` that are worth a strategy."""
     spans = factors.spans
+    if not wanted and spans is None:
+        return [()]
     base: Sections = spans.sections if spans is not None and spans.factor == factor else ()
     lowering = factors.lower.get(factor)
     if lowering is not None and not lowering.sections:

@@ -104,11 +104,15 @@ class _Inliner:
             grad, owner, *operands = args
         elif name == "wrap_with_autocast" and args[2] is False:
             owner, *operands = args[4:]
-        else:
-            what = "an autocast region that is on" if name == "wrap_with_autocast" else f"the operator {name}"
+        elif name == "wrap_with_autocast":
             raise UnsupportedError(
-                f"{what} ({source_of(node.meta.get('stack_trace'))}) cannot be kept exact; "
-                "give the precision by partition(precision=...) and write control flow without torch.cond and its kin"
+                f"the torch.autocast region{_line_of(node, args)} cannot be kept exact: "
+                "take it out and give the precision by partition(precision=...)"
+            )
+        else:
+            raise UnsupportedError(
+                f"the operator {name}{_line_of(node, args)} runs a function of its own, which cannot be partitioned: "
+                "write it without torch.cond, while_loop and their kin"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
         return self.body(owner, dict(zip(inner, operands, strict=True)), bool(grad))
@@ -131,6 +135,13 @@ class _Inliner:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
             self.detached[value].meta.update(value.meta)
         return self.detached[value]
+
+
+def _line_of(node: fx.Node, args: list[Any]) -> str:
+    """`` (file:line)`` of a region, or of the first operator in it that has one."""
+    inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
+    lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
+    return next((f" ({line})" for line in lines if line), "")
 
 
 def _floating(node: fx.Node) -> bool:

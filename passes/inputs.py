@@ -122,7 +122,6 @@ def _add_labels(twin: Twin, kwargs: dict[str, Any]) -> dict[str, Any]:
     shapes = ([tuple(per_token.shape)] if not per_token.is_floating_point() else []) + [tuple(main.shape[:1])]
     for shape in shapes:
         labelled = {**kwargs, "labels": twin.empty(shape, torch.int64)}
-        output = try_forward(twin, (), labelled)
-        if isinstance(getattr(output, "loss", None), Tensor):
+        if isinstance(getattr(try_forward(twin, (), labelled), "loss", None), Tensor):
             return labelled
     return kwargs

@@ -98,6 +98,11 @@ class Engine:
         """This rank's part of the model's results in the last step: value -> microbatch -> tensor."""
         return self._executor.outputs
 
+    @property
+    def loss(self) -> Tensor | None:
+        """The whole loss of the last step."""
+        return self._executor.loss
+
     def step(self, batch: Any) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from passes.blocks import Block, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
+from passes.layouts import Layout, local_shape
 from passes.serialize import block_from_data, dtype_of
 from runtime.program import CallData, Program, Value
 
@@ -118,6 +119,12 @@ class ProgramFacts:
     def with_gradient(self) -> frozenset[str]:
         """The states that some backward adds to."""
         return frozenset(s for added in self.flow.states for s in added)
+
+    def state_bytes(self, name: str) -> int:
+        """The bytes of one rank's part of a state, or of its gradient."""
+        state = self.program.states[name]
+        shape = local_shape(Layout.parse(state.layout), state.shape, self.program.mesh.get("tp", 1))
+        return TensorSpec(shape, dtype_of(state.dtype)).nbytes
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

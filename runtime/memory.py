@@ -1,7 +1,8 @@
 """What a rank holds while it runs its instructions, in bytes.
 
-Counted: states, the gradients of parameters (from the start), values and their gradients from when they are made until
-they are freed, and what each call keeps for its backward. What an operator needs while it runs is not: give it as extra.
+Counted: states, the gradients of parameters (from the start), values and their gradients from when they are made
+until they are freed, and what each call keeps for its backward. What an operator needs while it runs, and optimizer
+state, are not: they are to be given as extra.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from passes.blocks import TensorSpec
-from passes.layouts import Layout, local_shape
-from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.program import Instruction
 
@@ -20,13 +18,8 @@ Key = tuple[str, int | None]
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """The bytes of a stage's states and of their gradients, on one rank."""
-    program, total = facts.program, 0
-    for name, state in program.states.items():
-        if stage in state.stages:
-            shape = local_shape(Layout.parse(state.layout), state.shape, program.mesh.get("tp", 1))
-            copies = 2 if name in facts.with_gradient else 1
-            total += copies * TensorSpec(shape, dtype_of(state.dtype)).nbytes
-    return total
+    held = [name for name, state in facts.program.states.items() if stage in state.stages]
+    return sum(facts.state_bytes(name) * (2 if name in facts.with_gradient else 1) for name in held)
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:

@@ -13,11 +13,11 @@
 
 What it refuses although it would run: a value or gradient that is made twice or never freed, a FREE of what is not
 there, a second STEP, an instruction with the wrong stage or with fields that mean nothing, a stage in
-``StateData.stages`` that does not read the state. It assumes what :class:`runtime.program.Instruction` says of channels.
-It cannot know that a call reads the *right* value of the same shape: that is for ``verify``.
+``StateData.stages`` that does not read the state. It assumes of channels what :class:`runtime.program.Instruction`
+says. It cannot know that a call reads the *right* value of the same shape: that is for ``verify``.
 
-Ranks of one stage run one list, so its instructions are followed once; ranks whose list was edited, and those that share
-a pipeline with them, are followed on their own.
+Ranks of one stage run one list, so its instructions are followed once; ranks whose list was edited, and those that
+share a pipeline with them, are followed on their own.
 """
 
 from __future__ import annotations

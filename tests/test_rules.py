@@ -467,3 +467,113 @@ def test_a_sequence_is_made_in_sections():
     assert "d0[2,6]: -> S0[2,6]" in [
         s.replace(":  ->", ": ->") for s in described("arange", 8, device=META, wanted={~0: [shard(0, (2, 6))]})
     ]
+
+
+# Random shapes.
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+few = settings(max_examples=40, deadline=None)
+
+
+@st.composite
+def reshapes(draw: Any) -> tuple[list[int], list[int]]:
+    """Two shapes of as many elements: the prime factors of one dealt out anew."""
+    source = draw(st.lists(sizes, min_size=1, max_size=4))
+    primes = [p for size in source for p in {4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}.get(size, [size])]
+    cuts = sorted(draw(st.lists(st.integers(0, len(primes)), max_size=3)))
+    order = draw(st.permutations(primes)) if draw(st.booleans()) else primes
+    borders = [0, *cuts, len(primes)]
+    target = [torch.Size(order[a:b]).numel() for a, b in zip(borders, borders[1:], strict=False)]
+    return source, target
+
+
+@few
+@given(reshapes())
+def test_any_reshape(shapes: tuple[list[int], list[int]]):
+    source, target = shapes
+    assert check_strategies(aten.reshape.default, (f(*source), target)) == []
+
+
+@few
+@given(st.lists(sizes, min_size=1, max_size=4), st.data())
+def test_any_broadcast(shape: list[int], data: st.DataObject):
+    kept = data.draw(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
+    other = [s if keep else 1 for s, keep in zip(shape, kept, strict=True)][data.draw(st.integers(0, len(shape))) :]
+    assert check_strategies(aten.mul.Tensor, (f(*shape), f(*other))) == []
+    assert check_strategies(aten.expand.default, (f(*other), shape)) == []
+
+
+@few
+@given(st.integers(2, 16), st.integers(-18, 18), st.integers(-18, 18), st.integers(1, 4))
+def test_any_slice(size: int, start: int, end: int, step: int):
+    assert check_strategies(aten.slice.Tensor, (f(2, size), 1, start, end, step)) == []
+
+
+@few
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(2, 3))
+def test_any_split_and_join(parts: list[int], num_ranks: int):
+    assert check_strategies(aten.split_with_sizes.default, (f(sum(parts), 3), parts), num_ranks=num_ranks) == []
+    assert check_strategies(aten.cat.default, ([f(3, p) for p in parts], -1), num_ranks=num_ranks) == []
+
+
+# A wrong rule is found out.
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    """Rules made in a test are forgotten after it."""
+    before = dict(registry._rules)
+    yield
+    registry._rules.clear()
+    registry._rules.update(before)
+    registry._found.clear()
+
+
+WRONG = [
+    ("mm", (f(4, 4), f(4, 4)), "m k, k n -> n m", (), "result 0"),
+    ("mm", (f(4, 6), f(6, 8)), "m k, k n -> m n!", [(0, 1)], "P, P -> P: result 0"),
+    ("softmax.int", (f(4, 6), 1), "a b -> a b", (), "b: S1 -> S1: result 0"),
+    ("relu", (f(4, 6),), "a b -> a b", [(0,)], "P -> P: result 0"),
+    ("amax", (f(4, 6), [1]), "a b -> a", (), "b: S1 -> P: result 0"),
+    ("cumsum", (f(4, 6), 1), "a b -> a b", (), "b: S1 -> S1: result 0"),
+    ("expand", (f(1, 6), [4, 6]), "1 b -> a! b!", (), None),
+    ("layer_norm", (f(4, 6), [6], f(6), f(6)), "b h, h, h -> b h", (), "h: S1, S0, S0 -> S1: fails"),
+    ("view", (f(4, 6), [24]), "a b -> (b a)", (), "a: S0 -> S0"),
+    ("slice.Tensor", (f(4, 6), 1, 0, 2**63 - 1), "a b -> b a", (), "operand"),
+    ("repeat", (f(4, 6), [2, 1]), "a b -> (a r!) b", (), "S0 -> S0: result 0"),
+]
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize(("name", "args", "text", "linear", "found"), WRONG)
+def test_a_wrong_rule_is_caught(name: str, args: tuple[Any, ...], text: str, linear: Any, found: str | None):
+    rule(operator(name), text, linear=linear)
+    try:
+        violations = check_strategies(operator(name), args)
+    except ValueError as error:
+        violations = [str(error)]
+    assert (violations == []) == (found is None), violations
+    assert found is None or any(found in v for v in violations), violations
+
+
+@pytest.mark.usefixtures("rules")
+def test_a_wrong_gradient_is_caught():
+    """Forward alone cannot tell a read by a sharded operator from any other."""
+    right = registry._rules["aten::mul"]
+
+    def wrong(node: Any) -> Any:
+        found = right(node)
+        node.all_input_nodes[1].meta["grad"] = False  # its gradient would not be summed up
+        return found
+
+    registry._rules["aten::mul"] = wrong
+    registry._found.clear()
+    node, _ = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {})
+    assert "d0: S0, R -> S0" in map(str, strategies(node, 2))
+
+
+def test_unknown_operators_stay_whole():
+    node, _ = node_of(aten.linalg_inv.default, (f(4, 4),), {})
+    assert factors_of(node) is None
+    assert [str(s) for s in strategies(node, 2)] == ["R -> R", "R' -> R'"]
+    assert check_strategies(aten.linalg_inv.default, (f(4, 4),)) == []

@@ -1,14 +1,13 @@
-"""The costs that decide a sharding: of operators under a strategy, of reshards, of states and of what passes between calls.
+"""The costs that decide a sharding over ranks that communicate, in seconds per microbatch.
 
-They are those of ``solve/sharding.py``'s protocol, in seconds per microbatch. :class:`TensorCosts` is for an axis whose
-ranks communicate, :class:`DataCosts` for the axis of the batch, whose parts are microbatches as well as ranks and thus
-cannot.
+They are those of ``solve/sharding.py``'s protocol: of operators under a strategy, of reshards, of states and of what
+passes between calls.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
@@ -19,9 +18,9 @@ from partitioner.cost.operators import Operand, backward_kernels, forward_kernel
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.model import DeviceType
-from passes.blocks import TensorSpec
+from passes.blocks import FoldedModel, TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
-from passes.layouts import Layout, local_shape
+from passes.layouts import READ_SHARDED, REPLICATED, Layout, local_shape
 from passes.shard import RESHARDS
 
 
@@ -31,8 +30,9 @@ class TensorCosts:
 
     ``num_microbatches``: what happens once per step is divided by it. ``sequence_parallel``: ``False`` forbids values
     between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
-    held whole is updated whole by every rank. ``undivided``: further seconds for each FLOP of a matrix product that every
-    rank repeats.
+    held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
+    be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
+    repeats.
     """
 
     device: DeviceType
@@ -41,6 +41,7 @@ class TensorCosts:
     num_microbatches: int = 1
     sequence_parallel: bool | None = None
     update_bytes: float = 8.0
+    state_price: float = 0.0
     undivided: float = 0.0
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
@@ -84,13 +85,13 @@ class TensorCosts:
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """The update of a rank's part, and under ``R'`` the reduction of the gradient; both once per step."""
-        if not self.train or not spec.dtype.is_floating_point:
-            return 0.0
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
+        if not self.train or not spec.dtype.is_floating_point:
+            return local * self.state_price
         seconds = local * self.update_bytes / self.device.memory_bandwidth
         if layout.kind == "R'":
             seconds += collective_time("all_reduce", spec.nbytes, self.group)
-        return seconds / self.num_microbatches
+        return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """A value that is kept until backward: written once and read once, by every rank that holds it."""
@@ -99,49 +100,13 @@ class TensorCosts:
         local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
         return 2.0 * local / self.device.memory_bandwidth
 
-
-@dataclass
-class DataCosts:
-    """Costs on the axis of the batch: operators take their share of the time, and nothing may be sent.
-
-    The exception is what gathers or adds up a whole value forward (a count of targets, an output of the model); it
-    costs ``dear``, more than any operator, and is moved out of the pipeline later where it can be.
-    """
-
-    device: DeviceType
-    train: bool = True
-    dear: float = 1e3
-    _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
-
-    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """One call of an operator; a special lowering that communicates is ``dear``."""
-        key = (node, strategy)
-        if key not in self._nodes:
-            factors = factors_of(node) if strategy.factor is not None else None
-            lowering = factors.lower.get(strategy.factor) if factors is not None and strategy.factor else None
-            seconds = self.dear * len(lowering.collectives) if lowering is not None else 0.0
-            self._nodes[key] = seconds + operator_time(node, strategy, num_ranks, self.device, self.train)
-        return self._nodes[key]
-
-    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Nothing where nothing is sent, ``dear`` for ``S -> R`` and ``P -> R``, else ``math.inf``."""
-        if source == target:
-            return 0.0
-        change = RESHARDS.get((source.kind, target.kind))
-        if change is None:
-            return math.inf
-        backward = change.backward if differentiable and self.train else None
-        if change.forward is None and backward is None:
-            return 0.0
-        return self.dear if change.forward in ("all_gather", "all_reduce") and backward is None else math.inf
-
-    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """States are whole on every replica."""
-        return math.inf if layout.is_shard else 0.0
-
-    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Prefers what is split over what every replica holds."""
-        return spec.nbytes / self.device.memory_bandwidth * (0.0 if layout.is_shard else 1.0)
+    def besides(self, model: FoldedModel) -> float:
+        """The most that states and values between calls can add to an objective: what is left is calls alone."""
+        free = replace(self, sequence_parallel=None, _nodes={})
+        layouts = (REPLICATED, READ_SHARDED)
+        specs = [state.spec for state in model.states.values()]
+        held = sum(max(free.state(spec, layout, self.group.size) for layout in layouts) for spec in specs)
+        return held + sum(free.boundary(spec, REPLICATED) for spec in model.values.values())
 
 
 def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:

@@ -33,7 +33,7 @@ _FROM_PART = frozenset(("all_gather", "all_to_all"))
 
 @dataclass(frozen=True)
 class CallCost:
-    """One microbatch through one call, on one rank. Times in seconds, without (``_s``) and of (``_comm_s``) collectives.
+    """One microbatch through one call, on one rank. Seconds without (``_s``) and of (``_comm_s``) collectives.
 
     ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
@@ -109,7 +109,8 @@ def call_costs(block: Block, device: DeviceType, groups: Mapping[str, Group], *,
 
 def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:
     """The tensors that ``node`` reads and makes."""
-    operands = [Operand(tuple(o.meta["val"].shape), o.meta["val"].dtype, _is_state(o, states)) for o in tensors_of(node)]
+    read = [(o.meta["val"], _is_state(o, states)) for o in tensors_of(node)]
+    operands = [Operand(tuple(value.shape), value.dtype, state) for value, state in read]
     results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
     return operands, results
 

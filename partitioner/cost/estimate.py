@@ -9,7 +9,7 @@ from functools import cached_property
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.states import Reduction, StateCost, reduction, update_time
+from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
 from partitioner.solve.stages import StageCall, StagePlan, StageProblem, StageSplit
 from partitioner.topology.groups import (
@@ -82,7 +82,7 @@ def stage_problem(
         schedule="gpipe" if schedule == "gpipe" else "1f1b",
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
-        overhead=_together([costs[call.block] for call in everywhere], machine.device, states, everywhere),
+        overhead=_together([costs[call.block] for call in everywhere]),
         slowdown=stage_slowdown(machine.topology, machine.mesh, machine.precision),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
@@ -91,9 +91,7 @@ def stage_problem(
     )
 
 
-def _together(
-    costs: Sequence[CallCost], device: DeviceType, states: Mapping[str, StateCost], calls: Sequence[object]
-) -> CallCost:
+def _together(costs: Sequence[CallCost]) -> CallCost:
     """Small calls run one after the other."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
@@ -167,7 +165,7 @@ def reduction_tail(
 ) -> float:
     """Seconds by which the reductions of gradients end after the pipeline does.
 
-    Stage ``s`` reduces behind its last backward, and is done with that before the stages ahead of it by their backwards.
+    Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it.
     The gradients of tied weights are added up over their stages first, which nothing hides.
     """
     if not problem.train:
@@ -193,4 +191,4 @@ def _tied(held: Sequence[Mapping[str, StateCost]], machine: Machine) -> float:
     return seconds
 
 
-__all__ = ["Machine", "Reduction", "estimate", "reduction_tail", "stage_problem"]
+__all__ = ["Machine", "estimate", "reduction_tail", "stage_problem"]

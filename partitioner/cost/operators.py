@@ -71,7 +71,9 @@ VIEWS = frozenset(
     swapaxes swapdims view_as expand_as numpy_T mT mH adjoint lift_fresh real imag contiguous""".split()
 )
 _SUMMED_BACK = frozenset(("expand", "expand_as"))  # the gradient of a view that repeats is summed
-_FILLED_BACK = frozenset("slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split())
+_FILLED_BACK = frozenset(  # the gradient of a view of a part is filled up with zeros, or joined
+    "slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split()
+)
 _MAYBE_COPIES = frozenset(("reshape", "contiguous", "flatten"))
 
 _LOOKUPS = frozenset(
@@ -84,8 +86,8 @@ _NORMS = frozenset(
     _native_batch_norm_legit cudnn_batch_norm instance_norm""".split()
 )
 _REDUCTIONS = frozenset(
-    """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax norm
-    linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
+    """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax
+    norm linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
 )
 _SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
 _ADDITIONS = frozenset(("add", "sub", "rsub"))

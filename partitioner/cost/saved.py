@@ -40,7 +40,7 @@ _NEEDS: dict[str, Need] = {
         "others",
     ),
     **dict.fromkeys(
-        """exp sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax expm1 cumprod""".split(),
+        "exp expm1 sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax cumprod".split(),
         "result",
     ),
     **dict.fromkeys("logsumexp amax amin max min norm linalg_vector_norm div prod".split(), "both"),
@@ -50,8 +50,8 @@ _NEEDS: dict[str, Need] = {
         "indices",
     ),
     **dict.fromkeys(
-        """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
-        """.split(),
+        """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm
+        batch_norm""".split(),
         "both",
     ),
     **dict.fromkeys(
@@ -141,7 +141,7 @@ def _row_statistics(node: fx.Node) -> int:
 
 def _nbytes(value: Value) -> int:
     tensors = results_of(value[0])
-    return tensors[value[1]].nbytes if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
+    return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> int:

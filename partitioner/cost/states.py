@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.compute import memory_rate
 from partitioner.emit_buckets import BUCKET_BYTES
 from partitioner.errors import ConstraintError
 from partitioner.topology.groups import Group
@@ -133,5 +134,4 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
     """Seconds of the optimizer's step over ``costs``: bound by memory."""
-    rate = device.memory_bandwidth * device.memory_efficiency.get("pointwise", device.memory_efficiency.get("default", 1.0))
-    return sum(cost.update for cost in costs) / rate
+    return sum(cost.update for cost in costs) / memory_rate("pointwise", device)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from partitioner.solve.elimination import eliminate, elimination_order
+from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
 from passes.errors import PartitionError
 
@@ -119,11 +119,11 @@ def solve_assignment(
     start = time.perf_counter()
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in problem.rows])
     reduction.run(dominance=False)
-    if any(_narrow(reduction, nodes) is None for nodes in _components(reduction)):
+    if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
-        order = _narrow(reduction, nodes)
+        order = _narrow(reduction, nodes, MOST_WORK)
         if order is not None:
             tables = [(i, j, t) for i in nodes for j, t in reduction.tables[i].items() if i < j]
             best, cost = eliminate({i: reduction.costs[i] for i in nodes}, tables, order)
@@ -140,12 +140,12 @@ def solve_assignment(
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
 
 
-def _narrow(reduction: Reduction, nodes: Sequence[int]) -> list[int] | None:
+def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[int] | None:
     """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
-    return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes})
+    return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
 def _components(reduction: Reduction) -> list[list[int]]:

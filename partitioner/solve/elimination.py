@@ -8,39 +8,57 @@ followers and values are merged, these tables stay small and the optimum is foun
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.solve.presolve import InfeasibleError, Table, Vector
 
-MAX_ENTRIES = 4_000_000  # of the largest table; 32 MB
-MAX_WORK = 20_000_000  # of all tables together
+QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
+MOST_WORK = 16_000_000  # at most 128 MB in one table
+
+_Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 
 
-def elimination_order(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]]) -> list[int] | None:
-    """An order in which the nodes can be eliminated within the limits above, ``None`` where none was found.
+def elimination_order(
+    sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
+) -> list[int] | None:
+    """An order in which the nodes can be eliminated with tables of ``most_work`` entries together, or ``None``.
 
-    Greedy: the node whose table with its neighbours is smallest comes next. ``sizes`` are numbers of choices.
+    ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
     """
+    orders = [_greedy(sizes, neighbours, score) for score in (_table_left, _entries_filled)]
+    work, order = min(orders)
+    return order if work <= most_work else None
+
+
+def _table_left(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> float:
+    return math.prod(sizes[j] for j in near[node])
+
+
+def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> float:
+    return sum(sizes[j] * sizes[k] for j, k in combinations(near[node], 2) if k not in near[j])
+
+
+def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score) -> tuple[int, list[int]]:
+    """The number of table entries, and the order that takes the node of the least ``score`` next."""
     near = {node: set(others) for node, others in neighbours.items()}
-    entries = {node: sizes[node] * math.prod(sizes[j] for j in near[node]) for node in near}
-    order, work = [], 0
+    scores = {node: score(node, sizes, near) for node in near}
+    order, work = list[int](), 0
     while near:
-        node = min(entries, key=entries.__getitem__)
-        work += entries[node]
-        if entries[node] > MAX_ENTRIES or work > MAX_WORK:
-            return None
-        del entries[node]
+        node = min(scores, key=scores.__getitem__)
+        work += sizes[node] * math.prod(sizes[j] for j in near[node])
+        del scores[node]
         around = near.pop(node)
         for j in around:
             near[j] = (near[j] | around) - {j, node}
-        for j in around:
-            entries[j] = sizes[j] * math.prod(sizes[k] for k in near[j])
+        stale = around.union(*(near[j] for j in around))
+        scores.update((j, score(j, sizes, near)) for j in stale)
         order.append(node)
-    return order
+    return work, order
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Segments:
     @cached_property
     def boundary(self) -> Table:
         """Bytes of buffers for what arrives and leaves at both ends of a run."""
-        both = self.forward + self.backward
+        both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
     def _inputs(self, call: StageCall) -> list[Item]:

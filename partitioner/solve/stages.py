@@ -1,7 +1,7 @@
 """Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
 
-A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward, what it
-recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``
+A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward, what
+it recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``
 (Narayanan et al. 2021, section 2.2, for uneven stages). Stage ``s`` keeps ``min(p - s, m)`` microbatches under 1F1B and
 ``m`` under GPipe, and recomputes its forward where only that fits.
 
@@ -62,7 +62,7 @@ class StageProblem:
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     recompute: Literal["none", "full"] | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
-    overhead: CallCost = CallCost()
+    overhead: CallCost = field(default_factory=CallCost)
     slowdown: tuple[float, ...] = ()
     microbatch_size: int = 1
     tp: int = 1
@@ -79,7 +79,7 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``. Times per microbatch in seconds; ``transfer_s``: waiting for neighbours, both directions."""
+    """Calls ``start:stop``. Seconds per microbatch; ``transfer_s``: waiting for neighbours, in both directions."""
 
     start: int
     stop: int
@@ -124,8 +124,8 @@ class _Tables:
         n, p = len(problem.calls), problem.num_stages
         if p > n:
             raise PlanError(
-                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the model "
-                "be split more finely"
+                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
+                "model be split more finely"
             )
         self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
         self.allowed = self._allowed()

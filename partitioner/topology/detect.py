@@ -65,7 +65,9 @@ def _kind(name: str) -> str:
     for kind, entry in catalogue("devices").items():
         if name in entry.get("matches", ()):
             return kind
-    raise TopologyError(f"unknown device {name!r}; describe it in a YAML file (types: {{mine: {{like: h100-sxm, ...}}}})")
+    raise TopologyError(
+        f"unknown device {name!r}; describe it in a YAML file, under types: mine: {{like: h100-sxm, ...}}"
+    )
 
 
 def _links(kind: str) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def load(path: str | os.PathLike[str]) -> Topology:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise TopologyError(f"cannot read the topology {os.fspath(path)!r}: {error.strerror}; give a YAML file") from error
+        raise TopologyError(f"cannot read the topology {os.fspath(path)!r}: {error.strerror}; give YAML") from error
     return loads(text, os.fspath(path))
 
 

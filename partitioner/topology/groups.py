@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,7 +191,7 @@ def stage_links(topology: Topology, mesh: Mapping[str, int]) -> tuple[Link, ...]
     """What each stage talks to the next one over: the slowest of the links between their ranks."""
     stages = stage_ranks(mesh)
     links = []
-    for here, there in zip(stages, stages[1:], strict=False):
+    for here, there in pairwise(stages):
         a, b = np.arange(here.start, here.stop), np.arange(there.start, there.stop)
         level = np.full(len(a), len(topology.levels))
         for number in range(len(topology.levels) - 1, -1, -1):

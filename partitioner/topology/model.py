@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 import networkx as nx
@@ -82,7 +83,7 @@ class Level(_Data):
     @model_validator(mode="after")
     def _one_extent(self) -> Self:
         if self.devices is not None and self.nodes is not None:
-            raise ValueError(f"level {self.name!r} gives both devices and nodes; give one of them, or none for all devices")
+            raise ValueError(f"level {self.name!r} gives both devices and nodes; give one, or none for all devices")
         return self
 
     @property
@@ -123,7 +124,7 @@ class LinkOverride(_Data):
 
 
 class Link(_Data):
-    """What joins two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a link of its own."""
+    """What joins two devices: bytes/s and seconds. ``level``: its place from the inside out, -1 for one of its own."""
 
     name: str
     bandwidth: float
@@ -172,7 +173,8 @@ class Topology(_Data):
     def _consistent(self) -> Self:
         for kind in {g.type for g in self.nodes} | {o.type for o in self.overrides.values() if o.type}:
             if kind not in self.types:
-                raise ValueError(f"device type {kind!r} is not described; described are {', '.join(sorted(self.types))}")
+                known = ", ".join(sorted(self.types))
+                raise ValueError(f"device type {kind!r} is not described; described are {known}")
         duplicates = _duplicates(self.names)
         if duplicates:
             raise ValueError(f"duplicate device names: {', '.join(duplicates)}; give every device a name of its own")
@@ -253,12 +255,10 @@ class Topology(_Data):
         for i, (name, kind, node) in enumerate(zip(self.names, kinds, self.node_of.tolist(), strict=True)):
             own = self.overrides.get(name, DeviceOverride())
             kind = own.type or kind
-            memory, reserved = own.memory or self.types[kind].memory, self.types[kind].reserved
-            made.append(
-                Device.model_construct(
-                    index=i, name=name, node=node, kind=kind, memory=memory, reserved=min(reserved, memory), speed=own.speed
-                )
-            )
+            memory = own.memory or self.types[kind].memory
+            reserved = min(self.types[kind].reserved, memory)
+            device = {"index": i, "name": name, "node": node, "kind": kind, "memory": memory, "reserved": reserved}
+            made.append(Device.model_construct(None, **device, speed=own.speed))  # unchecked: there may be many
         return tuple(made)
 
     def device_type(self, index: int) -> DeviceType:
@@ -275,7 +275,10 @@ class Topology(_Data):
         }
 
     def link(self, i: int, j: int) -> Link:
-        """What devices ``i`` and ``j`` talk over. Raises :class:`TopologyError` where only a path of links joins them."""
+        """What devices ``i`` and ``j`` talk over; over others, where nothing joins them directly.
+
+        Raises :class:`TopologyError` for a device that is not there.
+        """
         for k in (i, j):
             if not 0 <= k < self.num_devices:
                 raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
@@ -294,7 +297,7 @@ class Topology(_Data):
         """Over other devices: the path of least latency, as fast as its slowest link."""
         graph = self.graph()
         path = nx.shortest_path(graph, self.names[i], self.names[j], weight="latency")
-        hops = [graph.edges[a, b] for a, b in zip(path, path[1:], strict=False)]
+        hops = [graph.edges[a, b] for a, b in pairwise(path)]
         bandwidth, latency = min(h["bandwidth"] for h in hops), sum(h["latency"] for h in hops)
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
@@ -302,13 +305,13 @@ class Topology(_Data):
     def _pair(i: int, j: int) -> tuple[int, int]:
         return (i, j) if i < j else (j, i)
 
-    def graph(self) -> nx.Graph:
+    def graph(self) -> nx.Graph[str]:
         """Devices by name, and a hub for each group of a level that more than one device shares.
 
         Nodes carry ``kind`` (``device`` or ``hub``) and ``level``; edges ``bandwidth`` and ``latency`` (half of the
         level's on each of the two edges that a message takes over a hub).
         """
-        graph = nx.Graph()
+        graph: nx.Graph[str] = nx.Graph()
         for i, name in enumerate(self.names):
             graph.add_node(name, kind="device", level=-1, index=i)
         for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):

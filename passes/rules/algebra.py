@@ -148,9 +148,11 @@ def _target(node: fx.Node) -> Callable[..., Any]:
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The node's tensor operands: every node in its args, then kwargs, depth first, once per occurrence."""
     found: list[fx.Node] = []
-    _collect(node.args, found)
-    if node.kwargs:
-        _collect(node.kwargs, found)
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple | dict):
+            _collect(argument, found)
     return tuple(found)
 
 

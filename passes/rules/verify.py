@@ -35,7 +35,8 @@ def check_strategies(
     """Everything that is wrong with the strategies of one operator call; an empty list if nothing is.
 
     ``args`` and ``kwargs`` hold real tensors, float64 ones if numbers are to agree closely; those of floating type get
-    gradients, unless ``grad`` is false or has the positions of those that do. Partial sums and the gradients of results are drawn with the current random seed.
+    gradients, unless ``grad`` is false or has the positions of those that do. Partial sums and the gradients of results
+    are drawn with the current random seed. ``wanted`` is that of :func:`passes.factors.strategies`.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
@@ -189,7 +190,10 @@ def _check_gradients(
         if not differentiable(expected):
             continue
         ranks = found[i * num_ranks : (i + 1) * num_ranks]
-        violations += [f"gradient of operand {i} {w}" for w in differences(ranks, expected, _gradient_layout(layout), whole.tolerance)]
+        violations += [
+            f"gradient of operand {i} {w}"
+            for w in differences(ranks, expected, _gradient_layout(layout), whole.tolerance)
+        ]
     return violations
 
 

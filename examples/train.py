@@ -1,0 +1,90 @@
+"""A training script for torchrun: a plan, its engine, any torch optimizer, clipping, and checkpoints.
+
+    torchrun --nproc-per-node 4 examples/train.py --steps 20
+    torchrun --nproc-per-node 2 examples/train.py --steps 20 --resume     # another plan, the same checkpoint
+
+The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import runtime
+from partitioner import Plan, Topology, partition
+
+BATCH, SEQ, VOCAB = 8, 64, 512
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Sequences that count upwards, each from its own start by its own stride."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(VOCAB, (BATCH, 1), generator=generator)
+    stride = torch.randint(1, 5, (BATCH, 1), generator=generator)
+    tokens = (start + stride * torch.arange(SEQ)) % VOCAB
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--folder", type=Path, default=Path("out/train"))
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    options = parser.parse_args()
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    path = options.folder / f"plan-{world_size}.json"
+    model = build()
+    if rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan = partition(model, Topology.local(world_size), batch(0))
+        plan.save(path)
+        print(plan.summary())
+    dist.barrier()
+
+    engine = runtime.Engine(Plan.load(path), weights=model)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
+    checkpoint = options.folder / "checkpoint"
+    if options.resume:
+        engine.load(checkpoint, optimizer)
+
+    first = engine.steps
+    for step in range(first, first + options.steps):
+        loss = engine.step(batch(step))
+        norm = engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        if rank == 0:
+            print(f"step {step:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}")
+
+    engine.save(checkpoint, optimizer)  # whole tensors: a plan for another number of ranks loads it, too
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Gloo's tear-down may abort after all is done
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The whole way from a model to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from partitioner.batch import batch_size, shard_batch
+from partitioner.constraints import Constraints
+from partitioner.emit import emit
+from partitioner.evaluate import Evaluator, Job
+from partitioner.localize import layouts_of
+from partitioner.plan import Plan, operator_share
+from partitioner.requests import check_request, check_work, precision_of
+from partitioner.solve.search import Progress, search
+from partitioner.topology import Topology
+from passes.capture import capture
+from passes.fold import fold
+from passes.gradients import mark_gradients
+from passes.normalize import normalize
+from runtime.prove import prove
+
+
+def partition(
+    model: nn.Module | ExportedProgram,
+    topology: Topology,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    *,
+    global_batch: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    objective: Literal["train", "infer"] = "train",
+    constraints: Constraints | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan how ``model`` runs on ``topology``: for every rank a program that together compute what the model computes.
+
+    Args:
+        model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program.
+        inputs: one whole global batch; a tuple is positional, a dict keyword arguments. ``None``: the exported program's
+            own, or a Hugging Face model's dummy inputs.
+        global_batch: the inputs' batch is only a sample of this many.
+        loss: makes the scalar loss of the model's output; ``None``: the output is, or has, the loss.
+        constraints: what is given is fixed.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are.
+
+    Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
+    """
+    constraints = constraints or Constraints()
+    check_request(topology, constraints, objective, optimizer)
+    captured = capture(model, inputs, loss=loss, global_batch=global_batch, precision=precision, objective=objective)
+    folded = fold(normalize(captured))
+    train = objective == "train"
+    batch = batch_size(folded, global_batch)
+    check_work(folded, topology, constraints, batch, train)
+    mark_gradients(folded, train)
+
+    by_sample = shard_batch(folded, batch)
+    job = Job(folded, by_sample, batch, topology, constraints, train, optimizer, precision_of(folded))
+    chosen, certificate = search(Evaluator(job), progress)
+    program = emit(
+        chosen.local.model,
+        chosen.stage_of_call,
+        mesh=chosen.mesh,
+        num_microbatches=chosen.num_microbatches,
+        schedule=chosen.schedule,
+        objective=objective,
+        layouts=layouts_of(chosen.local, by_sample),
+        recompute=chosen.recompute,
+    )
+    prove(program)
+    return Plan(
+        program=program,
+        topology=topology,
+        devices=tuple(range(program.world_size)),
+        constraints=constraints,
+        estimate=chosen.estimate,
+        certificate=certificate,
+        shares=operator_share(by_sample, chosen.local.sharding),
+        model=type(model).__name__,
+        precision=precision,
+        optimizer=optimizer,
+        notes=folded.notes,
+    )

@@ -1,0 +1,252 @@
+"""The command line: ``partitioner plan | show | explain | prove | verify | run | topology | schema``.
+
+It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
+standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from partitioner.cli_report import Commands, output, progress
+from partitioner.cli_target import load_target
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Partition an unmodified PyTorch model: plan it for a cluster, look at the plan, prove, verify and run it.",
+    epilog="Errors are short; `--debug`, anywhere on the line, shows their traceback.",
+)
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
+ModelFunction = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FUNCTION",
+        help="A function without arguments that returns a model, (model, inputs) or (model, inputs, loss). "
+        "`package.module:function` will do as well.",
+        show_default=False,
+    ),
+]
+Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
+Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
+
+
+def _example(*lines: str) -> str:
+    return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
+
+
+@app.command(
+    epilog=_example(
+        "partitioner plan gpt.py:make --topology local:4 -o plan.json --svg plan.svg",
+        "partitioner plan gpt.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
+        "partitioner plan gpt.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
+    )
+)
+def plan(
+    function: ModelFunction,
+    topology: Annotated[
+        str,
+        typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."),
+    ] = "detect",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan to this JSON file.", show_default=False)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", show_default=False)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="`1f1b` or `gpipe`.", show_default=False)] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Recompute activations: `none` or `full`.", show_default=False)
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="`bf16`, `fp16`, `fp32` or `fp64`; default: as the parameters are.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
+    ] = None,
+    objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
+    optimizer: Annotated[str, typer.Option(help="Whose state is to fit in memory.")] = "adamw",
+    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+    svg: Picture = None,
+    timeline: Chart = None,
+) -> None:
+    """Find the best plan for a model on a cluster, and print its summary.
+
+    What is not given (mesh, microbatch, schedule) is chosen.
+    """
+    from partitioner import Constraints, Topology, partition
+
+    given = {
+        "pp": pp, "dp": dp, "tp": tp, "microbatch_size": microbatch, "schedule": schedule, "recompute": recompute,
+    }  # fmt: skip
+    constraints = Constraints(**{name: value for name, value in given.items() if value is not None})
+    where = Topology.parse(topology)
+    with progress(f"Loading {function}"):
+        target = load_target(function, meta=meta)
+    with progress(f"Planning {target.name} for {where.num_devices} devices"):
+        found = partition(
+            target.model,
+            where,
+            inputs=target.inputs,
+            global_batch=global_batch,
+            loss=target.loss,
+            objective=objective,
+            constraints=constraints,
+            precision=precision,
+            optimizer=optimizer,
+        )
+    _print_summary(found)
+    if out:
+        _wrote("plan", found.save(out))
+    _draw(found, svg, timeline)
+
+
+@app.command(
+    epilog=_example(
+        "partitioner show plan.json", "partitioner show plan.json --rank 3", "partitioner show plan.json --svg plan.svg"
+    )
+)
+def show(
+    plan_file: PlanFile,
+    rank: Annotated[int | None, typer.Option(help="Show the program of this rank.", show_default=False)] = None,
+    svg: Picture = None,
+    timeline: Chart = None,
+) -> None:
+    """Print a plan's summary, or one rank's program; draw pictures."""
+    from partitioner import Plan
+    from partitioner.cli_rank import rank_parts
+
+    loaded = Plan.load(plan_file)
+    if rank is None:
+        _print_summary(loaded)
+    else:
+        console = output()
+        for part in rank_parts(loaded, rank):
+            console.print(part)
+    _draw(loaded, svg, timeline)
+
+
+@app.command(epilog=_example("partitioner explain plan.json"))
+def explain(plan_file: PlanFile) -> None:
+    """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
+    from partitioner import Plan
+    from partitioner.explain import explain_parts
+
+    console = output()
+    for part in explain_parts(Plan.load(plan_file)):
+        console.print(part)
+
+
+@app.command(epilog=_example("partitioner prove plan.json"))
+def prove(plan_file: PlanFile) -> None:
+    """Prove that no rank of a plan can block another, and that every value is there when it is used."""
+    from partitioner import Plan
+
+    proof = Plan.load(plan_file).prove()
+    output().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
+
+
+@app.command(epilog=_example("partitioner verify plan.json gpt.py:make"))
+def verify(
+    plan_file: PlanFile,
+    function: ModelFunction,
+    rows: Annotated[int, typer.Option(help="How many of the largest errors to list.")] = 5,
+) -> None:
+    """Run all ranks on this machine in float64, and compare outputs, loss and every gradient with the model's.
+
+    Exit code 1 where they differ.
+    """
+    from partitioner import Plan
+
+    loaded = Plan.load(plan_file)
+    target = load_target(function)
+    with progress(f"Running {loaded.program.world_size} ranks and the model"):
+        result = loaded.verify(target.model, target.inputs, target.loss)
+    worst = sorted(result.errors.items(), key=lambda item: -item[1])[:rows]
+    table = Table("largest errors", "relative error", box=None, pad_edge=False, header_style="dim")
+    for name, error in worst:
+        table.add_row(Text(name), f"{error:.2e}")
+    console = output()
+    console.print(table)
+    word = ("Equal: ", "bold green") if result.ok else ("Different: ", "bold red")
+    console.print(Text.assemble(word, f"{len(result.errors)} tensors compared, largest error {result.max_error:.2e}"))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=_example("partitioner run plan.json gpt.py:make --steps 20 --lr 1e-3"))
+def run(
+    plan_file: PlanFile,
+    function: ModelFunction,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the function's inputs.")] = 10,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+) -> None:
+    """Train on this machine, a process per rank, and print the losses."""
+    from partitioner import Plan
+    from partitioner.cli_run import train
+
+    loaded = Plan.load(plan_file)
+    console = output()
+    for step, loss in enumerate(train(loaded, load_target(function), steps, lr)):
+        console.print(f"step {step:>4}  loss {loss:.6f}")
+
+
+@app.command(epilog=_example("partitioner topology local:4", "partitioner topology dgx-h100:2 --yaml > cluster.yaml"))
+def topology(
+    name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
+) -> None:
+    """Show the devices and links that a name stands for."""
+    from partitioner import Topology
+    from partitioner.cli_rank import topology_parts
+
+    where = Topology.parse(name)
+    if yaml:
+        typer.echo(where.to_yaml(), nl=False)
+        return
+    console = output()
+    for part in topology_parts(where):
+        console.print(part)
+
+
+@app.command(epilog=_example("partitioner schema > plan.schema.json"))
+def schema() -> None:
+    """Print the JSON schema of plan files."""
+    from partitioner.planfile import plan_schema
+
+    typer.echo(json.dumps(plan_schema(), indent=2))
+
+
+def _print_summary(found: Any) -> None:
+    from partitioner.explain import summary_parts
+
+    console = output()
+    for part in summary_parts(found):
+        console.print(part)
+
+
+def _draw(found: Any, svg: Path | None, timeline: Path | None) -> None:
+    if svg:
+        _wrote("picture", found.to_svg(svg))
+    if timeline:
+        _wrote("timeline", found.to_svg(timeline, view="timeline"))
+
+
+def _wrote(what: str, path: Path) -> None:
+    output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
+
+
+if __name__ == "__main__":
+    app()

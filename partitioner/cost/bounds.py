@@ -1,0 +1,258 @@
+"""What no plan of a point can beat: lower bounds of time and memory, from the whole model's graphs.
+
+The relaxation: every operator's work and every tensor is divided by ``tp`` without a collective, and matrix products
+reach the efficiency of their whole shapes. A block's time is then linear,
+
+``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
+
+so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by solving the stages
+of the relaxed problem exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from partitioner.constraints import Constraints
+from partitioner.cost.calls import CallCost, node_operands, operand_needs
+from partitioner.cost.compute import memory_rate, product_rate
+from partitioner.cost.estimate import Machine, stage_problem
+from partitioner.cost.operators import (
+    VIEWS,
+    Kernel,
+    Operand,
+    add_kernel,
+    backward_kernels,
+    forward_kernels,
+    operator_name,
+)
+from partitioner.cost.saved import Kept, kept_by
+from partitioner.cost.states import StateCost, reduction, state_costs, update_time
+from partitioner.solve.points import Point
+from partitioner.solve.stages import solve_stages
+from partitioner.topology.groups import Group, reference_type
+from partitioner.topology.model import DeviceType, Topology
+from passes.blocks import Block, FoldedModel
+from passes.factors import needs_gradient
+from passes.fuse import fuse_bias
+
+_ROUNDING = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
+    of the traffic of weights."""
+
+    launches: float = 0.0
+    batch: float = 0.0
+    weights: float = 0.0
+    flops: float = 0.0
+
+    def at(self, share: float, tp: int) -> float:
+        """Seconds for this share of the batch, divided over ``tp`` ranks."""
+        return self.launches + self.batch * share / tp + self.weights / tp
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """A block's work forward and backward, and what it keeps."""
+
+    forward: Work
+    backward: Work
+    kept: Kept
+    input_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    output_grads: tuple[bool, ...]
+
+    def at(self, share: float, tp: int) -> CallCost:
+        """The least that a call can cost one of ``tp`` ranks for this share of the batch."""
+        scale = share / tp
+        return CallCost(
+            forward_s=self.forward.at(share, tp),
+            backward_s=self.backward.at(share, tp),
+            saved_bytes=self.kept.inside * scale,
+            saved_inputs=self.kept.inputs,
+            input_bytes=tuple(b * scale for b in self.input_bytes),
+            output_bytes=tuple(b * scale for b in self.output_bytes),
+            output_grads=self.output_grads,
+        )
+
+
+def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWork:
+    """The work of ``block``, a graph for the whole batch."""
+    block = _copy(block)
+    states = set(block.states)
+    ahead, back = list[Kernel](), list[Kernel]()
+    for node in fuse_bias(block).graph.nodes:
+        if node.op != "call_function" or operator_name(node) in VIEWS:
+            continue
+        operands, results = node_operands(node, states)
+        ahead += forward_kernels(node, operands, results)
+        if train and needs_gradient(node):
+            back += backward_kernels(node, operands, results, operand_needs(node))
+    inputs = {n.name: n.meta["val"] for n in block.placeholders}
+    if train:
+        for n in block.placeholders:
+            if n.name in states and needs_gradient(n):
+                back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
+    return BlockWork(
+        forward=_work(ahead, device),
+        backward=_work(back, device),
+        kept=kept_by(block, train),
+        input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
+        output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
+        output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
+    )
+
+
+def _copy(block: Block) -> Block:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(block.graph, {}))
+    return Block(block.name, graph, block.states, block.inputs)
+
+
+def _work(kernels: Sequence[Kernel], device: DeviceType) -> Work:
+    batch = weights = 0.0
+    for kernel in kernels:
+        rate = memory_rate(kernel.kind, device)
+        weights += kernel.state_bytes / rate
+        batch += (kernel.num_bytes - kernel.state_bytes) / rate
+        batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
+    launches = sum(k.launches for k in kernels) * device.launch
+    return Work(launches, batch, weights, sum(k.flops for k in kernels))
+
+
+class ModelBounds:
+    """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
+
+    def __init__(
+        self,
+        model: FoldedModel,
+        global_batch: int,
+        topology: Topology,
+        *,
+        constraints: Constraints | None = None,
+        train: bool = True,
+        optimizer: str = "adamw",
+        precision: str = "bf16",
+    ) -> None:
+        self.model, self.global_batch, self.topology = model, global_batch, topology
+        self.constraints, self.train, self.precision = constraints or Constraints(), train, precision
+        device = topology.types[reference_type(topology)]
+        self.device = device
+        self.blocks = {name: block_work(block, device, train) for name, block in model.blocks.items()}
+        self.states = state_costs(model.states, {}, {"dp": 2}, optimizer=optimizer, train=train)
+        self._calls: dict[tuple[int, int], dict[str, CallCost]] = {}
+        self._reductions: dict[tuple[int, int], float] = {}
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of the matrix products of the whole model for the global batch, forward and backward."""
+        return sum(self.blocks[c.block].forward.flops + self.blocks[c.block].backward.flops for c in self.model.calls)
+
+    @cached_property
+    def dims(self) -> frozenset[int]:
+        """The sizes of the dims of all parameters."""
+        return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
+
+    @cached_property
+    def num_calls(self) -> int:
+        """Calls that stages can be cut between."""
+        return len(self._placed)
+
+    @cached_property
+    def _placed(self) -> list[BlockWork]:
+        return [self.blocks[c.block] for c in self.model.calls if not c.shared and not c.prologue]
+
+    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """For each point the seconds that no plan of it can go below.
+
+        ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
+        cannot hide it (one stage), and the update.
+        """
+        pp, dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=float) for a in _FIELDS)
+        count = self.global_batch / (dp * size)
+        forward, longest = self._sum("forward", size, tp)
+        backward, longest_back = self._sum("backward", size, tp)
+        total = forward + backward
+        slowest = np.maximum(total / pp, np.maximum(longest, longest_back))
+        return ((count - 1) * slowest + total + self._after(points, backward)) * _ROUNDING
+
+    def _sum(
+        self, what: str, size: NDArray[np.float64], tp: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of all calls, and of the longest one."""
+        work: list[Work] = [getattr(block, what) for block in self._placed]
+        share = size / self.global_batch / tp
+        different = list(dict.fromkeys(work))
+        each: NDArray[np.float64] = np.stack([w.launches + w.batch * share + w.weights / tp for w in different])
+        times = np.array([work.count(w) for w in different])
+        return times @ each, each.max(axis=0)
+
+    def _after(self, points: Sequence[Point], backward: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
+        if not self.train:
+            return np.zeros(len(points))
+        update = update_time(list(self.states.values()), self.device)
+        return np.array(
+            [
+                update / (p.pp * p.tp) + (max(0.0, self._reduction(p.dp, p.tp) - hidden) if p.pp == 1 else 0.0)
+                for p, hidden in zip(points, backward.tolist(), strict=True)
+            ]
+        )
+
+    def _reduction(self, dp: int, tp: int) -> float:
+        if dp == 1:
+            return 0.0
+        if (dp, tp) not in self._reductions:
+            group: Group = Machine(self.topology, {"dp": dp, "tp": tp}).group("dp")
+            shares = self.share_of_states(tp)
+            self._reductions[dp, tp] = reduction(list(shares.values()), {("dp",): group}).total_s
+        return self._reductions[dp, tp]
+
+    def share_of_states(self, tp: int) -> dict[str, StateCost]:
+        """The least that each state can take on a rank."""
+        return {name: cost.divided(tp) for name, cost in self.states.items()}
+
+    def refine(self, point: Point) -> float:
+        """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
+
+        Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
+        """
+        key = (point.microbatch_size, point.tp)
+        if key not in self._calls:
+            share = point.microbatch_size / self.global_batch
+            self._calls[key] = {name: block.at(share, point.tp) for name, block in self.blocks.items()}
+        calls = self._calls[key]
+        problem = stage_problem(
+            self.model,
+            calls,
+            self.share_of_states(point.tp),
+            Machine(self.topology, point.mesh, self.precision),
+            num_microbatches=point.num_microbatches(self.global_batch),
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            constraints=self.constraints,
+            train=self.train,
+        )
+        split = solve_stages(problem)
+        backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
+        after = float(self._after([point], backward)[0])
+        return max(float(self.times([point])[0]), (split.pipeline_s + after) * _ROUNDING)
+
+    def with_floor(self, point: Point, microbatch_s: float) -> float:
+        """The bound of ``point`` where one microbatch takes at least ``microbatch_s`` through all calls."""
+        m = point.num_microbatches(self.global_batch)
+        hidden = np.array([microbatch_s])  # as if all of it were backward
+        after = float(self._after([point], hidden)[0])
+        return ((m - 1) * microbatch_s / point.pp + microbatch_s + after) * _ROUNDING
+
+
+_FIELDS = ("pp", "dp", "tp", "microbatch_size")

@@ -1,0 +1,253 @@
+"""Best bound first over the points: evaluate until no bound beats the best plan found.
+
+A point's bound is made tighter in steps, each dearer than the one before and taken only when the point comes up: an
+estimate of all points at once, the stages of a relaxed problem, and a floor under a microbatch's time that takes
+communication into account. Only then is the point evaluated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.errors import CapacityError, PlanError
+from partitioner.plan import Candidate, Certificate
+from partitioner.solve.points import Point
+from passes.errors import PartitionError
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it."""
+
+    step_time: float
+    memory: int
+    payload: Any = None
+
+
+class Bounds(Protocol):
+    """Seconds that no plan of a point can go below; see ``cost/bounds.py``."""
+
+    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """Of all points at once."""
+
+    def refine(self, point: Point) -> float:
+        """Of one point, tighter. Raises :class:`PartitionError` where it has no plan."""
+
+    def with_floor(self, point: Point, microbatch_s: float) -> float:
+        """Of one point, if a microbatch takes at least ``microbatch_s`` through all calls."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a search is. ``best``: seconds of the best plan, ``bound``: what no plan can go below."""
+
+    num_evaluated: int
+    num_open: int
+    best: float | None
+    bound: float
+    point: Point
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``point`` and ``best`` are the plan found; the certificate has a row for every point."""
+
+    point: Point
+    best: Evaluated
+    certificate: Certificate
+    num_evaluated: int
+    interrupted: bool = False
+
+
+@dataclass
+class _Row:
+    point: Point
+    bound: float
+    status: str = "bounded"
+    evaluated: Evaluated | None = None
+    reason: str = ""
+    error: PartitionError | None = None
+
+
+@dataclass
+class _State:
+    rows: dict[Point, _Row]
+    floors: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    best: Point | None = None
+    num_evaluated: int = 0
+
+    @property
+    def best_time(self) -> float:
+        found = self.rows[self.best].evaluated if self.best is not None else None
+        return found.step_time if found is not None else float("inf")
+
+
+def search(
+    points: Sequence[Point],
+    bounds: Bounds,
+    evaluate: Callable[[Point], Evaluated],
+    *,
+    always: Iterable[Point | None] = (),
+    floor: Callable[[int, int], float | None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    time_limit_s: float = float("inf"),
+) -> SearchResult:
+    """The point of the least step time.
+
+    Args:
+        evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
+        always: points that are evaluated whatever their bounds, first.
+        floor: of (tp, microbatch size), the least seconds of one microbatch through all calls under any sharding,
+            collectives included; ``None`` where it is not known. It is asked for few microbatch sizes, large ones:
+            per sample a smaller microbatch takes no less, since each cost is a start-up plus something that grows no
+            faster than the batch, and whatever divides the smaller batch divides the larger.
+        progress: called before each evaluation.
+        time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
+
+    Raises:
+        CapacityError: no point fits in memory; that of the point that lacks least.
+        PlanError: no point has a plan for other reasons.
+    """
+    deadline = time.monotonic() + time_limit_s
+    first = bounds.times(points).tolist()
+    state = _State({p: _Row(p, b) for p, b in zip(points, first, strict=True)})
+    interrupted = False
+    try:
+        for point in dict.fromkeys(always):
+            if point in state.rows:
+                _evaluate(state, point, evaluate, progress)
+        interrupted = _best_first(state, bounds, evaluate, floor, progress, deadline)
+    except KeyboardInterrupt:
+        if state.best is None:
+            raise
+        interrupted = True
+    if state.best is None:
+        raise _nothing(state, interrupted)
+    best = state.rows[state.best]
+    assert best.evaluated is not None, state.best
+    best.status = "chosen"
+    return SearchResult(state.best, best.evaluated, _certificate(state), state.num_evaluated, interrupted)
+
+
+def _best_first(
+    state: _State,
+    bounds: Bounds,
+    evaluate: Callable[[Point], Evaluated],
+    floor: Callable[[int, int], float | None] | None,
+    progress: Callable[[Progress], None] | None,
+    deadline: float,
+) -> bool:
+    """Runs until nothing beats the best plan; whether it stopped before."""
+    steps: list[Callable[[Point], float]] = [bounds.refine]
+    if floor is not None:
+        steps.append(lambda p: _floored(state, bounds, floor, p))
+    heap = [(row.bound, p, 0) for p, row in state.rows.items() if row.evaluated is None and row.error is None]
+    heapq.heapify(heap)
+    while heap and heap[0][0] < state.best_time:
+        if time.monotonic() > deadline:
+            return True
+        bound, point, step = heapq.heappop(heap)
+        if step == len(steps):
+            _evaluate(state, point, evaluate, progress, len(heap) + 1)
+            continue
+        try:
+            bound = max(bound, steps[step](point))
+        except PartitionError as error:
+            _infeasible(state.rows[point], error)
+            continue
+        state.rows[point].bound = bound
+        heapq.heappush(heap, (bound, point, step + 1))
+    return False
+
+
+def _evaluate(
+    state: _State,
+    point: Point,
+    evaluate: Callable[[Point], Evaluated],
+    progress: Callable[[Progress], None] | None,
+    num_open: int = 0,
+) -> None:
+    row = state.rows[point]
+    if progress is not None:
+        best = state.best_time if state.best is not None else None
+        progress(Progress(state.num_evaluated, num_open or len(state.rows), best, row.bound, point))
+    state.num_evaluated += 1
+    try:
+        row.evaluated = evaluate(point)
+    except PartitionError as error:
+        _infeasible(row, error)
+        return
+    row.status = "solved"
+    row.bound = min(row.bound, row.evaluated.step_time)
+    if row.evaluated.step_time < state.best_time:
+        state.best = point
+
+
+def _infeasible(row: _Row, error: PartitionError) -> None:
+    row.status, row.error = "infeasible", error
+    row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
+
+
+def _floored(state: _State, bounds: Bounds, floor: Callable[[int, int], float | None], point: Point) -> float:
+    """The bound from the floor of the largest microbatch that is a multiple of the point's and, like it, can or cannot
+    be divided by ``tp`` (which decides whether the batch may be sharded)."""
+    size, tp = point.microbatch_size, point.tp
+    multiples = {p.microbatch_size for p in state.rows if p.tp == tp and p.microbatch_size % size == 0}
+    large = max(s for s in multiples if (s % tp == 0) == (size % tp == 0))
+    if (tp, large) not in state.floors:
+        state.floors[tp, large] = floor(tp, large)
+    seconds = state.floors[tp, large]
+    return 0.0 if seconds is None else bounds.with_floor(point, seconds * size / large)
+
+
+def _nothing(state: _State, interrupted: bool) -> PlanError:
+    """Why no point has a plan."""
+    short = [row.error for row in state.rows.values() if isinstance(row.error, CapacityError)]
+    if short:
+        return min(short, key=lambda error: error.missing_bytes)
+    if interrupted:
+        return PlanError("the time limit passed before any plan was found; allow more time or fix more constraints")
+    reasons = list(dict.fromkeys(row.reason for row in state.rows.values() if row.reason))
+    return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
+
+
+def _certificate(state: _State) -> Certificate:
+    """Rows best first, and the least of all bounds that are not refuted."""
+    order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
+    objective = state.best_time
+    open_bounds = [row.bound for row in state.rows.values() if row.status == "bounded"]
+    bound = min([objective, *open_bounds])
+    rows = sorted(state.rows.values(), key=lambda r: (order[r.status], _seconds(r)))
+    return Certificate(
+        objective=objective,
+        bound=bound,
+        gap=(objective - bound) / objective if objective else 0.0,
+        candidates=tuple(_candidate(row) for row in rows),
+    )
+
+
+def _seconds(row: _Row) -> float:
+    return row.evaluated.step_time if row.evaluated is not None else row.bound
+
+
+def _candidate(row: _Row) -> Candidate:
+    return Candidate(
+        mesh=row.point.mesh,
+        microbatch_size=row.point.microbatch_size,
+        schedule=row.point.schedule,
+        status=row.status,  # type: ignore[arg-type]
+        bound=row.bound,
+        step_time=row.evaluated.step_time if row.evaluated is not None else None,
+        memory=row.evaluated.memory if row.evaluated is not None else None,
+        reason=row.reason,
+    )
+
+
+__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "search"]

@@ -1,0 +1,107 @@
+"""From what each rank holds after a step to what the model would have given: outputs, loss, gradients, whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.layouts import Layout, join_shards
+from runtime.engine import Engine
+from runtime.program import OutputData, Program
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of the results: what no other rank gives as well."""
+
+    rank: int
+    loss: Tensor | None
+    outputs: dict[str, dict[int, Tensor]]  # value -> microbatch -> tensor
+    grads: dict[str, Tensor]  # state -> this rank's shard
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one step of a program computed.
+
+    ``outputs`` has the structure of the model's result where that can be rebuilt, else it is a dict by path. ``grads``
+    has every parameter that takes a gradient, under each of its names.
+    """
+
+    outputs: Any
+    loss: Tensor | None
+    grads: dict[str, Tensor] = field(repr=False)
+    leaves: dict[str, Any] = field(repr=False)  # the outputs by path
+
+
+def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
+    """What ``engine``'s rank contributes after a step; replicas contribute once."""
+    rank = engine.rank_program
+    program, at = rank.program, rank.coordinates
+    layouts = {o.value: Layout.parse(o.layout) for o in program.outputs if o.value is not None}
+    made = {
+        value: by_microbatch
+        for value, by_microbatch in engine.outputs.items()
+        if outputs and (at["tp"] == 0 or not layouts[value].is_whole)
+    }
+    shards = {
+        name: parameter.grad
+        for name, parameter in engine.named_parameters()
+        if grads
+        and parameter.grad is not None
+        and at["dp"] == 0
+        and (at["tp"] == 0 or rank.states[name].is_shard)
+        and rank.stage_index == min(program.states[name].stages)
+    }
+    return Part(rank.rank, engine.loss, made, shards)
+
+
+def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] | None = None) -> Run:
+    """The whole results. ``extra``: gradients of parameters that the program does not read."""
+    by_rank = {p.rank: p for p in parts}
+    leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
+    grads: dict[str, Tensor] = dict(extra or {})
+    for name, state in program.states.items():
+        found = [p.grads[name] for _, p in sorted(by_rank.items()) if name in p.grads]
+        if found:
+            whole = join_shards(found, Layout.parse(state.layout) if len(found) > 1 else Layout("R"))
+            grads.update(dict.fromkeys((name, *state.aliases), whole))
+    return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves)
+
+
+def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:
+    """One leaf of the model's result: shards joined over ``tp``, then over ``dp`` and microbatches."""
+    if output.value is None:
+        return output.constant
+    layout = Layout.parse(output.layout)
+    pieces = []
+    for dp in range(program.mesh.get("dp", 1)):
+        ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp}), ("tp",))
+        held = [parts[r].outputs[output.value] for r in ranks if output.value in parts[r].outputs]
+        if not held:
+            return None
+        pieces += [join_shards([h[m] for h in held], layout) for m in range(program.num_microbatches)]
+    if output.batch == "R":
+        return pieces[0]
+    return join_shards(pieces, Layout.parse(output.batch))
+
+
+def _rebuilt(program: Program, leaves: dict[str, Any]) -> Any:
+    if program.tree is not None:
+        # A tree of a class that this process does not know stays a dict by path.
+        with contextlib.suppress(Exception):
+            return pytree.tree_unflatten(list(leaves.values()), pytree.treespec_loads(program.tree))
+    return leaves
+
+
+def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros for the parameters of the model that the program does not read, as far as they take gradients."""
+    known = {n for name, s in program.states.items() for n in (name, *s.aliases)}
+    unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
+    return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}

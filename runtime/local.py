@@ -1,0 +1,164 @@
+"""Run a plan on this machine: real processes over Gloo, or all ranks as threads of this process."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from runtime.batch import batch_values
+from runtime.bind import Library
+from runtime.collect import Part, Run, joined, part_of, unread_gradients
+from runtime.engine import Engine, program_of
+from runtime.errors import Failure, InstructionError, LaunchError, RankError
+from runtime.failures import is_secondary
+from runtime.pool import LocalRanks
+from runtime.precision import with_precision
+from runtime.program import Program
+from runtime.state import check_weights
+from runtime.threads import ThreadWorld
+from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of
+
+Model = nn.Module | Mapping[str, Tensor] | str | Path
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def run_local(
+    plan: Any,
+    model: Model,
+    inputs: Any,
+    *,
+    precision: str | None = None,
+    timeout: float = 300.0,
+    outputs: bool = True,
+    grads: bool = True,
+    seed: int = 0,
+    ranks: LocalRanks | None = None,
+) -> Run:
+    """One step of ``plan`` with every rank a process of this machine, over Gloo.
+
+    Args:
+        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        inputs: the whole global batch, as the model takes it.
+        precision: run in another floating type than planned: ``fp64`` to compare.
+        timeout: seconds, after which all ranks are ended.
+        outputs, grads: whether to collect them.
+        ranks: processes to use, and to leave running; by default new ones.
+
+    Raises :class:`RankError` when a rank fails (the others are taken down within a second; its message ends with the
+    first cause), :class:`RankTimeout`, :class:`WeightsError`, :class:`BatchError`.
+    """
+    program = with_precision(program_of(plan), precision)
+    if ranks is not None and ranks.num_ranks < program.world_size:
+        raise LaunchError(f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one")
+    weights = weights_of(model)
+    check_weights(program, weights)
+    batch = batch_values(program, inputs)
+    by_path = {i.path: batch[i.value] for i in program.inputs}
+    with tempfile.TemporaryDirectory(prefix="run-", dir=_scratch(program)) as name, _ranks(program, ranks) as pool:
+        folder = Path(name)
+        (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
+        torch.save(by_path, folder / "inputs.pt")
+        results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
+        request = {
+            "program": str(folder / "program.json"),
+            "weights": str(_written(program, weights, folder / "weights.safetensors")),
+            "inputs": str(folder / "inputs.pt"),
+            "seed": seed,
+            "outputs": outputs,
+            "grads": grads,
+            "steps": 1,
+        }
+        pool.run(request, results, timeout)
+        parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
+    return joined(program, parts, _unread(program, model))
+
+
+def run_threads(
+    plan: Any,
+    model: Model,
+    inputs: Any,
+    *,
+    precision: str | None = None,
+    timeout: float = 300.0,
+    outputs: bool = True,
+    grads: bool = True,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Run:
+    """As :func:`run_local`, with every rank a thread of this process: exact in the same way, and needing nothing."""
+    program = with_precision(program_of(plan), precision)
+    weights = weights_of(model)
+    check_weights(program, weights)
+    batch = batch_values(program, inputs)
+    by_path = {i.path: batch[i.value] for i in program.inputs}
+    world = ThreadWorld(program.world_size, device, timeout)
+    library = Library(program, world.device)
+    parts: dict[int, Part] = {}
+    failures: list[Failure] = []
+
+    def work(rank: int) -> None:
+        try:
+            communicator = world.communicator(rank)
+            engine = Engine(
+                program, weights, seed=seed, keep_outputs=outputs, communicator=communicator, library=library
+            )
+            engine.step(by_path)
+            parts[rank] = part_of(engine, outputs, grads)
+        except Exception as error:
+            failure = (
+                error.failure
+                if isinstance(error, InstructionError)
+                else Failure(rank, str(error), type(error).__name__, secondary=is_secondary(error))
+            )
+            failures.append(failure)
+            world.abort(str(failure))
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(program.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise RankError(tuple(failures), program.world_size)
+    return joined(program, [parts[r] for r in sorted(parts)], _unread(program, model))
+
+
+def _ranks(program: Program, ranks: LocalRanks | None) -> Any:
+    return LocalRanks(program.world_size) if ranks is None else nullcontext(ranks)
+
+
+def _scratch(program: Program) -> Path | None:
+    """A folder in memory where there is room for the weights and the results twice over, else the usual one."""
+    needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
+        return _SHARED_MEMORY
+    return None
+
+
+def _written(program: Program, weights: Weights, path: Path) -> Path:
+    """A file of the weights that the program reads, which all ranks map into memory."""
+    if isinstance(weights, FileWeights):
+        return Path(weights.origin)
+    assert isinstance(weights, TensorWeights)
+    content: dict[str, Tensor] = {}
+    for name, state in program.states.items():
+        found = next((n for n in (name, *state.aliases) if weights.spec(n) is not None), None)
+        if found is not None:
+            content[name] = weights.tensors[found].detach().cpu().contiguous().clone()
+    save_file(content, path)
+    return path
+
+
+def _unread(program: Program, model: Model) -> dict[str, Tensor]:
+    if program.objective != "train" or not isinstance(model, nn.Module):
+        return {}
+    return unread_gradients(program, module_tensors(model))

@@ -1,0 +1,153 @@
+"""Processes on this machine that stand for ranks, kept alive from one run to the next."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from runtime.errors import Failure, RankError, RankTimeout
+from runtime.forkserver import Child, ForkServer, fork_server
+
+_START_S = 60.0  # for all ranks to have found each other
+_GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
+_LATE_S = 1.0  # to say where they are, after the time is out
+
+
+class LocalRanks:
+    """``num_ranks`` processes over Gloo, for programs of up to that many ranks.
+
+    A context manager. They start on first use, and anew after a run that failed. ``debug``: check every collective for
+    agreement before it runs (slow; names both sides of a mismatch).
+
+    >>> with LocalRanks(2) as ranks:
+    ...     pass  # run_local(plan, model, inputs, ranks=ranks)
+    """
+
+    def __init__(self, num_ranks: int, *, debug: bool = False) -> None:
+        self.num_ranks = num_ranks
+        self.debug = debug
+        self._children: list[Child] = []
+        self._server: ForkServer | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, request: dict[str, Any], results: list[str], timeout: float) -> None:
+        """Send every rank ``request`` with its own entry of ``results``; return when all are done.
+
+        Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
+        seconds; all ranks are gone then.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._children:
+            self._start(timeout)
+        try:
+            for child, result in zip(self._children, results, strict=False):
+                child.connection.send(("run", {**request, "result": result}))
+            self._collect("done", len(results), deadline, timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, timeout: float) -> None:
+        self._server = fork_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
+        arguments = {
+            "world_size": self.num_ranks,
+            "store": str(Path(self._folder.name, "store")),
+            "threads": threads,
+            "debug": self.debug,
+            "timeout_s": max(timeout, _START_S),
+        }
+        try:
+            for rank in range(self.num_ranks):
+                self._children.append(self._server.fork({"rank": rank, **arguments}))
+            self._collect("ready", self.num_ranks, time.monotonic() + _START_S, _START_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _collect(self, kind: str, count: int, deadline: float, timeout: float) -> None:
+        """Wait until the first ``count`` ranks have answered ``kind``."""
+        waiting = set(range(count))
+        failures: list[Failure] = []
+        while waiting:
+            left = deadline - time.monotonic()
+            answers = self._answers(waiting, left if not failures else min(left, _GRACE_S))
+            for rank, (answer, content) in answers.items():
+                waiting.discard(rank)
+                if answer == "failed":
+                    failures.append(Failure.from_data(content))
+            if not answers and failures:
+                break
+            if not answers:
+                raise RankTimeout(self._late(waiting, kind, timeout))
+        if failures:
+            raise RankError(tuple(failures), count)
+
+    def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
+        """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
+        connections = {self._children[r].connection: r for r in ranks}
+        found: dict[int, tuple[str, Any]] = {}
+        for ready in wait(list(connections), max(timeout, 0.0)):
+            rank = connections[ready]  # type: ignore[index]
+            try:
+                found[rank] = ready.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                found[rank] = "failed", self._death(rank).to_data()
+        return found
+
+    def _death(self, rank: int) -> Failure:
+        assert self._server is not None
+        for _ in range(20):
+            status = self._server.status(self._children[rank].pid)
+            if status is not None:
+                break
+            time.sleep(0.01)
+        how = f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
+        return Failure(rank, f"the process ended {how} and said nothing", "ProcessDied")
+
+    def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
+        """What the ranks that have not answered are doing."""
+        for rank in ranks:
+            self._children[rank].connection.send(("where", None))
+        places: dict[int, str] = {}
+        deadline = time.monotonic() + _LATE_S
+        while len(places) < len(ranks) and time.monotonic() < deadline:
+            for rank, (answer, content) in self._answers(ranks - set(places), deadline - time.monotonic()).items():
+                places[rank] = str(content) if answer == "where" else answer
+        told = "\n  ".join(f"rank {r}: {places.get(r, 'does not answer')}" for r in sorted(ranks))
+        task = "start" if kind == "ready" else "finish"
+        return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
+
+    def kill(self) -> None:
+        """End all ranks at once; the next run starts new ones."""
+        children, self._children = self._children, []
+        for child in children:
+            child.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def close(self) -> None:
+        """Let the ranks leave, and make sure that they do."""
+        for child in self._children:
+            try:
+                child.connection.send(("leave", None))
+            except OSError:
+                continue
+        for child in self._children:
+            child.connection.poll(5.0)
+        self.kill()

@@ -1,0 +1,43 @@
+"""A program in another floating type: verified in float64, say, whatever it will train in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from passes.blocks import Block
+from passes.errors import InputsError
+from passes.retype import retype
+from passes.serialize import block_from_data, block_to_data, dtype_name, dtype_of
+from runtime.program import BlockGraph, Program
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def with_precision(program: Program, precision: str | None) -> Program:
+    """``program`` with every floating type in it changed; itself for ``None``."""
+    if precision is None:
+        return program
+    if precision not in PRECISIONS:
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
+    dtype = PRECISIONS[precision]
+    return program.model_copy(
+        update={
+            "blocks": {name: _retyped(name, block, dtype) for name, block in program.blocks.items()},
+            "states": {name: _with_dtype(s, dtype) for name, s in program.states.items()},
+            "values": {name: _with_dtype(v, dtype) for name, v in program.values.items()},
+            "inputs": tuple(_with_dtype(i, dtype) for i in program.inputs),
+        }
+    )
+
+
+def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
+    floating = dtype_of(data.dtype).is_floating_point
+    return data.model_copy(update={"dtype": dtype_name(dtype)}) if floating else data
+
+
+def _retyped(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
+    block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
+    retype(block.graph, dtype)
+    return data.model_copy(update={"nodes": block_to_data(block)})

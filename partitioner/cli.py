@@ -20,6 +20,7 @@ from partitioner.cli_target import load_target
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Partition an unmodified PyTorch model: plan it for a cluster, look at the plan, prove, verify and run it.",
@@ -46,16 +47,18 @@ def _example(*lines: str) -> str:
 
 @app.command(
     epilog=_example(
-        "partitioner plan gpt.py:make --topology local:4 -o plan.json --svg plan.svg",
-        "partitioner plan gpt.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
-        "partitioner plan gpt.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
+        "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
+        "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
+        "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
     )
 )
 def plan(
     function: ModelFunction,
     topology: Annotated[
         str,
-        typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."),
+        typer.Option(
+            "--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."
+        ),
     ] = "detect",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan to this JSON file.", show_default=False)
@@ -63,9 +66,7 @@ def plan(
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.", show_default=False)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)
-    ] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
     schedule: Annotated[str | None, typer.Option(help="`1f1b` or `gpipe`.", show_default=False)] = None,
     recompute: Annotated[
         str | None, typer.Option(help="Recompute activations: `none` or `full`.", show_default=False)
@@ -158,7 +159,7 @@ def prove(plan_file: PlanFile) -> None:
     output().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
 
 
-@app.command(epilog=_example("partitioner verify plan.json gpt.py:make"))
+@app.command(epilog=_example("partitioner verify plan.json model.py:make"))
 def verify(
     plan_file: PlanFile,
     function: ModelFunction,
@@ -186,7 +187,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog=_example("partitioner run plan.json gpt.py:make --steps 20 --lr 1e-3"))
+@app.command(epilog=_example("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
 def run(
     plan_file: PlanFile,
     function: ModelFunction,

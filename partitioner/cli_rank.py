@@ -44,7 +44,15 @@ def _states(mine: RankProgram) -> RenderableType:
     for name, layout in list(mine.states.items())[:_MOST_STATES]:
         state = mine.program.states[name]
         shape = local_shape(layout, state.shape, tp)
-        cells = [name, state.kind, str(layout), _shape(state.shape), _shape(shape), state.dtype, ", ".join(state.grad_axes)]
+        cells = [
+            name,
+            state.kind,
+            str(layout),
+            _shape(state.shape),
+            _shape(shape),
+            state.dtype,
+            ", ".join(state.grad_axes),
+        ]
         table.add_row(*map(Text, cells))
     rest = len(mine.states) - _MOST_STATES
     if rest > 0:

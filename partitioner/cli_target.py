@@ -65,7 +65,8 @@ def _module(where: str) -> ModuleType:
         raise TargetError(f"there is no file {where}; expected FILE.py:FUNCTION")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that pickles and dataclasses in the file find it
     with _blaming(where):
@@ -86,7 +87,8 @@ def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     ]
     if needed:
         raise TargetError(f"{where}:{name} needs arguments ({', '.join(needed)}); expected a function without any")
-    return found
+    made: Callable[[], Any] = found
+    return made
 
 
 @contextlib.contextmanager
@@ -107,7 +109,11 @@ def _target(made: Any, text: str) -> Target:
     from torch import nn
 
     parts = made if isinstance(made, tuple) else (made,)
-    if 1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and (len(parts) < 3 or parts[2] is None or callable(parts[2])):
+    if (
+        1 <= len(parts) <= 3
+        and isinstance(parts[0], nn.Module)
+        and (len(parts) < 3 or parts[2] is None or callable(parts[2]))
+    ):
         return Target(*parts)
     shape = ", ".join(type(p).__name__ for p in parts)
     raise TargetError(f"{text} returned {f'({shape})' if isinstance(made, tuple) else shape}; expected {SHAPE}")

@@ -107,9 +107,9 @@ class Evaluator:
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         for stage, plan in enumerate(split.stages):
-            for call in problem.calls[plan.start : plan.stop]:
+            for place, call in enumerate(problem.calls[plan.start : plan.stop], plan.start):
                 stage_of_call[call.index] = stage
-                recompute += [call.index] if plan.recompute else []
+                recompute += [call.index] if place < plan.start + plan.recompute else []
         return Solved(
             mesh,
             num_microbatches,

@@ -24,8 +24,18 @@ from partitioner.explain_tables import (
 )
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Candidate, Plan
+from partitioner.timing import stage_seconds
 from partitioner.units import bytes_text, count_text, percent, plural, ranges, seconds_text
 
+_KINDS = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tp_communication": "collectives inside blocks",
+    "pp_communication": "sends between stages",
+    "bubble": "pipeline bubble",
+    "reduction": "reduction of gradients",
+    "optimizer": "the optimizer's update",
+}
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -43,7 +53,8 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     """The summary for a terminal."""
     whole = outline(plan.program)
     size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
-    parts: list[RenderableType] = [heading(f"{plan.model}{size}"), figures(plan), "", stage_table(plan, whole)]
+    stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
+    parts: list[RenderableType] = [heading(f"{plan.model}{size}"), figures(plan), "", stages]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
@@ -100,7 +111,7 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
     total = sum(estimate.breakdown.values())
     if total > 0:
         kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
-        yield _line(f"Time: most of the step is {kind} ({percent(seconds / total)}).")
+        yield _line(f"Time: most of the step is {_KINDS.get(kind, kind)} ({percent(seconds / total)}).")
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])
@@ -118,8 +129,9 @@ def _breakdown(plan: Plan) -> list[RenderableType]:
     total = sum(s for _, s in kinds)
     if not total:
         return []
-    words = f"One step takes {seconds_text(plan.estimate.step_time)} on the slowest rank, at {percent(plan.estimate.mfu)} MFU:"
-    return [_line(words), bars([(kind, s / total, seconds_text(s)) for kind, s in kinds])]
+    taken, mfu = seconds_text(plan.estimate.step_time), percent(plan.estimate.mfu)
+    words = f"One step takes {taken} on the slowest rank, at {mfu} MFU:"
+    return [_line(words), bars([(_KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
 
 
 def _cut(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
@@ -196,16 +208,17 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def baselines(plan: Plan) -> list[tuple[str, Candidate]]:
-    """Plain data parallelism and the textbook Megatron layout (``tp`` fills a node, then ``pp`` and ``dp``)."""
+    """Plain data parallelism and the textbook Megatron layout: widest ``tp``, fewest stages, ``dp`` over the rest."""
     ranked = best_first(plan.certificate.candidates)
     found = []
     plain_data = [c for c in ranked if all(n == 1 for a, n in c.mesh.items() if a != "dp")]
     if plain_data:
         found.append(("Plain data parallelism", plain_data[0]))
-    tensor = min(plan.topology.devices_per_node, plan.program.world_size)
-    megatron = [c for c in ranked if c.mesh.get("tp", 1) == tensor > 1]
-    if megatron:
-        found.append((f"Megatron's layout, tensor parallelism over a node's {tensor} devices", megatron[0]))
+    widest = max((c.mesh.get("tp", 1) for c in ranked), default=1)
+    solved = [c for c in ranked if c.mesh.get("tp", 1) == widest and c.status != "bounded"]
+    megatron = min(solved, key=lambda c: (c.status == "infeasible", c.mesh.get("pp", 1)), default=None)
+    if megatron and widest > 1:
+        found.append((f"Megatron's layout, tensor parallelism as wide as it goes (tp {widest})", megatron))
     return found
 
 
@@ -223,8 +236,9 @@ def _fate(candidate: Candidate, chosen: float) -> str:
 
 def _certificate(plan: Plan) -> Iterator[RenderableType]:
     c = plan.certificate
-    yield _line(f"Under the cost model the plan costs {seconds_text(c.objective)} and no candidate can cost less than "
-                f"{seconds_text(c.bound)}: " + ("it is optimal." if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}."))  # fmt: skip
+    verdict = "it is optimal" if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}"
+    least = f"no candidate can cost less than {seconds_text(c.bound)}"
+    yield _line(f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}.")
     yield _line(f"{percent(plan.shares.matmul_sharded)} of the matrix-multiply work is sharded.")
 
 

@@ -101,24 +101,24 @@ def certificate_line(plan: Plan) -> str:
 
 
 def candidate_counts(candidates: Sequence[Candidate]) -> str:
-    """``24 evaluated: 1 chosen, 3 slower, 20 cannot be faster``."""
+    """``24 considered: 1 chosen, 3 slower, 20 cannot be faster``."""
     if not candidates:
         return ""
     counts = {s: sum(c.status == s for c in candidates) for s in STATUS_WORDS}
-    return f"{len(candidates)} evaluated: " + ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
+    return f"{len(candidates)} considered: " + ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
 
 
-def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]] = ()) -> Padding:
+def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
     """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
     table = _table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
-         ("of", True)] + ([("forward", True), ("backward", True), ("idle", True)] if busy else [])
+         ("of", True), ("forward", True), ("backward", True)]
     )  # fmt: skip
     rooms, peaks = capacities(plan), plan.estimate.memory
     for stage in whole.stages:
         known = [r for r in stage.ranks if r < len(peaks)]
         rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
-        calls = ", ".join(f"{g.count} × {' + '.join(g.blocks)}" for g in stage.groups)
+        calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
         row = [
             str(stage.index),
             ranges(stage.ranks),
@@ -128,10 +128,7 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]] 
             "" if rank is None else bytes_text(peaks[rank]),
             "" if rank is None else bytes_text(rooms[rank]),
         ]
-        if busy:
-            ahead, back = busy[stage.index]
-            idle = 1 - (ahead + back) / plan.estimate.step_time if plan.estimate.step_time else 0.0
-            row += [seconds_text(ahead), seconds_text(back), percent(max(0.0, idle))]
+        row += map(seconds_text, busy[stage.index])
         table.add_row(*map(Text, row))
     return indented(table)
 
@@ -197,7 +194,7 @@ def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
     """(name, share of one, value) as a bar chart."""
     grid = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left"):
-        grid.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        grid.add_column(justify=justify, no_wrap=True)
     for name, share, value in shares:
         grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
     return indented(grid)

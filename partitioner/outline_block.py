@@ -101,7 +101,8 @@ def block_weights(block: BlockGraph, call: CallData, states: Mapping[str, StateD
         if state.kind == "parameter":
             prefix = call.path + "."
             short = name.removeprefix(prefix) if call.path else name
-            how = layout_phrase(block, placeholder, Layout.parse(state.layout))
+            layout = Layout.parse(state.layout)
+            how = "sharded" if layout.is_shard and len(state.shape) == 1 else layout_phrase(block, placeholder, layout)
             weights.append(Weight(short, state.shape, state.layout, how, state.requires_grad))
     return weights
 

@@ -13,6 +13,7 @@ from runtime.program import Data, Program, RankProgram
 if TYPE_CHECKING:
     from torch import nn
 
+    from partitioner.solve.sharding import ShardingSolution
     from partitioner.verify import Verification
     from runtime.prove import Proof
 
@@ -131,3 +132,8 @@ class Plan(Data):
         from partitioner.planfile import export_ranks
 
         return export_ranks(self, Path(folder))
+
+
+def operator_share(batch: ShardingSolution, tensor: ShardingSolution) -> OperatorShare:
+    """The shares of a plan: of matrix products that ``tp`` divides, and of operators that no rule covers."""
+    return OperatorShare(matmul_sharded=tensor.matmul_sharded, without_rule=batch.without_rule)

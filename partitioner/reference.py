@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.batch import leaves_by_path
+
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the model computes: the leaves of its result in order, the loss, and every parameter's gradient by name."""
+    """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name."""
 
-    outputs: tuple[Any, ...]
+    outputs: dict[str, Any]
     loss: Tensor | None
     grads: dict[str, Tensor]
 
@@ -84,7 +86,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
             total.backward()
     named = model.named_parameters(remove_duplicate=False)
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
-    leaves = tuple(v.detach() if isinstance(v, Tensor) else v for v in pytree.tree_leaves(output))
+    leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in leaves_by_path(output).items()}
     return Reference(leaves, None if total is None else total.detach(), grads if train else {})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import re
 import traceback
@@ -74,7 +75,8 @@ def make_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
-            "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, or pass an ExportedProgram"
+            "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
+            "or pass an ExportedProgram"
         ) from error
     return Twin(twin, mode, tuple(_drop_caches(twin)))
 
@@ -92,7 +94,7 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
         nested = [v for v in vars(config).values() if hasattr(v, "use_cache")] if hasattr(config, "__dict__") else []
         for part in (config, *nested):
             if getattr(part, "use_cache", False) is True:
-                part.use_cache = False  # type: ignore[union-attr]
+                part.use_cache = False
                 dropped = True
     if dropped:
         yield "generation caches are left out: use_cache is off in the plan"
@@ -101,8 +103,8 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
 def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     """Export the twin.
 
-    Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line and
-    torch.export's reason where it cannot be traced.
+    Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
+    and torch.export's reason where it cannot be traced.
     """
     try:
         with _quiet():
@@ -118,12 +120,12 @@ def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exporte
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings and logs of torch's own, and encoder layers as operators rather than one fused inference kernel."""
+    """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel."""
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     torch.backends.mha.set_fastpath_enabled(False)
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -148,9 +150,14 @@ def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = [f"{path}: {tuple(leaf.shape)}" for path, leaf in leaf_paths((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = [
+        f"{path}: {tuple(leaf.shape)}"
+        for path, leaf in [*leaf_paths(args), *leaf_paths(kwargs)]
+        if isinstance(leaf, Tensor)
+    ]
     return (
-        f"{type(model).__name__}.forward fails on these inputs{_where(error)}: {type(error).__name__}: {_reason(error)}\n"
+        f"{type(model).__name__}.forward fails on these inputs{_where(error)}: "
+        f"{type(error).__name__}: {_reason(error)}\n"
         f"The inputs are {', '.join(given)}."
     )
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-import torch
 from torch import fx
 
 from passes.gradients import differentiable
@@ -88,8 +87,8 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
             if strategy is not None:
                 found.append(strategy)
     for positions in factors.linear:
-        if any(nodes[i].meta["val"].dtype == torch.bool for i in positions):
-            continue  # truth values do not add up
+        if not all(differentiable(nodes[i].meta["val"]) for i in positions):
+            continue  # truth values do not add up, and a whole number has no n-th
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found

@@ -1,8 +1,8 @@
 """Fold a flat graph into block types and calls.
 
 Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`. Values that depend on inputs and constants
-alone (masks, rotary tables, shifted labels) and that several calls read are made by ``shared`` calls; those that one call
-reads are made in it.
+alone (masks, rotary tables, shifted labels) and that several calls read are made by ``shared`` calls; those that one
+call reads are made in it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
-from passes.blocks import Block, Call, FoldedModel, ModelOutput, State, TensorSpec
+from passes.blocks import Block, Call, FoldedModel, State, TensorSpec
 from passes.capture import Captured
 from passes.rewrite import aten
 from passes.segment import Unit, is_product, segment
@@ -28,27 +28,31 @@ _SHARED = "shared"
 def fold(captured: Captured) -> FoldedModel:
     """The folded model of a captured graph. The graph's ``state`` marks and common values are settled in place."""
     graph = captured.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
-        node.meta["state"] = captured.states.get(captured.placeholders[node.name])
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["state"] = captured.states.get(captured.placeholders[node.name])
+    _join_results(graph)
+    moved = _copy_returned_states(graph)
     free = _free_nodes(graph)
-    merged = _share_common(graph, free)
-    results = {name: merged.get(name, name) for name in _result_names(captured)}
+    moved |= _share_common(graph, free)
 
     operators = [n for n in graph.nodes if n.op == "call_function"]
     units = segment([n for n in operators if n not in free], captured.classes)
     shared, units = _place_free([n for n in operators if n in free], units)
     folder = _Folder(captured, shared, units)
     folder.run()
-    values = {name: folder.result(value) for name, value in results.items()}
-    outputs = [replace(o, value=values[o.value]) if o.value is not None else o for o in captured.outputs]
+    by_name = {n.name: n for n in graph.nodes}
+
+    def value_of(name: str) -> str:
+        return folder.value_of[by_name[moved.get(name, name)]]
+
     return FoldedModel(
         blocks=folder.named_blocks(),
         calls=folder.calls,
         states=dict(captured.states),
         inputs=list(captured.inputs),
-        outputs=outputs,
-        loss=values[captured.loss] if captured.loss is not None else None,
+        outputs=[replace(o, value=value_of(o.value)) if o.value is not None else o for o in captured.outputs],
+        loss=value_of(captured.loss) if captured.loss is not None else None,
         values={i.value: i.spec for i in captured.inputs} | folder.specs,
         constants=dict(captured.constants),
         tree=captured.tree,
@@ -56,9 +60,27 @@ def fold(captured: Captured) -> FoldedModel:
     )
 
 
-def _result_names(captured: Captured) -> list[str]:
-    names = [o.value for o in captured.outputs if o.value is not None]
-    return [*names, captured.loss] if captured.loss is not None else names
+def _join_results(graph: fx.Graph) -> None:
+    """Move the parts of operators with several results next to them."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            node.args[0].append(node)
+            node.meta.update({k: node.args[0].meta[k] for k in ("path", "stack") if k in node.args[0].meta})
+
+
+def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
+    """Let states that are returned as they are pass through an operator; which name went where."""
+    output = next(reversed(graph.nodes))
+    moved: dict[str, str] = {}
+    for node in output.all_input_nodes:
+        if node.op == "placeholder" and node.meta["state"] is not None:
+            with graph.inserting_before(output):
+                copy = graph.call_function(aten.clone.default, (node,))
+            path = f"{node.meta['state'].name}.value"
+            copy.meta = {"val": node.meta["val"], "path": path, "stack": (path,)}
+            output.replace_input_with(node, copy)
+            moved[node.name] = copy.name
+    return moved
 
 
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
@@ -151,12 +173,12 @@ class _Folder:
         self.captured = captured
         self.shared = shared
         self.units = units
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # their block's name is set at the end
+        self.keys: list[tuple[Any, ...]] = []
         self.specs: dict[str, TensorSpec] = {}
         self.blocks: dict[tuple[Any, ...], Block] = {}
         self.paths: Counter[str] = Counter()
         self.value_of: dict[fx.Node, str] = {}
-        self.by_name = {n.name: n for n in captured.graph.nodes}
         for node in captured.graph.nodes:
             if node.op == "placeholder" and node.meta["state"] is None:
                 self.value_of[node] = captured.placeholders[node.name]
@@ -181,32 +203,19 @@ class _Folder:
             self.specs[name] = TensorSpec.of(node.meta["val"])
         states = tuple(self.captured.placeholders[n.name] for n in sign.states)
         inputs = tuple(self.value_of[n] for n in sign.inputs)
-        self.calls.append(Call(sign.key, path, states, inputs, names, shared))  # type: ignore[arg-type]
+        self.calls.append(Call("", path, states, inputs, names, shared))
+        self.keys.append(sign.key)
 
     def unique(self, path: str) -> str:
         count = self.paths[path]
         self.paths[path] += 1
         return path if count == 0 else self.unique(f"{path}#{count}")
 
-    def result(self, name: str) -> str:
-        """The value that the graph's node ``name`` is; a state that is returned as it is passes through a call."""
-        node = self.by_name[name]
-        if node not in self.value_of:
-            graph = node.graph
-            with graph.inserting_before(next(reversed(graph.nodes))):
-                copy = graph.call_function(aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            graph_output = next(reversed(graph.nodes))
-            graph_output.args = ((*graph_output.args[0], copy),)  # type: ignore[misc]
-            self.call(Unit(f"{self.captured.placeholders[name]}.value", [copy]))
-            self.value_of[node] = self.value_of[copy]
-        return self.value_of[node]
-
     def named_blocks(self) -> dict[str, Block]:
         """The blocks by name; the calls then name them."""
         paths: dict[Any, list[str]] = {}
-        for call in self.calls:
-            paths.setdefault(call.block, []).append(call.path)
+        for key, call in zip(self.keys, self.calls, strict=True):
+            paths.setdefault(key, []).append(call.path)
         taken: Counter[str] = Counter()
         blocks: dict[str, Block] = {}
         for key, block in self.blocks.items():
@@ -214,7 +223,7 @@ class _Folder:
             taken[name] += 1
             block.name = name if taken[name] == 1 else f"{name}#{taken[name]}"
             blocks[block.name] = block
-        self.calls = [replace(c, block=self.blocks[c.block].name) for c in self.calls]  # type: ignore[index]
+        self.calls = [replace(c, block=self.blocks[k].name) for k, c in zip(self.keys, self.calls, strict=True)]
         return blocks
 
 

@@ -1,8 +1,8 @@
 """From an exported program to one flat graph of pure operators.
 
 Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (what enters a region without
-gradients passes through an explicit ``detach``), no assertions and no in-place operators; buffers that the model changes
-are its first outputs, as torch.export's signature lists them.
+gradients passes through an explicit ``detach``), no assertions and no in-place operators; buffers that the model
+changes are its first outputs, as torch.export's signature lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.export import source_of
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 # In-place by their schema, but applied to tensors made for the purpose.
-_PURE = {aten.detach_.default: aten.detach.default}
+_PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram) -> ExportedProgram:
@@ -40,7 +40,8 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
         return flat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return flat.run_decompositions({})
+        functional: ExportedProgram = flat.run_decompositions({})
+    return functional
 
 
 def _trainable(program: ExportedProgram) -> set[str]:
@@ -98,10 +99,11 @@ class _Inliner:
 
     def region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
         """Inline a sub-graph that runs with gradients or autocast switched."""
-        args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         name = node.target.name()  # type: ignore[union-attr]
         if name == "wrap_with_set_grad_enabled":
-            grad, owner, *operands = args
+            enabled, owner, *operands = args
+            grad = bool(enabled)
         elif name == "wrap_with_autocast" and args[2] is False:
             owner, *operands = args[4:]
         elif name == "wrap_with_autocast":
@@ -115,7 +117,7 @@ class _Inliner:
                 "write it without torch.cond, while_loop and their kin"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
-        return self.body(owner, dict(zip(inner, operands, strict=True)), bool(grad))
+        return self.body(owner, dict(zip(inner, operands, strict=True)), grad)
 
     def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
@@ -123,7 +125,7 @@ class _Inliner:
             return self.without_grad(value) if not grad and value in self.needs_grad else value
 
         made = self.graph.node_copy(node, operand)
-        made.target = _PURE.get(node.target, node.target)  # type: ignore[arg-type]
+        made.target = _PURE.get(node.target, node.target)
         if made.target is not aten.detach.default and any(n in self.needs_grad for n in made.all_input_nodes):
             self.needs_grad.add(made)
         return made

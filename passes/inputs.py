@@ -49,7 +49,8 @@ def _split(model: nn.Module, inputs: Any) -> Bound:
     if inputs is None:
         return (), _dummy_inputs(model)
     raise InputsError(
-        f"inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; got {type(inputs).__name__}"
+        "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
+        f"got {type(inputs).__name__}"
     )
 
 
@@ -57,18 +58,17 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
     """A Hugging Face model's own sample."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
+    size = getattr(config, "image_size", None)
+    if main == "pixel_values" and size is not None:
         height, width = size if isinstance(size, tuple | list) else (size, size)
         return {main: torch.empty(2, getattr(config, "num_channels", 3), height, width, device="meta")}
-    if main is not None and hasattr(model, "dummy_inputs"):
-        given = {k: v for k, v in model.dummy_inputs.items() if k in accepted}
-        if main in given:
-            return given
+    sample = getattr(model, "dummy_inputs", None)
+    if isinstance(sample, dict) and main in sample:
+        return {k: v for k, v in sample.items() if k in accepted}
     takes = ", ".join(accepted)
     raise InputsError(
-        f"{type(model).__name__} has no inputs of its own: pass inputs=(...) for positional or inputs={{...}} for keyword "
-        f"arguments, one whole global batch (meta tensors are fine); forward takes ({takes})"
+        f"{type(model).__name__} has no inputs of its own: pass inputs=(...) for positional or inputs={{...}} for "
+        f"keyword arguments, one whole global batch (meta tensors are fine); forward takes ({takes})"
     )
 
 

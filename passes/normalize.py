@@ -1,8 +1,9 @@
 """The normal form: one way to say each thing, so that few rules and patterns cover many models.
 
-Requires: a captured graph. Provides: no aliases, copies, casts or reshapes that do nothing, no in-place or bias-carrying
-products; means as sums times a constant, so that a sharded mean is a partial sum; losses as logsumexp, gather and sums over
-a count that depends on targets alone; constant attention masks recognised. Every rewrite is exact up to the order of sums.
+Requires: a captured graph. Provides: no aliases, copies, casts or reshapes that do nothing, no bias-carrying products;
+means as sums times a constant, so that a sharded mean is a partial sum; losses as logsumexp, gather and sums over a
+count that depends on targets alone; constant attention masks recognised. Every
+rewrite is exact up to the order of sums.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def count(x: fx.Node, dims: Sequence[int] | None) -> int:
     return math.prod(sizes[d] for d in dims) if dims else math.prod(sizes)
 
 
-def mean(build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def mean(
+    build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     x = to_dtype(build, x, dtype)
     size = count(x, dims)
     return build(aten.mul.Tensor, total(build, x, dims, keepdim), 1 / size) if size else KEEP
@@ -147,7 +149,14 @@ def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
 
 
 def attention(
-    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    build: Builder,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if dropout_p:
         raise _random(build, f"attention dropout of {dropout_p}")
@@ -166,7 +175,12 @@ def _random(build: Builder, what: str) -> UnsupportedError:
     )
 
 
-_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.native_dropout.default)
+_DROPOUTS = (
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.native_dropout.default,
+)
 _DRAWS = (
     aten.bernoulli.default,
     aten.bernoulli.p,

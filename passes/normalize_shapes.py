@@ -44,7 +44,9 @@ def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
 
 
-def slice_(build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_(
+    build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     dim %= len(shape(x))
     size = shape(x)[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -154,7 +156,13 @@ _RESHAPES = (
     aten.squeeze.default,
 )
 _EXPANDS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
-_SPLITS = (aten.split.Tensor, aten.split.sizes, aten.chunk.default, aten.split_with_sizes.default, aten.unsafe_chunk.default)
+_SPLITS = (
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.chunk.default,
+    aten.split_with_sizes.default,
+    aten.unsafe_chunk.default,
+)
 _ZEROS = (
     aten.zeros.default,
     aten.new_zeros.default,

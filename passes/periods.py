@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,7 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     first = start + shift
     cuts = [first + i * period for i in range((start + length - first) // period + 1)]
     borders = sorted({0, *cuts, len(nodes)})
-    return [list(nodes[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    return [list(nodes[a:b]) for a, b in itertools.pairwise(borders)]
 
 
 def _tokens(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:

@@ -29,6 +29,6 @@ def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
             if isinstance(value, Tensor) and value.dtype.is_floating_point:
                 node.meta["val"] = value.to(dtype)
         elif node.op == "call_function":
-            node.args = fx.node.map_aggregate(node.args, retyped)  # type: ignore[assignment]
-            node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)  # type: ignore[assignment]
+            node.args = fx.node.map_aggregate(node.args, retyped)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
     propagate(graph)

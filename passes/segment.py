@@ -1,15 +1,16 @@
 """Cut a flat graph into units: runs of consecutive operators that become the calls of a folded model.
 
-Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one call
-of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
+Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one
+call of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
 Operators between them, and modules without parameters, go to a neighbour, so that repeated units stay alike.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,13 @@ _DOMINANT = 0.5  # of a module's work, for repeated children to be what it is ma
 
 @dataclass
 class Unit:
-    """Consecutive operators. ``path``: the module call that they are; ``glue``: they hold no parameter and are no module."""
+    """Consecutive operators. ``path``: the module call that they are; ``glue``: they read no parameter;
+    ``leaf``: they are one module that has no parts."""
 
     path: str
     nodes: list[fx.Node]
     glue: bool = False
+    leaf: bool = False
 
 
 @dataclass
@@ -70,7 +73,7 @@ def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     for unit in _runs(nodes, owner):
         work = sum(map(_work, unit.nodes))
         pieces = split_by_period(unit.nodes) if work >= _DOMINANT * root.work else [unit.nodes]
-        units += [Unit(unit.path, piece, unit.glue) for piece in pieces]
+        units += [Unit(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
     return _merge_glue(units)
 
 
@@ -104,7 +107,9 @@ def _work(node: fx.Node) -> float:
         return float(result)
     operands = [n.meta["val"].numel() for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
     # for a m k, k n -> m n: sqrt(mk * kn / mn) = k
-    return 2.0 * result * max(1.0, math.sqrt(operands[0] * operands[-1] / max(1, result))) if operands else float(result)
+    return (
+        2.0 * result * max(1.0, math.sqrt(operands[0] * operands[-1] / max(1, result))) if operands else float(result)
+    )
 
 
 _PRODUCTS = ("mm", "bmm", "linear", "matmul", "einsum", "conv", "scaled_dot_product", "addmm", "bilinear", "grouped_mm")
@@ -130,7 +135,9 @@ def _split(call: _Call, atoms: list[_Call], is_root: bool = False) -> None:
         repeated = counts[part.key] > 1
         like_siblings = (part.list_prefix, part.class_name) in lists
         inside = _longest_chain(part) if repeated else 0
-        if repeated and inside >= max(2, counts[part.key]) or not repeated and not like_siblings and _splittable(part):
+        if (repeated and inside >= max(2, counts[part.key])) or (
+            not repeated and not like_siblings and _splittable(part)
+        ):
             _split(part, atoms)
         else:
             atoms.append(part)
@@ -161,7 +168,7 @@ def _longest_chain(call: _Call) -> int:
 
 def _chained(calls: Sequence[_Call]) -> bool:
     """Whether each call reads, however indirectly, what the one before it made."""
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)
         found = False
@@ -189,7 +196,7 @@ def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Call]) -> list[Unit
         call = owner.get(node)
         if not units or call is not current:
             path = call.name if call is not None else _own_path(node)
-            units.append(Unit(path, [], glue=call is None))
+            units.append(Unit(path, [], glue=call is None, leaf=call is not None and not call.parts))
             current = call
         units[-1].nodes.append(node)
     for unit in units:
@@ -206,10 +213,8 @@ def _merge_glue(units: list[Unit]) -> list[Unit]:
     """Give each piece of glue to a neighbour where that keeps like units alike."""
     keys = [hash(signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
-    repeated = [not u.glue and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
-    following = Counter(
-        (keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue
-    )
+    repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
+    following = Counter((keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue)
     merged: list[Unit] = []
     before: list[fx.Node] = []  # glue that waits for the next unit
     last: int | None = None  # the unit that merged[-1] started from
@@ -218,7 +223,7 @@ def _merge_glue(units: list[Unit]) -> list[Unit]:
             merged.append(Unit(unit.path, [*before, *unit.nodes]))
             before, last = [], i
             continue
-        often = last is not None and 2 * following[keys[last], keys[i]] >= counts[keys[last]]
+        often = last is not None and 2 * following[keys[last], keys[i]] > counts[keys[last]]
         if last is not None and (not repeated[last] or often):
             merged[-1].nodes += unit.nodes
         elif i + 1 < len(units) and not repeated[i + 1]:

@@ -49,7 +49,7 @@ def signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Sign
         index[node] = len(index)
     key = (
         tuple(rows),
-        tuple([_spec(n) + (n.meta["state"].kind, n.meta["state"].requires_grad) for n in states]),
+        tuple([(*_spec(n), n.meta["state"].kind, n.meta["state"].requires_grad) for n in states]),
         tuple([_spec(n) for n in inputs]),
         tuple([index[n] for n in outputs]),
     )

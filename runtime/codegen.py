@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -226,11 +227,11 @@ class _Writer:
             if isinstance(binding, Started) and node in overwritable:
                 function = binding.scratch
             operands = ", ".join(self.render(o) for o in node.all_input_nodes)
-            return f"{self.constant(function)}({operands})"
+            return f"{self.constant(function, node)}({operands})"
         function = FAST.get(node.target, node.target)  # type: ignore[arg-type]
         arguments = [self.render(a) for a in node.args]
         arguments += [f"{k}={self.render(v)}" for k, v in node.kwargs.items()]
-        return f"{self.constant(function)}({', '.join(arguments)})"
+        return f"{self.constant(function, node)}({', '.join(arguments)})"
 
     def product(self, node: fx.Node, to: list[int]) -> bool:
         """Let the sink multiply, where ``node`` is a matrix product that only the sink reads."""
@@ -266,7 +267,16 @@ class _Writer:
             return "device"
         return self.constant(value)
 
-    def constant(self, value: Any) -> str:
-        name = f"c{len(self.globals)}"
+    def constant(self, value: Any, node: fx.Node | None = None) -> str:
+        name = f"{_word(node)}_{len(self.globals)}"
         self.globals[name] = value
         return name
+
+
+def _word(node: fx.Node | None) -> str:
+    """What a traceback calls a node's function: ``mm``."""
+    return (
+        "constant"
+        if node is None
+        else re.sub(r"\W", "_", str(node.target).split(".")[-2] if "." in str(node.target) else node.name)
+    )

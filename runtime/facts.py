@@ -167,13 +167,14 @@ def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[s
     """The values among what a call saves, and the bytes of the rest; states are held in any case."""
     results = pieces.forward.graph.output_node().args[0]
     assert isinstance(results, tuple)
-    named = dict(zip(block.inputs, call.inputs, strict=True))
+    held = pieces.forward.inputs[: len(block.states)]
+    named = dict(zip(pieces.forward.inputs[len(held) :], call.inputs, strict=True))
     own = {n.name: v for n, v in zip(results[: pieces.num_outputs], call.outputs, strict=True)}
     values, rest = [], 0
     for name, node in zip(pieces.saved, results[pieces.num_outputs :], strict=True):
         if name in named or name in own:
             values.append(named.get(name) or own[name])
-        elif name not in block.states and isinstance(node.meta.get("val"), Tensor):
+        elif name not in held and isinstance(node.meta.get("val"), Tensor):
             rest += TensorSpec.of(node.meta["val"]).nbytes
     return tuple(dict.fromkeys(values)), rest
 

@@ -48,7 +48,7 @@ class ForkServer:
         path = os.pathsep.join(dict.fromkeys([str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.forkserver", str(theirs.fileno())],
+                [sys.executable, "-c", f"from runtime.forkserver import serve; serve({theirs.fileno()})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **quiet, "PYTHONPATH": path},
@@ -104,10 +104,12 @@ def fork_server() -> ForkServer:
         return _server
 
 
-def _serve(requests: socket.socket) -> None:
-    """The server's loop, until the client's end is closed."""
+def serve(fd: int) -> None:
+    """The server's loop on its end of the socket, until the client's end is closed."""
     from runtime import worker
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then closes the socket
+    requests = socket.socket(fileno=fd)
     statuses: dict[int, int] = {}
     running: set[int] = set()
     while True:
@@ -143,7 +145,3 @@ def _reap(running: set[int], statuses: dict[int, int]) -> None:
             running.discard(pid)
             statuses[pid] = os.waitstatus_to_exitcode(status)
 
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then closes the socket
-    _serve(socket.socket(fileno=int(sys.argv[1])))

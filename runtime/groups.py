@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.errors import LaunchError
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 CHANNELS = {"F": 0, "B": 1}  # activations and gradients never wait for each other
 
 
@@ -139,18 +141,18 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 
 
 class TorchGroup:
-    """A process group, by its bare methods: the checks of ``torch.distributed`` cost more than a small transfer."""
+    """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
-        self.size = process_group.size()
-        self.index = process_group.rank()
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.size: int = backend.size()
+        self.index: int = backend.rank()
         self._sum = dist.AllreduceOptions()
         self._max = dist.AllreduceOptions()
         self._max.reduceOp = dist.ReduceOp.MAX
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        work = self.process_group.allreduce([x], self._max if maximum else self._sum)
+        work = self.backend.allreduce([x], self._max if maximum else self._sum)
         return _Started(work, x, WHOLE)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
@@ -162,7 +164,7 @@ class TorchGroup:
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         parts = _parts(x, split_dim, self.size)
         out = torch.empty_like(parts)
-        work = self.process_group.alltoall_base(out, parts, [], [])
+        work = self.backend.alltoall_base(out, parts, [], [])
         return _Started(work, out, concat_dim, kept=parts)
 
 
@@ -174,14 +176,14 @@ class GlooGroup(TorchGroup):
         shape = list(x.shape)
         shape[dim] *= self.size
         out = x.new_empty(shape)
-        work = self.process_group.allgather([list(out.chunk(self.size, dim))], [x])
+        work = self.backend.allgather([list(out.chunk(self.size, dim))], [x])
         return _Started(work, out, WHOLE, kept=x)
 
     def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
         if not (scratch and x.is_contiguous()):
             x = x.clone(memory_format=torch.contiguous_format)
         length = x.shape[dim] // self.size
-        work = self.process_group.allreduce([x], self._sum)
+        work = self.backend.allreduce([x], self._sum)
         return _Started(work, x, dim, (self.index * length, length))
 
 
@@ -191,28 +193,29 @@ class NcclGroup(TorchGroup):
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        work = self.process_group._allgather_base(out, x)
+        work = self.backend._allgather_base(out, x)
         return _Started(work, out, dim, kept=x)
 
     def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
         parts = _parts(x, dim, self.size)
         out = torch.empty_like(parts[0])
-        work = self.process_group._reduce_scatter_base(out, parts)
+        work = self.backend._reduce_scatter_base(out, parts)
         return _Started(work, out, WHOLE, kept=parts)
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down.
 _made: dict[tuple[int, ...], TorchGroup] = {}
-_links: dict[Link, dist.ProcessGroup] = {}
+_links: dict[Link, Any] = {}
 
 
 class TorchCommunicator:
     """The ranks ``0 .. world_size - 1`` of the default process group, which is there already.
 
-    ``prepare`` opens the groups in the order given: overlapping groups must come in the same order on all ranks.
+    Groups are made without the other ranks' help, from the default group's store: ``torch.distributed.new_group`` takes
+    all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order.
     """
 
-    def __init__(self, world_size: int, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(self, world_size: int, device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         if not dist.is_initialized():
             raise LaunchError(
                 "there is no process group: start with torchrun and call torch.distributed.init_process_group first"
@@ -226,49 +229,58 @@ class TorchCommunicator:
         self.device = device
         self.everyone = tuple(range(world_size))
         self._timeout = timeout
-        self._kind = NcclGroup if device.type == "cuda" else GlooGroup
+        self._on_gpu = device.type == "cuda"
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
-        for ranks in (self.everyone, *groups):
-            self._open(ranks)
-        if self._kind is NcclGroup:
-            # NCCL has no tags: transfers that cross on one communicator would wait for each other.
-            for link in links:
-                if link not in _links:
-                    _links[link] = self._new([link.source, link.target])
+        for ranks in groups:
+            self._group(ranks)
+        for link in links:
+            key = self._key(link)
+            if key not in _links:
+                _links[key] = self._open((key.source, key.target), f"link {key.channel}")
 
-    def _open(self, ranks: tuple[int, ...]) -> None:
-        if len(ranks) == 1 or ranks in _made:
-            return
-        whole = len(ranks) == dist.get_world_size()
-        process_group = dist.group.WORLD if whole else self._new(list(ranks))
-        assert process_group is not None
-        _made[ranks] = self._kind(process_group)
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) > 1 and ranks not in _made:
+            backend = self._open(ranks, "group")
+            _made[ranks] = NcclGroup(backend) if self._on_gpu else GlooGroup(backend)
+        return self.group(ranks)
 
-    def _new(self, ranks: list[int]) -> Any:
-        return dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+    def _key(self, link: Link) -> Link:
+        """The link whose backend carries ``link``. Gloo has tags, one per channel, and serves both directions at once;
+        NCCL has none, and transfers that cross on one communicator would wait for each other."""
+        return link if self._on_gpu else Link(min(link[:2]), max(link[:2]), "")
+
+    def _open(self, ranks: tuple[int, ...], purpose: str) -> Any:
+        name = f"partition {purpose} {'-'.join(map(str, ranks))}"
+        store = dist.PrefixStore(name, c10d._get_default_store())
+        index, size = ranks.index(self.rank), len(ranks)
+        if self._on_gpu:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            options.global_ranks_in_group = list(ranks)
+            options.group_name = name
+            backend = dist.ProcessGroupNCCL(store, index, size, options)
+        else:
+            backend = dist.ProcessGroupGloo(store, index, size, timeout=self._timeout)
+        backend._set_sequence_number_for_group()
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            return c10d._create_process_group_wrapper(backend, name, store, index, size, self._timeout)
+        return backend
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         return SoloGroup() if len(ranks) == 1 else _made[ranks]
 
     def send(self, x: Tensor, peer: int, channel: str) -> Work:
-        group, target = self._link(Link(self.rank, peer, channel), peer)
-        work: Work = group.send([x], target, CHANNELS[channel])
+        key = self._key(Link(self.rank, peer, channel))
+        work: Work = _links[key].send([x], int(key.target == peer), CHANNELS[channel])
         return work
 
     def recv(self, x: Tensor, peer: int, channel: str) -> Work:
-        group, source = self._link(Link(peer, self.rank, channel), peer)
-        work: Work = group.recv([x], source, CHANNELS[channel])
+        key = self._key(Link(peer, self.rank, channel))
+        work: Work = _links[key].recv([x], int(key.target == peer), CHANNELS[channel])
         return work
 
-    def _link(self, link: Link, peer: int) -> tuple[Any, int]:
-        """The process group that carries ``link``, and ``peer``'s rank in it."""
-        if link in _links:
-            return _links[link], int(peer > self.rank)
-        return dist.group.WORLD, peer
-
     def barrier(self) -> None:
-        if len(self.everyone) > 1:
-            self.group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        self._group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)

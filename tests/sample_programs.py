@@ -38,7 +38,8 @@ class Nodes:
         name = f"{target.split('.')[1]}_{len(self.data)}"
         written = [{"node": a} if isinstance(a, str) and any(d["name"] == a for d in self.data) else a for a in args]
         node = {"name": name, "op": "call_function", "target": target, "args": written, "val": [shape, dtype]}
-        self.data.append(node | ({"path": path} if path else {}))
+        kwargs = {"kwargs": {"dtype": {"dtype": dtype}}} if target == "aten._to_copy.default" else {}
+        self.data.append(node | kwargs | ({"path": path} if path else {}))
         return name
 
     def output(self, *names: str) -> tuple[dict[str, Any], ...]:
@@ -60,7 +61,7 @@ def layer_block(b: int, s: int, h: int, f: int, tp: int) -> BlockGraph:
     for name, shape in states.items():
         n.placeholder(name, shape)
     x = n.placeholder("x", [b, s // tp, h])
-    cos = n.placeholder("cos", [s, h // 8], "float32")
+    cos = n.placeholder("cos", [1, s, 1])
 
     def gather(value: str) -> str:
         if tp == 1:
@@ -94,27 +95,35 @@ def embedding_block(b: int, s: int, h: int, v: int, tp: int) -> BlockGraph:
     return BlockGraph(nodes=n.output(y), states=("weight",), inputs=("ids",))
 
 
-def rotary_block(s: int, h: int) -> BlockGraph:
+def rotary_block(s: int) -> BlockGraph:
     n = Nodes()
     n.placeholder("ids", [1, s], "int64")
-    return BlockGraph(nodes=n.output(n.call("aten.cos.default", "ids", shape=[s, h // 8])), states=(), inputs=("ids",))
+    y = n.call("aten.cos.default", "ids", shape=[1, s], dtype="float32")
+    y = n.call("aten.unsqueeze.default", n.call("aten._to_copy.default", y, shape=[1, s]), 2, shape=[1, s, 1])
+    return BlockGraph(nodes=n.output(y), states=(), inputs=("ids",))
 
 
-def head_block(b: int, s: int, h: int, v: int, tp: int) -> BlockGraph:
+def head_block(b: int, s: int, h: int, v: int, tp: int, skip: bool) -> BlockGraph:
     n = Nodes()
     n.placeholder("norm", [h])
     n.placeholder("weight", [v // tp, h])
     n.placeholder("x", [b, s // tp, h])
     n.placeholder("labels", [b, s], "int64")
+    if skip:
+        n.placeholder("embedded", [b, s // tp, h])
     y = n.call("aten.mul.Tensor", "x", "norm", shape=[b, s // tp, h])
+    if skip:
+        y = n.call("aten.add.Tensor", y, "embedded", shape=[b, s // tp, h])
     if tp > 1:
         y = n.call("partition.all_gather.default", y, 1, "tp", tp, "reduce", shape=[b, s, h], path="lm_head")
     y = n.call("aten.linear.default", y, "weight", shape=[b, s, v // tp])
-    y = n.call("aten.logsumexp.default", y, "labels", shape=[b, s], dtype="float32")
+    y = n.call("aten._to_copy.default", y, shape=[b, s, v // tp], dtype="float32")
+    y = n.call("aten.logsumexp.default", y, [2], shape=[b, s], dtype="float32")
     if tp > 1:
         y = n.call("partition.all_reduce.default", y, "tp", tp, "copy", shape=[b, s], dtype="float32", path="loss")
+    y = n.call("aten.mul.Tensor", y, "labels", shape=[b, s], dtype="float32")
     y = n.call("aten.sum.default", y, shape=[], dtype="float32")
-    return BlockGraph(nodes=n.output(y), states=("norm", "weight"), inputs=("x", "labels"))
+    return BlockGraph(nodes=n.output(y), states=("norm", "weight"), inputs=("x", "labels", *["embedded"] * skip))
 
 
 def llama(
@@ -132,7 +141,7 @@ def llama(
     schedule: str = "1f1b",
     recompute: bool = False,
 ) -> Program:
-    """A Llama-like program. ``tied``: one embedding and head weight; ``skip``: the last stage also reads the embedding."""
+    """A Llama-like program. ``tied``: one embedding and head weight; ``skip``: the head also reads the embedding."""
     b, s, h, f = 1, sequence, hidden, 14336 * hidden // 4096
     states: dict[str, StateData] = {}
     values: dict[str, Value] = {}
@@ -164,7 +173,9 @@ def llama(
             block="Embedding", path="model.embed_tokens", states=(embed,), inputs=("input_ids",), outputs=(value("x0"),)
         )
     )
-    values["cos"] = Value(shape=(s, h // 8), dtype="float32")
+    for name in ("input_ids", "labels"):
+        values[name] = Value(shape=(b, s), dtype="int64")
+    values["cos"] = Value(shape=(1, s, 1), dtype=BF16)
     for stage in range(pp):
         calls[stage].append(
             CallData(block="RotaryEmbedding", path="model.rotary_emb", inputs=("input_ids",), outputs=("cos",))
@@ -238,9 +249,9 @@ def llama(
         schedule=schedule,
         blocks={
             "Embedding": embedding_block(b, s, h, vocabulary, tp),
-            "RotaryEmbedding": rotary_block(s, h),
+            "RotaryEmbedding": rotary_block(s),
             "DecoderLayer": layer_block(b, s, h, f, tp),
-            "Head": head_block(b, s, h, vocabulary, tp),
+            "Head": head_block(b, s, h, vocabulary, tp, skip),
         },
         states=states,
         values=values,
@@ -258,8 +269,8 @@ def _one_f_one_b(stage: int, pp: int, m: int, calls: int, crossing: dict[int, tu
     made: list[Instruction] = []
 
     def forward(i: int) -> None:
-        if stage in (0, pp - 1):
-            made.append(Instruction(op="LOAD", stage=stage, microbatch=i, values=("labels" if stage else "input_ids",)))
+        inputs = ("input_ids", "labels") if stage == pp - 1 else ("input_ids",)
+        made.append(Instruction(op="LOAD", stage=stage, microbatch=i, values=inputs))
         if stage:
             made.append(Instruction(op="RECV_F", stage=stage, microbatch=i, values=crossing[stage], peer=stage - 1))
         made.append(Instruction(op="F", stage=stage, microbatch=i, calls=(0, calls)))
@@ -293,12 +304,12 @@ def plan_of(program: Program, model: str = "LlamaForCausalLM", notes: tuple[str,
     mesh = dict(program.mesh)
     data = {axis: program.world_size if axis == "dp" else 1 for axis in mesh}
     megatron = {**mesh, "tp": min(8, program.world_size), "pp": 1, "dp": max(1, program.world_size // 8)}
+    one = {"microbatch_size": 1, "schedule": "1f1b"}
     candidates = (
-        Candidate(mesh=mesh, microbatch_size=1, schedule="1f1b", status="chosen", bound=1.2, step_time=1.234, memory=memory[0]),
-        Candidate(mesh=megatron, microbatch_size=1, schedule="1f1b", status="solved", bound=1.3, step_time=1.5, memory=60 * 2**30),
+        Candidate(mesh=mesh, **one, status="chosen", bound=1.2, step_time=1.234, memory=memory[0]),
+        Candidate(mesh=megatron, **one, status="solved", bound=1.3, step_time=1.5, memory=60 * 2**30),
         Candidate(mesh={**mesh, "dp": 1, "tp": 8}, microbatch_size=2, schedule="gpipe", status="bounded", bound=1.9),
-        Candidate(mesh=data, microbatch_size=1, schedule="1f1b", status="infeasible", memory=120 * 2**30,
-                  reason="stage 0 lacks 43 GiB"),
+        Candidate(mesh=data, **one, status="infeasible", memory=120 * 2**30, reason="stage 0 lacks 43 GiB"),
     )  # fmt: skip
     return Plan(
         program=program,
@@ -307,7 +318,7 @@ def plan_of(program: Program, model: str = "LlamaForCausalLM", notes: tuple[str,
         constraints=Constraints(),
         estimate=Estimate(
             step_time=1.234, mfu=0.431, bubble=0.112, memory=memory,
-            breakdown={"computation": 0.87, "pipeline bubble": 0.138, "tensor-parallel collectives": 0.19, "sends": 0.036},
+            breakdown={"compute": 0.87, "bubble": 0.138, "tp_communication": 0.19, "pp_communication": 0.036},
         ),
         certificate=Certificate(objective=1.234, bound=1.2, gap=0.0276, candidates=candidates),
         shares=OperatorShare(matmul_sharded=0.987, without_rule={"aten.sort.stable": 0.004}),

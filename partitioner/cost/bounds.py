@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
 from partitioner.constraints import Constraints
-from partitioner.cost.calls import CallCost, node_operands, operand_needs
+from partitioner.cost.calls import CallCost, fan_out, node_operands, operand_needs
 from partitioner.cost.compute import memory_rate, product_rate
 from partitioner.cost.estimate import Machine, stage_problem
 from partitioner.cost.operators import (
@@ -42,22 +43,28 @@ from passes.blocks import Block, FoldedModel
 from passes.factors import needs_gradient
 from passes.fuse import fuse_bias
 
+Vector = NDArray[np.float64]
+Number = TypeVar("Number", float, Vector)
+
+_FIELDS = ("pp", "dp", "tp", "microbatch_size")
 _ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True)
 class Work:
     """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
-    of the traffic of weights."""
+    of the traffic of weights. ``views``: of copies that views make, which a sharded graph may be spared."""
 
     launches: float = 0.0
     batch: float = 0.0
     weights: float = 0.0
     flops: float = 0.0
+    views: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
-    def at(self, share: float, tp: int) -> float:
+    def at(self, share: Number, tp: Number) -> Number:
         """Seconds for this share of the batch, divided over ``tp`` ranks."""
-        return self.launches + self.batch * share / tp + self.weights / tp
+        seconds = self.launches + self.batch * share / tp + self.weights / tp
+        return seconds + (tp == 1) * (self.views[0] + self.views[1] * share)
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,11 @@ class BlockWork:
         """The least that a call can cost one of ``tp`` ranks for this share of the batch."""
         scale = share / tp
         return CallCost(
-            forward_s=self.forward.at(share, tp),
-            backward_s=self.backward.at(share, tp),
+            forward_s=self.forward.at(share, float(tp)),
+            backward_s=self.backward.at(share, float(tp)),
             saved_bytes=self.kept.inside * scale,
             saved_inputs=self.kept.inputs,
+            working_bytes=self.kept.working * share if tp == 1 else 0.0,
             input_bytes=tuple(b * scale for b in self.input_bytes),
             output_bytes=tuple(b * scale for b in self.output_bytes),
             output_grads=self.output_grads,
@@ -89,22 +97,25 @@ def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWor
     """The work of ``block``, a graph for the whole batch."""
     block = _copy(block)
     states = set(block.states)
-    ahead, back = list[Kernel](), list[Kernel]()
+    ahead, back, views_ahead, views_back = (list[Kernel]() for _ in range(4))
     for node in fuse_bias(block).graph.nodes:
-        if node.op != "call_function" or operator_name(node) in VIEWS:
+        if node.op != "call_function":
             continue
+        is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states)
-        ahead += forward_kernels(node, operands, results)
+        (views_ahead if is_view else ahead).extend(forward_kernels(node, operands, results))
         if train and needs_gradient(node):
-            back += backward_kernels(node, operands, results, operand_needs(node))
+            kernels = backward_kernels(node, operands, results, operand_needs(node))
+            (views_back if is_view else back).extend(kernels)
+            back += fan_out(node)
     inputs = {n.name: n.meta["val"] for n in block.placeholders}
     if train:
         for n in block.placeholders:
             if n.name in states and needs_gradient(n):
                 back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
     return BlockWork(
-        forward=_work(ahead, device),
-        backward=_work(back, device),
+        forward=_work(ahead, views_ahead, device),
+        backward=_work(back, views_back, device),
         kept=kept_by(block, train),
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
@@ -118,7 +129,7 @@ def _copy(block: Block) -> Block:
     return Block(block.name, graph, block.states, block.inputs)
 
 
-def _work(kernels: Sequence[Kernel], device: DeviceType) -> Work:
+def _work(kernels: Sequence[Kernel], views: Sequence[Kernel], device: DeviceType) -> Work:
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)
@@ -126,7 +137,8 @@ def _work(kernels: Sequence[Kernel], device: DeviceType) -> Work:
         batch += (kernel.num_bytes - kernel.state_bytes) / rate
         batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
     launches = sum(k.launches for k in kernels) * device.launch
-    return Work(launches, batch, weights, sum(k.flops for k in kernels))
+    copies = sum(k.launches for k in views) * device.launch, sum(k.num_bytes / memory_rate(k.kind, device) for k in views)
+    return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
 
 
 class ModelBounds:
@@ -171,32 +183,26 @@ class ModelBounds:
     def _placed(self) -> list[BlockWork]:
         return [self.blocks[c.block] for c in self.model.calls if not c.shared and not c.prologue]
 
-    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+    def times(self, points: Sequence[Point]) -> Vector:
         """For each point the seconds that no plan of it can go below.
 
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        pp, dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=float) for a in _FIELDS)
-        count = self.global_batch / (dp * size)
-        forward, longest = self._sum("forward", size, tp)
-        backward, longest_back = self._sum("backward", size, tp)
-        total = forward + backward
-        slowest = np.maximum(total / pp, np.maximum(longest, longest_back))
-        return ((count - 1) * slowest + total + self._after(points, backward)) * _ROUNDING
+        pp, dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        num_microbatches = self.global_batch / (dp * size)
+        blocks = list(dict.fromkeys(self._placed))
+        calls = np.array([self._placed.count(block) for block in blocks])
+        share = size / self.global_batch
+        forward = np.stack([block.forward.at(share, tp) for block in blocks])
+        backward = np.stack([block.backward.at(share, tp) for block in blocks])
+        total = calls @ (forward + backward)
+        slowest = np.maximum(total / pp, (forward + backward).max(axis=0))
+        after = self._after(points, calls @ backward)
+        bound: Vector = ((num_microbatches - 1) * slowest + total + after) * _ROUNDING
+        return bound
 
-    def _sum(
-        self, what: str, size: NDArray[np.float64], tp: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds of all calls, and of the longest one."""
-        work: list[Work] = [getattr(block, what) for block in self._placed]
-        share = size / self.global_batch / tp
-        different = list(dict.fromkeys(work))
-        each: NDArray[np.float64] = np.stack([w.launches + w.batch * share + w.weights / tp for w in different])
-        times = np.array([work.count(w) for w in different])
-        return times @ each, each.max(axis=0)
-
-    def _after(self, points: Sequence[Point], backward: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
@@ -253,6 +259,3 @@ class ModelBounds:
         hidden = np.array([microbatch_s])  # as if all of it were backward
         after = float(self._after([point], hidden)[0])
         return ((m - 1) * microbatch_s / point.pp + microbatch_s + after) * _ROUNDING
-
-
-_FIELDS = ("pp", "dp", "tp", "microbatch_size")

@@ -136,7 +136,7 @@ def _row_statistics(node: fx.Node) -> int:
     """Bytes that a fused attention keeps besides operands and result, where it is one operator of one result."""
     if _NEEDS.get(operator_name(node)) != "attention" or len(results_of(node)) > 1:
         return 0
-    return 4 * math.prod(node.meta["val"].shape[:-1])
+    return 4 * int(math.prod(tuple(node.meta["val"].shape)[:-1]))
 
 
 def _nbytes(value: Value) -> int:

@@ -98,7 +98,8 @@ def _draw_row(parent: ET.Element, row: Row, x: float, base: float) -> None:
 
 def wrap(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
     """``prefix`` and ``names`` over at most ``most_lines`` lines; what does not fit is counted."""
-    lines, line = [], prefix
+    lines: list[str] = []
+    line = prefix
     for i, name in enumerate(names):
         piece = name + ("," if i < len(names) - 1 else "")
         if len(line) + 1 + len(piece) > longest and line != prefix:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 from partitioner.draw.card import Card, Row
@@ -190,7 +191,7 @@ class _Scene:
             places = list(dict.fromkeys(self.shown[p[0]] for p in tie.places))
             names = " = ".join([tie.state, *tie.aliases])
             label = f"tied: {names}, {bytes_text(tie.num_bytes)} of gradients added up per step"
-            wires += [Wire(a, b, "tied", label, names, heads=0) for a, b in zip(places, places[1:], strict=False)]
+            wires += [Wire(a, b, "tied", label, names, heads=0) for a, b in pairwise(places)]
         return wires
 
     def relayed(self) -> list[Wire]:

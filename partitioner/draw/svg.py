@@ -254,5 +254,8 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
 
 def to_text(root: ET.Element) -> str:
     """The picture as a standalone SVG file."""
-    ET.indent(root, " ")
+    for element in root.iter():
+        if element.tag not in ("text", "tspan"):  # where a line break would be drawn as a space
+            for child in element:
+                child.tail = "\n"
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

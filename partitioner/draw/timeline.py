@@ -15,10 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree as ET
 
+from partitioner.draw.figures import key_figures, picture_title
 from partitioner.draw.svg import Header, draw_header, group, line, picture, rect, text, text_width, to_text
 from partitioner.outline import chunk_starts
+from partitioner.plan import Plan
+from partitioner.timing import plan_timeline
 from partitioner.units import percent, ranges, seconds_text
 from runtime.program import Instruction, Program
+from runtime.simulate import Timeline
 
 Lane = Literal["compute", "exchange", "reduce"]
 
@@ -63,6 +67,22 @@ class Bar:
     end: float
     instruction: Instruction
     merged: int = 1
+
+
+def draw_plan_timeline(plan: Plan) -> str:
+    """The picture of ``plan``, simulated under the cost model that chose it."""
+    return draw_timeline(picture_title(plan), plan.program, bars_of(plan_timeline(plan)), key_figures(plan))
+
+
+def bars_of(timeline: Timeline) -> list[Bar]:
+    """A simulated step as bars: an instruction that waits before it works is as long as its work."""
+    bars = []
+    for stage, lane in enumerate(timeline.stages):
+        for span in lane.spans:
+            if span.work > 0:
+                bars.append(Bar(stage, span.end - span.work, span.end, span.instruction))
+        bars += [Bar(stage, b.start, b.end, b.instruction) for b in lane.background]
+    return bars
 
 
 def draw_timeline(title: str, program: Program, bars: Sequence[Bar], figures: Sequence[tuple[str, str]] = ()) -> str:
@@ -121,7 +141,7 @@ class _Chart:
     def draw(self) -> ET.Element:
         right = 84.0
         width = self.left + self.width + right
-        note = "One row per stage: its ranks all do the same."
+        note = "One row per stage: its ranks all do the same. The optimizer's update, after it, is not drawn."
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())
         top = draw_header(picture(width, 0, ""), header, width) + 6

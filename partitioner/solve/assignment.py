@@ -6,10 +6,10 @@
     subject to  sum_i usage_ri[x_i] <= limit_r     for every row r
 
 An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected
-component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer program
-over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous ``e[p,q] >= 0``
-whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``. HiGHS solves it
-through OR-Tools MathOpt.
+component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer
+program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous
+``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``.
+HiGHS solves it through OR-Tools MathOpt.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
     output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
-    ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``: values
-    between calls may be partial sums.
+    ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
+    values between calls may be partial sums.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)

@@ -31,6 +31,7 @@ Choices = NDArray[np.intp]
 
 _MAX_ELIMINATION = 4_000_000  # entries of the largest intermediate array
 _MAX_DOMINANCE = 8_000_000
+_MAX_CHOICES = 2_000
 _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
@@ -208,22 +209,26 @@ class Reduction:
         return True
 
     def _dominate(self, node: int) -> bool:
-        cost = self.costs[node]
-        width = sum(len(self.costs[j]) for j in self.tables[node])
-        if len(cost) ** 2 * max(width, 1) > _MAX_DOMINANCE:
+        cost, tables = self.costs[node], list(self.tables[node].values())
+        if len(cost) > _MAX_CHOICES:
             return False
-        with np.errstate(invalid="ignore"):
-            worse = cost[None, :] - cost[:, None]  # [p, q]: what q rather than p can cost more, at worst
-            for table in self.tables[node].values():
-                step = table[None, :, :] - table[:, None, :]
-                step[np.isnan(step)] = -np.inf  # where p is impossible, q need not be possible
-                worse = worse + step.max(axis=2)
+        # q can only replace p where it is possible whatever p allows its neighbours
+        possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
+        narrower = (possible.astype(np.float32) @ (~possible).astype(np.float32).T) > 0
         for usage in self.usage[node].values():
-            worse[usage[None, :] > usage[:, None]] = np.inf
-        beaten = worse <= 1e-13 * float(np.abs(cost).max())
+            narrower |= usage[None, :] > usage[:, None]
+        np.fill_diagonal(narrower, True)
+        p, q = (~narrower).nonzero()
+        if len(p) * possible.shape[1] > _MAX_DOMINANCE:
+            return False
+        worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
+        for table in tables:
+            step = np.where(np.isfinite(table[p]), table[q], -np.inf) - np.where(np.isfinite(table[p]), table[p], 0.0)
+            worse = worse + step.max(axis=1)
+        beaten = np.zeros_like(narrower)
+        beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
         tie = beaten & beaten.T
         beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
-        np.fill_diagonal(beaten, False)
         return self._drop(node, np.logical_not(beaten.any(axis=1)))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Segments:
         return list(zip(call.inputs, call.cost.input_bytes, strict=True))
 
     def _sum(self, per_call: Sequence[float]) -> Table:
-        prefix = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
+        prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
     def _largest(self, per_call: Sequence[float]) -> Table:

@@ -3,7 +3,7 @@
 A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward, what
 it recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``
 (Narayanan et al. 2021, section 2.2, for uneven stages). Stage ``s`` keeps ``min(p - s, m)`` microbatches under 1F1B and
-``m`` under GPipe, and recomputes its forward where only that fits.
+``m`` under GPipe, and runs as many of its first calls anew for their backward as memory demands.
 
 For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
 The limits that matter are few: above the least one that is feasible, the sum can fall only as far as without a limit.
@@ -26,7 +26,9 @@ from partitioner.topology.model import Link
 from partitioner.units import bytes_text
 
 Table = NDArray[np.float64]
+Counts = NDArray[np.int64]
 _TINY = 1e-12
+_ROUNDING_BYTES = 1.0  # of sums of sizes
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,12 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``. Seconds per microbatch; ``transfer_s``: waiting for neighbours, in both directions."""
+    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward. Seconds per microbatch;
+    ``transfer_s``: waiting for neighbours, in both directions."""
 
     start: int
     stop: int
-    recompute: bool
+    recompute: int
     forward_s: float
     backward_s: float
     recompute_s: float
@@ -132,16 +135,12 @@ class _Tables:
         self.times: list[Table] = []
         self.least_memory: list[Table] = []
         for stage in range(p):
-            plain, full = self.memory(stage, recompute=False), self.memory(stage, recompute=True)
-            if problem.recompute == "full":
-                plain = np.full_like(plain, np.inf)
-            if problem.recompute == "none":
-                full = np.full_like(full, np.inf)
-            time = np.where(plain <= problem.capacity[stage], self.time(stage, False), np.inf)
-            time = np.where(np.isinf(time) & (full <= problem.capacity[stage]), self.time(stage, True), time)
-            allowed = self.allowed[stage]
-            self.times.append(np.where(allowed, time, np.inf))
-            self.least_memory.append(np.where(allowed, np.minimum(plain, full), np.inf))
+            again, most = self.recomputed(stage), self.most_recomputed()
+            memory = self.memory(stage, again)
+            fits = self.allowed[stage] & (memory <= problem.capacity[stage] + _ROUNDING_BYTES)
+            self.times.append(np.where(fits, self.time(stage, again), np.inf))
+            least = np.minimum(memory, self.memory(stage, most))
+            self.least_memory.append(np.where(self.allowed[stage], least, np.inf))
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
         """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
@@ -170,26 +169,55 @@ class _Tables:
             after = np.array([message_time(size, problem.links[stage]) for size in cut.backward])
         return before[:, None], after[None, :]
 
-    def time(self, stage: int, recompute: bool) -> Table:
+    def most_recomputed(self) -> Counts:
+        """The most calls that each segment may recompute."""
+        n = len(self.problem.calls)
+        length = np.maximum(0, np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None])
+        return length if self.problem.train and self.problem.recompute != "none" else np.zeros_like(length)
+
+    def recomputed(self, stage: int) -> Counts:
+        """How many of its first calls each segment recomputes: all if that is pinned, else as few as memory allows.
+
+        What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
+        calls save says how many must go.
+        """
+        most = self.most_recomputed()
+        if self.problem.recompute == "full" or not most.any():
+            return most
+        plain = self.memory(stage, np.zeros_like(most))
+        excess = self.memory(stage, most, saved=False) + self.problem.in_flight(stage) * self.segments.saved
+        excess = (excess - self.problem.capacity[stage]) / self.problem.in_flight(stage)
+        prefix = self.segments.saved[0]
+        count = np.searchsorted(prefix, prefix[:, None] + excess * (1 - _TINY), side="left")
+        count = np.clip(count - np.arange(len(prefix))[:, None], 1, np.maximum(most, 1))
+        return np.where(plain <= self.problem.capacity[stage], 0, np.minimum(count, most))
+
+    def time(self, stage: int, recomputed: Counts) -> Table:
         cut, overhead = self.segments, self.problem.overhead
         time = cut.forward_s + overhead.forward_total_s
         if self.problem.train:
-            time = time + cut.backward_s
-            if recompute:
-                time = time + cut.forward_s
+            time = time + cut.backward_s + self.again(recomputed)
         before, after = self.transfers(stage)
         return time * self.slowdown(stage) + before + after
 
-    def memory(self, stage: int, recompute: bool) -> Table:
-        """Peak bytes of a rank."""
+    def again(self, recomputed: Counts) -> Table:
+        """Seconds of the forward of each segment's first ``recomputed`` calls."""
+        start = np.arange(recomputed.shape[0])[:, None]
+        prefix = self.segments.forward_s[0]
+        return prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+
+    def memory(self, stage: int, recomputed: Counts, saved: bool = True) -> Table:
+        """Peak bytes of a rank; without ``saved``, as if the calls that are not recomputed saved nothing."""
         cut, flying = self.segments, self.problem.in_flight(stage)
+        total = cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
         if not self.problem.train:
-            kept: Table = np.zeros(1)
-        elif recompute:
-            kept = flying * cut.all_inputs + cut.largest_saved
-        else:
-            kept = flying * (cut.saved + cut.saved_inputs)
-        return cut.states + kept + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
+            return total
+        start = np.arange(recomputed.shape[0])[:, None]
+        prefix = cut.saved[0]
+        kept = cut.saved - (prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start])
+        plain = flying * (cut.saved + cut.saved_inputs)
+        again = flying * (np.maximum(0.0, kept) * saved + cut.all_inputs) + cut.largest_saved
+        return total + np.where(recomputed > 0, again, plain)
 
     def best(self) -> StageSplit | None:
         """Least ``(m - 1) max + sum``; ``None`` if nothing fits."""
@@ -258,22 +286,18 @@ class _Tables:
 
     def plan(self, stage: int, start: int, stop: int) -> StagePlan:
         problem, cut = self.problem, self.segments
-        plain = float(self.memory(stage, recompute=False)[start, stop])
-        recompute = problem.train and (
-            problem.recompute == "full" or (problem.recompute is None and plain > problem.capacity[stage])
-        )
+        recomputed = self.recomputed(stage)
         slow = self.slowdown(stage)
         before, after = self.transfers(stage)
-        forward = float(cut.forward_s[start, stop])
         return StagePlan(
             start=start,
             stop=stop,
-            recompute=recompute,
-            forward_s=(forward + problem.overhead.forward_total_s) * slow,
+            recompute=int(recomputed[start, stop]),
+            forward_s=(float(cut.forward_s[start, stop]) + problem.overhead.forward_total_s) * slow,
             backward_s=float(cut.backward_s[start, stop]) * slow if problem.train else 0.0,
-            recompute_s=forward * slow if recompute else 0.0,
+            recompute_s=float(self.again(recomputed)[start, stop]) * slow,
             transfer_s=float(before[start, 0] + after[0, stop]),
-            memory=round(float(self.memory(stage, recompute=True)[start, stop]) if recompute else plain),
+            memory=round(float(self.memory(stage, recomputed)[start, stop])),
         )
 
 

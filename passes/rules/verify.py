@@ -43,14 +43,8 @@ def check_strategies(
     violations = [] if factors is None else misfits(factors, tensors, results_of(node))
     if violations:
         return violations
-    whole = _Whole(node, tensors)
-    for strategy in strategies(node, num_ranks, wanted):
-        try:
-            found = _check(node, whole, strategy, num_ranks)
-        except Exception as error:
-            found = [f"fails: {type(error).__name__}: {error}"]
-        violations += [f"{strategy}: {what}" for what in found]
-    return violations
+    judge = Judge(node, tensors)
+    return [f"{s}: {what}" for s in strategies(node, num_ranks, wanted) for what in judge.check(s, num_ranks)]
 
 
 def node_of(
@@ -98,20 +92,69 @@ def misfits(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Te
     return found
 
 
-class _Whole:
-    """The operator on one device: its operands, results, the results' gradients, and the operands'."""
+class Judge:
+    """The operator on one device: its operands and results, gradients for the results, and those of the operands."""
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
+        self.node = node
         self.operands = tensors
-        needs = [o.meta["grad"] for o in operands_of(node)]
-        leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
+        leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, self.needs, strict=True)]
         graph = graph_of(node, lambda graph, local: call(graph, _op(node), *local))
         self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves])[0])
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
+        self.grads = gradients(self.results, leaves, self.grads_out)
         types = [t.dtype for t in (*tensors, *self.results) if t.dtype.is_floating_point]
         self.tolerance = 1e-9 if all(t == torch.float64 for t in types) else 1e-4
-        self.grads = gradients(self.results, leaves, self.grads_out)
+
+    def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
+        """What is wrong when ``num_ranks`` ranks run the operator by ``strategy``."""
+        layouts = (*strategy.operands, *strategy.results)
+        for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
+            if not divides(layout, tuple(tensor.shape), num_ranks):
+                return [f"{layout} does not divide {list(tensor.shape)} by {num_ranks}"]
+        try:
+            return self._run(strategy, num_ranks)
+        except Exception as error:
+            return [f"fails: {type(error).__name__}: {error}"]
+
+    def _run(self, strategy: Strategy, num_ranks: int) -> list[str]:
+        pairs = list(zip(self.operands, strategy.operands, strict=True))
+        shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
+        graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
+        leaves = [[t.detach().clone() for t in cut(t, layout, num_ranks)] for t, layout in pairs]
+        for ranks, need in zip(leaves, self.needs, strict=True):
+            for t in ranks:
+                t.requires_grad_(need)
+        # A creation operator reads nothing; one idle input says how many ranks there are.
+        outputs = run_ranks(graph, leaves or [[torch.zeros(())] * num_ranks])
+        values = [n.meta["val"] for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+        found: list[str] = []
+        for i, (layout, expected) in enumerate(zip(strategy.results, self.results, strict=True)):
+            ranks = [o[i].detach() for o in outputs]
+            if values[i].shape != ranks[0].shape or values[i].dtype != ranks[0].dtype:
+                found.append(f"result {i} is {list(ranks[0].shape)} {ranks[0].dtype}, its meta value {values[i]}")
+            found += [f"result {i} {what}" for what in differences(ranks, expected.detach(), layout, self.tolerance)]
+        return found or self._check_gradients(strategy, leaves, outputs, num_ranks)
+
+    def _check_gradients(
+        self, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
+    ) -> list[str]:
+        if not self.node.meta["grad"]:
+            return []
+        results: list[Tensor] = []
+        grads: list[Tensor | None] = []
+        for i, (layout, grad) in enumerate(zip(strategy.results, self.grads_out, strict=True)):
+            results += [outputs[r][i] for r in range(num_ranks)]
+            grads += [None] * num_ranks if grad is None else cut(grad, _gradient_layout(layout), num_ranks)
+        found = gradients(results, [t for ranks in leaves for t in ranks], grads)
+        violations: list[str] = []
+        for i, (layout, expected) in enumerate(zip(strategy.operands, self.grads, strict=True)):
+            ranks = found[i * num_ranks : (i + 1) * num_ranks]
+            wrong = differences(ranks, expected, _gradient_layout(layout), self.tolerance) if self.needs[i] else []
+            violations += [f"gradient of operand {i} {what}" for what in wrong]
+        return violations
 
 
 def _op(node: fx.Node) -> Callable[..., Any]:
@@ -145,56 +188,6 @@ def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequen
     found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     every = [next(found) if leaf.requires_grad else None for leaf in leaves]
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(every, leaves, strict=True)]
-
-
-def _check(node: fx.Node, whole: _Whole, strategy: Strategy, num_ranks: int) -> list[str]:
-    for layout, tensor in zip((*strategy.operands, *strategy.results), (*whole.operands, *whole.results), strict=True):
-        if not divides(layout, tuple(tensor.shape), num_ranks):
-            return [f"{layout} does not divide {list(tensor.shape)} by {num_ranks}"]
-    shapes = [
-        local_shape(layout, tuple(t.shape), num_ranks)
-        for layout, t in zip(strategy.operands, whole.operands, strict=True)
-    ]
-    graph = graph_of(node, lambda g, operands: local_call(node, strategy, AXIS, num_ranks, operands, g), shapes)
-    inputs = [cut(t, layout, num_ranks) for t, layout in zip(whole.operands, strategy.operands, strict=True)]
-    needs = [o.meta["grad"] for o in operands_of(node)]
-    leaves = [[t.detach().clone().requires_grad_(need) for t in rs] for rs, need in zip(inputs, needs, strict=True)]
-    if not leaves:
-        leaves = [[torch.zeros(())] * num_ranks]  # nothing reads it; it says how many ranks there are
-    outputs = run_ranks(graph, leaves)
-    found: list[str] = []
-    for i, (layout, expected) in enumerate(zip(strategy.results, whole.results, strict=True)):
-        ranks = [o[i].detach() for o in outputs]
-        meta = graph.output_node().args[0][i].meta["val"]  # type: ignore[index,union-attr]
-        if tuple(meta.shape) != tuple(ranks[0].shape) or meta.dtype != ranks[0].dtype:
-            found.append(f"result {i} is {list(ranks[0].shape)} {ranks[0].dtype}, its meta value {meta}")
-        found += [f"result {i} {what}" for what in differences(ranks, expected.detach(), layout, whole.tolerance)]
-    if not found and node.meta["grad"]:
-        found = _check_gradients(whole, strategy, leaves, outputs, num_ranks)
-    return found
-
-
-def _check_gradients(
-    whole: _Whole, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
-) -> list[str]:
-    results: list[Tensor] = []
-    grads: list[Tensor | None] = []
-    for i, (layout, grad) in enumerate(zip(strategy.results, whole.grads_out, strict=True)):
-        cuts = [None] * num_ranks if grad is None else cut(grad, _gradient_layout(layout), num_ranks)
-        results += [outputs[r][i] for r in range(num_ranks)]
-        grads += cuts
-    flat = [t for ranks in leaves for t in ranks]
-    found = gradients(results, flat, grads)
-    violations: list[str] = []
-    for i, (layout, expected) in enumerate(zip(strategy.operands, whole.grads, strict=True)):
-        if not differentiable(expected):
-            continue
-        ranks = found[i * num_ranks : (i + 1) * num_ranks]
-        violations += [
-            f"gradient of operand {i} {w}"
-            for w in differences(ranks, expected, _gradient_layout(layout), whole.tolerance)
-        ]
-    return violations
 
 
 _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}

@@ -84,7 +84,10 @@ def _backward(facts: ProgramFacts, call: CallData) -> None:
     if program.mesh.get(TP, 1) == 1 or not any(v in facts.flow.values for v in call.outputs):
         return
     pieces = facts.differentiated(call)
-    forward = varying_axes(pieces.forward.graph, _given(facts, call, {v: frozenset() for v in call.inputs}))
+    known = _given(facts, call, {v: frozenset() for v in call.inputs})
+    block = program.blocks[call.block]
+    primals = zip(pieces.forward.inputs, (*block.states, *block.inputs), strict=True)
+    forward = varying_axes(pieces.forward.graph, {primal: known[name] for primal, name in primals})
     results = pieces.forward.graph.output_node().args[0]
     assert isinstance(results, tuple)
     given = {name: forward[node.name] for name, node in zip(pieces.saved, results[pieces.num_outputs :], strict=True)}

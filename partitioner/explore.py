@@ -1,0 +1,48 @@
+"""Search the meshes, microbatches and schedules for a job, best bound first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from partitioner.cost.bounds import ModelBounds
+from partitioner.errors import CapacityError, PlanError
+from partitioner.evaluate import Evaluator, Job, Solved
+from partitioner.plan import Certificate
+from partitioner.solve.bestfirst import Evaluated, Progress, search
+from partitioner.solve.points import Point, Space, baselines, points
+
+
+def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tuple[Solved, Certificate]:
+    """The best plan of all candidates, and the certificate.
+
+    Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
+    is none for other reasons.
+    """
+    evaluator = Evaluator(job)
+    bounds = ModelBounds(
+        job.model,
+        job.global_batch,
+        job.topology,
+        constraints=job.constraints,
+        train=job.train,
+        optimizer=job.optimizer,
+        precision=job.precision,
+    )
+    space = Space(job.topology, job.global_batch, bounds.num_calls, bounds.dims, job.constraints, job.train)
+    candidates = points(space)
+    first = dict(zip(candidates, bounds.times(candidates).tolist(), strict=True))
+
+    def fits(point: Point) -> bool:
+        try:
+            bounds.refine(point)
+        except (CapacityError, PlanError):
+            return False
+        return True
+
+    def evaluate(point: Point) -> Evaluated:
+        solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
+        return Evaluated(solved.estimate.step_time, max(solved.estimate.memory), solved)
+
+    always = baselines(space, candidates, first.__getitem__, fits)
+    result = search(candidates, bounds, evaluate, always=always.values(), progress=progress)
+    return result.best.payload, result.certificate

@@ -1,0 +1,53 @@
+"""What can be known to be wrong before anything is traced or solved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from partitioner.constraints import Constraints
+from partitioner.cost.states import optimizer_bytes
+from partitioner.errors import ConstraintError
+from partitioner.topology import Topology
+from passes.blocks import FoldedModel
+from passes.errors import InputsError
+
+OBJECTIVES = ("train", "infer")
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def check_request(topology: Any, constraints: Constraints, objective: str, optimizer: str) -> None:
+    """Raise a :class:`passes.errors.PartitionError` for arguments that no model could make right."""
+    if not isinstance(topology, Topology):
+        raise InputsError(
+            f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
+            'Topology.preset("dgx-h100", nodes=2) or Topology.load("cluster.yaml")'
+        )
+    if not isinstance(constraints, Constraints):
+        raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
+    if objective not in OBJECTIVES:
+        raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    optimizer_bytes(1, 4, optimizer)
+    constraints.check_world(topology.num_devices)
+
+
+def check_work(model: FoldedModel, topology: Topology, constraints: Constraints, batch: int, train: bool) -> None:
+    """Raise where the model lacks what the objective needs, or the constraints do not fit its sizes."""
+    if train and model.loss is None:
+        raise InputsError(
+            "training needs a loss: the model's output is no scalar and has no `loss`; pass labels among the inputs, "
+            'loss=callable(output) -> scalar, or objective="infer"'
+        )
+    dims = {d for s in model.states.values() if s.kind == "parameter" for d in s.spec.shape}
+    constraints.check(topology.num_devices, batch, dims)
+
+
+def precision_of(model: FoldedModel) -> str:
+    """The floating type of most of the parameters, as hardware files name it."""
+    sizes: Counter[torch.dtype] = Counter()
+    for state in model.states.values():
+        if state.spec.dtype in _PRECISIONS:
+            sizes[state.spec.dtype] += state.spec.numel
+    return _PRECISIONS[sizes.most_common(1)[0][0]] if sizes else "fp32"

@@ -1,0 +1,112 @@
+"""When everything in a plan happens: its program under the cost model that chose it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from partitioner.cost.calls import CallCost, call_costs
+from partitioner.cost.collectives import collective_time, message_time
+from partitioner.cost.estimate import Machine
+from partitioner.plan import Plan
+from partitioner.topology.groups import stage_links, stage_ranks, stage_slowdown
+from passes.gradients import mark_block
+from passes.serialize import block_from_data
+from runtime.program import Program
+from runtime.simulate import Part, Timeline, simulate
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def plan_timeline(plan: Plan) -> Timeline:
+    """One step of ``plan``, without the optimizer's update."""
+    return simulate(plan.program, PlanDurations(plan))
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a stage works in one step, in seconds: forward, and backward with what it recomputes."""
+
+    forward: float
+    backward: float
+
+
+def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
+    """For each stage, without waiting."""
+    durations = PlanDurations(plan)
+    train = plan.program.objective == "train"
+    result = []
+    for s, stage in enumerate(plan.program.stages):
+        ahead = [durations.call(s, i, "F") for i in range(len(stage.calls))]
+        back = [durations.call(s, i, "B") for i in range(len(stage.calls))] if train else []
+        again = [ahead[i] for i in stage.checkpoint_calls] if train else []
+        m = plan.program.num_microbatches
+        result.append(StageSeconds(m * sum(ahead), m * (sum(back) + sum(again))))
+    return tuple(result)
+
+
+class PlanDurations:
+    """The durations that the simulator asks for, from the plan's topology."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.machine = Machine(plan.topology, plan.mesh, plan.precision or common_precision(plan.program))
+        self.links = stage_links(plan.topology, plan.mesh)
+        self.slowdown = stage_slowdown(plan.topology, plan.mesh, self.machine.precision)
+
+    def call(self, stage: int, call: int, part: Part) -> float:
+        cost = self.costs[self.plan.program.stages[stage].calls[call].block]
+        seconds = {
+            "F": cost.forward_total_s,
+            "B": cost.backward_total_s,
+            "I": cost.backward_s / 2 + cost.backward_comm_s,  # each half is about as many products
+            "W": cost.backward_s / 2,
+        }
+        return self.slowdown[stage] * seconds[part]
+
+    def transfer(self, source: int, target: int, nbytes: int) -> float:
+        if abs(source - target) == 1:
+            return message_time(nbytes, self.links[min(source, target)])
+        ranks = stage_ranks(self.plan.mesh)
+        return message_time(nbytes, self.plan.topology.link(ranks[source].start, ranks[target].start))
+
+    def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+        if axes:
+            return collective_time("all_reduce", nbytes, self.machine.group(*axes))
+        if len(stages) < 2:
+            return 0.0
+        return collective_time("all_reduce", nbytes, replace(self.machine.group("pp"), size=len(stages)))
+
+    @cached_property
+    def costs(self) -> dict[str, CallCost]:
+        """By block. A placeholder needs a gradient if it does in any of the block's calls."""
+        program = self.plan.program
+        train = program.objective == "train"
+        needing: dict[str, set[str]] = {name: set() for name in program.blocks}
+        for call in (c for stage in program.stages for c in stage.calls):
+            graph = program.blocks[call.block]
+            bound = [*zip(graph.states, call.states, strict=True), *zip(graph.inputs, call.inputs, strict=True)]
+            needing[call.block] |= {placeholder for placeholder, name in bound if train and _trained(program, name)}
+        costs = {}
+        for name, data in program.blocks.items():
+            block = block_from_data(name, data.nodes, data.states, data.inputs)
+            mark_block(block, needing[name])
+            costs[name] = call_costs(block, self.machine.device, self.machine.groups, train=train)
+        return costs
+
+
+def _trained(program: Program, name: str) -> bool:
+    if name in program.states:
+        return program.states[name].kind == "parameter" and program.states[name].requires_grad
+    return name in program.values and program.values[name].requires_grad
+
+
+def common_precision(program: Program) -> str:
+    """The precision of most of the weights."""
+    weights: Counter[str] = Counter()
+    for state in program.states.values():
+        if state.kind == "parameter":
+            weights[_PRECISIONS.get(state.dtype, "fp32")] += math.prod(state.shape)
+    return weights.most_common(1)[0][0] if weights else "fp32"

@@ -1,0 +1,161 @@
+"""``torchrun --nproc-per-node 4 -m runtime plan.json --weights folder/``: train a plan for some steps.
+
+Rank 0 prints one line per step. A rank that fails is recorded for torchrun, which ends the others at once and prints the
+first cause last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from passes.errors import PartitionError
+from passes.serialize import dtype_of
+from runtime.engine import Engine, program_of
+from runtime.errors import LaunchError
+from runtime.program import Program
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; never returns. Exit status 0, 1 where a rank failed, 2 for a wrong command line."""
+    options = _parser().parse_args(arguments)
+    status = 0
+    try:
+        record(_train)(options)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except PartitionError as error:
+        status = 1
+        print(f"rank {_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Gloo's tear-down sometimes aborts the process
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m runtime", description="Train a plan on its ranks for some steps."
+    )
+    parser.add_argument("plan", help="a plan's JSON file")
+    parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument(
+        "--batch", default="random", help="a safetensors file with the inputs of one global batch by path, or 'random'"
+    )
+    parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW")
+    parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
+    parser.add_argument("--save", help="write a checkpoint to this folder at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another one")
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    program = program_of(options.plan)
+    _check_world(program)
+    with ExitStack() as stack:
+        gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if "RANK" in os.environ:
+            on_gpu = torch.cuda.is_available() and gpus
+            if on_gpu:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=options.timeout))
+        engine = Engine(program, options.weights, seed=options.seed)
+        stack.callback(sys.stdout.flush)
+        _steps(engine, options)
+        if options.save:
+            engine.save(options.save)
+        engine.barrier()
+
+
+def _steps(engine: Engine, options: argparse.Namespace) -> None:
+    trained = [p for p in engine.parameters() if p.requires_grad]
+    train = engine.program.objective == "train" and bool(trained)
+    optimizer = torch.optim.AdamW(trained, lr=options.lr) if train else None
+    for index, batch in enumerate(_batches(engine.program, options)):
+        start = time.perf_counter()
+        loss = engine.step(batch)
+        words = [f"step {index + 1}"]
+        if loss is not None:
+            words.append(f"loss {loss.item():.6f}")
+        if options.clip is not None and train:
+            words.append(f"norm {engine.clip_grad_norm_(options.clip).item():.4f}")
+        if optimizer is not None:
+            optimizer.step()
+        if _rank() == 0:
+            print(*words, f"{(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+
+
+def _batches(program: Program, options: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
+    fixed = None if options.batch == "random" else _batch_file(Path(options.batch))
+    for index in range(options.steps):
+        yield random_batch(program, options.seed + index) if fixed is None else fixed
+
+
+def _batch_file(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise LaunchError(f"the batch {path} cannot be read as safetensors: {error}") from None
+
+
+def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
+    """A batch that the program can run on, the same on all ranks: integers are below the smallest embedding table."""
+    generator = torch.Generator().manual_seed(seed)
+    high = _smallest_table(program)
+    batch = {}
+    for data in program.inputs:
+        dtype = dtype_of(data.dtype)
+        if dtype.is_floating_point:
+            batch[data.path] = torch.randn(data.shape, generator=generator).to(dtype)
+        elif dtype == torch.bool or "mask" in data.path:
+            batch[data.path] = torch.ones(data.shape, dtype=dtype)
+        else:
+            batch[data.path] = torch.randint(high, data.shape, generator=generator, dtype=dtype)
+    return batch
+
+
+def _smallest_table(program: Program) -> int:
+    """The fewest rows of any embedding; 2 without one."""
+    rows = []
+    for stage in program.stages:
+        for call in stage.calls:
+            block = program.blocks[call.block]
+            named = dict(zip(block.states, call.states, strict=True))
+            for node in block.nodes:
+                if node.get("target") == "aten.embedding.default":
+                    table = named.get(node["args"][0].get("node", ""))
+                    rows += [program.states[table].shape[0]] if table else []
+    return min(rows, default=2)
+
+
+def _check_world(program: Program) -> None:
+    """Raise :class:`LaunchError` before anything is started if torchrun did not start the plan's number of ranks."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != program.world_size:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) or "one rank"
+        raise LaunchError(
+            f"the plan is for {program.world_size} ranks ({mesh}), {world_size} were started: use "
+            f"torchrun --nproc-per-node {program.world_size} (nodes x processes per node), or plan for {world_size}"
+        )
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,236 @@
+"""Pictures: what they show, that they are valid, that they fit both schemes, and that they grow with stages only."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner.draw import VIEWS, DrawError, draw
+from partitioner.draw.dot import lay_out
+from partitioner.draw.lanes import Box, Lanes, Wire
+from partitioner.draw.svg import PALETTE, text_width
+from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
+from partitioner.outline import chunk_starts, fold_runs, outline, path_range
+from runtime.program import Instruction
+from tests.sample_programs import llama, plan_of
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(svg: str) -> ET.Element:
+    return ET.fromstring(svg)
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(t.itertext()) for t in parsed(svg).iter(f"{SVG}text")]
+
+
+def tooltips(svg: str) -> list[str]:
+    return [t.text or "" for t in parsed(svg).iter(f"{SVG}title")]
+
+
+@pytest.fixture(scope="module")
+def graph() -> str:
+    return draw(plan_of(llama(pp=4, dp=2, tp=2, tied=True, skip=True)), "graph")
+
+
+@pytest.fixture(scope="module")
+def timeline() -> str:
+    return draw(plan_of(llama(pp=4, dp=2, tp=2, tied=True)), "timeline")
+
+
+def test_an_unknown_view_names_those_there_are():
+    with pytest.raises(DrawError, match="no view 'topologie'; expected one of graph, timeline"):
+        draw(plan_of(llama(pp=2, layers=4)), "topologie")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (8, 1, 8)])
+def test_pictures_are_valid_and_fit_both_schemes(view: str, mesh: tuple[int, int, int]):
+    pp, dp, tp = mesh
+    svg = draw(plan_of(llama(pp=pp, dp=dp, tp=tp, layers=16)), view)
+    root = parsed(svg)
+    assert "prefers-color-scheme:dark" in svg
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert 300 < width < 4300
+    assert 200 < height < 4000
+    for element in root.iter():
+        for attribute in ("fill", "stroke"):
+            colour = element.get(attribute, "none")
+            known = colour in {c.light for c in PALETTE.values()} or colour in ("none", "url(#pt-idle)")
+            assert known, f"{element.tag} has the colour {colour}, which has no dark form"
+    for box in root.iter(f"{SVG}rect"):
+        assert "f-canvas" not in box.get("class", ""), "a background would be white where the viewer is dark"
+
+
+def test_colours_can_be_told_apart_by_name():
+    lights = [c.light for c in PALETTE.values()]
+    assert len(set(lights)) == len(lights)
+
+
+def test_the_graph_shows_folded_calls_collectives_weights_and_memory(graph: str):
+    shown = texts(graph)
+    assert "DecoderLayer× 8" in shown
+    assert "model.layers.8–15" in shown
+    assert "16 × 32 MiB" in shown  # two all-gathers in each of eight layers
+    assert "column-parallel: q_proj, up_proj" in shown
+    assert "row-parallel: o_proj, down_proj" in shown
+    assert any(re.fullmatch(r"Stage 3\s*ranks 12–15", t) for t in shown)
+    assert any(t.startswith("all-reduce of gradients over dp: 1.61 GiB") for t in shown)
+    assert any("61 GiB of" in t for t in shown)
+    assert any("self_attn.q_proj.weight [4096×4096] S0: column-parallel" in t for t in tooltips(graph))
+
+
+def test_the_graph_shows_hand_overs_long_edges_and_tied_weights(graph: str):
+    shown = texts(graph)
+    assert shown.count("32 MiB forward") == 2  # beside each other; the third is a lane between the rows
+    assert any(t.startswith("Embedding → Head: 16 MiB forward, 16 MiB backward, 3 hops") for t in shown)
+    assert any(t.startswith("tied: model.embed_tokens.weight = lm_head.weight") for t in shown)
+
+
+def test_the_graph_grows_with_stages_not_with_ranks():
+    small = parsed(draw(plan_of(llama(pp=4, dp=1, tp=2)), "graph"))
+    large = parsed(draw(plan_of(llama(pp=4, dp=64, tp=2)), "graph"))
+    assert abs(len(list(large.iter())) - len(list(small.iter()))) < 40  # a line on gradients for each stage
+
+
+def test_equal_stages_are_drawn_once_when_there_are_many():
+    shown = texts(draw(plan_of(llama(pp=16, dp=1, tp=8, layers=128)), "graph"))
+    assert any(re.fullmatch(r"Stages 1–14\s*ranks 8–119", t) for t in shown)
+    assert "14 equal stages, drawn once" in shown
+
+
+def test_a_model_without_repeats_or_collectives_is_drawn():
+    shown = texts(draw(plan_of(llama(pp=1, dp=1, tp=1, layers=1)), "graph"))
+    assert "DecoderLayer" in shown
+    assert not any("all-gather" in t for t in shown)
+
+
+def test_the_timeline_numbers_every_microbatch_on_every_stage(timeline: str):
+    shown = texts(timeline)
+    for microbatch in range(8):
+        assert shown.count(str(microbatch)) == 4 * 2  # forward and backward on four stages
+    assert sum(t.endswith("% idle") for t in shown) == 4
+    assert {"forward", "backward", "send", "reduction of gradients", "gradients of tied weights", "idle"} <= set(shown)
+    assert any("forward of microbatch 3" in t and "ms" in t for t in tooltips(timeline))
+
+
+def test_the_timeline_stays_inside_its_axis(timeline: str):
+    root = parsed(timeline)
+    axis = next(e for e in root.iter(f"{SVG}line") if e.get("class") == "s-line")
+    left, right = float(axis.get("x1", 0)), float(axis.get("x2", 0))
+    boxes = [r for g in root.iter(f"{SVG}g") if g.get("class") == "hit" for r in g.iter(f"{SVG}rect")]
+    assert boxes
+    for box in boxes:
+        start = float(box.get("x", 0))
+        assert left - 1 <= start
+        assert start + float(box.get("width", 0)) <= right + 1
+
+
+def bar(start: float, end: float, op: str = "F", microbatch: int = 0, calls: tuple[int, int] = (0, 4)) -> Bar:
+    return Bar(0, start, end, Instruction(op=op, stage=0, microbatch=microbatch, calls=calls))  # type: ignore[arg-type]
+
+
+def test_idle_is_what_is_not_computed():
+    program = llama(pp=2, layers=4)
+    bars = [bar(0, 1), bar(1, 4, "B"), Bar(1, 2, 3, Instruction(op="F", stage=1, microbatch=0, calls=(0, 4)))]
+    assert idle_shares(program, bars) == [0.0, 0.75]
+
+
+def test_pieces_of_a_microbatch_are_one_box():
+    joined = join([bar(0, 1, "B", calls=(3, 4)), bar(1, 2, "B", calls=(0, 3)), bar(2, 3, "B", 1, (3, 4))])
+    assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (3, 4))]
+
+
+def test_hairlines_are_drawn_together():
+    assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
+    assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5
+
+
+def test_sends_too_many_to_draw_are_said_to_be_left_out():
+    program = llama(pp=2, layers=4)
+    sends = [Bar(0, i, i + 1, Instruction(op="SEND_F", stage=0, microbatch=i, peer=1)) for i in range(5000)]
+    svg = draw_timeline("many", program, [bar(0, 5000), *sends])
+    assert "too many to draw" in svg
+    assert "send" not in texts(svg)
+
+
+@given(st.floats(1e-9, 1e6), st.integers(2, 40))
+def test_ticks_are_round_and_few(total: float, most: int):
+    step = tick_step(total, most)
+    assert total / step <= most * (1 + 1e-6)
+    assert f"{step:.6e}"[0] in "125"
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=24))
+def test_folded_runs_are_the_names_again(names: list[str]):
+    runs = fold_runs(names)
+    assert [n for start, period, times in runs for n in names[start : start + period] * times] == names
+    assert all(start == sum(p * t for _, p, t in runs[:i]) for i, (start, _, _) in enumerate(runs))
+
+
+def test_alternating_blocks_fold_into_pairs():
+    assert fold_runs(list("abbbcdcd")) == [(0, 1, 1), (1, 1, 3), (4, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "text"),
+    [
+        (["h.3"], "h.3"),
+        (["model.layers.0", "model.layers.7"], "model.layers.0–7"),
+        (["h.0.attn", "h.5.attn"], "h.0–5.attn"),
+        (["encoder.0", "decoder.1"], "encoder.0 – decoder.1"),
+    ],
+)
+def test_path_ranges(paths: list[str], text: str):
+    assert path_range(paths) == text
+
+
+def test_inference_calls_of_their_own_are_one_chunk():
+    stage = llama(pp=2, layers=4).stages[0]
+    steps = tuple(Instruction(op="F", stage=0, microbatch=0, calls=(i, i + 1)) for i in range(len(stage.calls)))
+    assert chunk_starts(stage.model_copy(update={"instructions": steps})) == [0]
+
+
+def test_recomputed_layers_repeat_their_collectives_in_backward():
+    def gathers(recompute: bool) -> int:
+        group = outline(llama(recompute=recompute)).stages[1].groups[1]
+        return next(m.count for m in group.collectives if (m.op, m.direction) == ("all_gather", "backward"))
+
+    assert (gathers(False), gathers(True)) == (16, 32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 8), st.data())
+def test_placed_boxes_do_not_overlap(count: int, data: st.DataObject):
+    size = st.tuples(st.floats(20, 300), st.floats(20, 200))
+    sizes = {f"n{i}": data.draw(size) for i in range(count)}
+    pairs = list(combinations(sizes, 2))
+    edges = [pair for pair in pairs if data.draw(st.booleans())]
+    placed = lay_out(sizes, edges)
+    for a, b in pairs:
+        (ax, ay), (bx, by) = placed.boxes[a], placed.boxes[b]
+        (aw, ah), (bw, bh) = sizes[a], sizes[b]
+        assert ax + aw <= bx + 1 or bx + bw <= ax + 1 or ay + ah <= by + 1 or by + bh <= ay + 1
+    assert set(placed.edges) == set(edges)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)).filter(lambda p: p[0] != p[1]), max_size=12))
+def test_wires_in_one_lane_do_not_touch(pairs: list[tuple[int, int]]):
+    boxes = [Box(i // 3, 400.0 * (i % 3), 300.0, 100.0) for i in range(9)]
+    lanes = Lanes(boxes, [Wire(a, b, "send", f"{a} to {b}", "") for a, b in pairs], 1100.0)
+    runs = [run for runs in lanes.runs.values() for run in runs]
+    for a, b in combinations(runs, 2):
+        if (a.row, a.lane) == (b.row, b.lane):
+            assert max(a.start, a.end) <= min(b.start, b.end) or max(b.start, b.end) <= min(a.start, a.end)
+
+
+def test_text_is_taken_to_be_at_least_as_wide_as_common_fonts_draw_it():
+    assert text_width("1.21 B parameters, 1.13 GiB per rank", 12) > 12 * 0.5 * 36

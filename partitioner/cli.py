@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.cli_report import Commands, output, progress
+from partitioner.cli_report import Commands, output, print_parts, progress
 from partitioner.cli_target import load_target
 
 app = typer.Typer(
@@ -133,9 +133,7 @@ def show(
     if rank is None:
         _print_summary(loaded)
     else:
-        console = output()
-        for part in rank_parts(loaded, rank):
-            console.print(part)
+        print_parts(rank_parts(loaded, rank))
     _draw(loaded, svg, timeline)
 
 
@@ -145,9 +143,7 @@ def explain(plan_file: PlanFile) -> None:
     from partitioner import Plan
     from partitioner.explain import explain_parts
 
-    console = output()
-    for part in explain_parts(Plan.load(plan_file)):
-        console.print(part)
+    print_parts(explain_parts(Plan.load(plan_file)))
 
 
 @app.command(epilog=_example("partitioner prove plan.json"))
@@ -217,9 +213,7 @@ def topology(
     if yaml:
         typer.echo(where.to_yaml(), nl=False)
         return
-    console = output()
-    for part in topology_parts(where):
-        console.print(part)
+    print_parts(topology_parts(where))
 
 
 @app.command(epilog=_example("partitioner schema > plan.schema.json"))
@@ -233,9 +227,7 @@ def schema() -> None:
 def _print_summary(found: Any) -> None:
     from partitioner.explain import summary_parts
 
-    console = output()
-    for part in summary_parts(found):
-        console.print(part)
+    print_parts(summary_parts(found))
 
 
 def _draw(found: Any, svg: Path | None, timeline: Path | None) -> None:

@@ -38,8 +38,9 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
 
 def _states(mine: RankProgram) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("state", "kind", "layout", "whole", "this rank", "type", "gradient summed over"):
-        table.add_column(title)
+    table.add_column("state", overflow="fold")
+    for title in ("kind", "layout", "whole", "this rank", "type", "gradient over"):
+        table.add_column(title, no_wrap=True)
     tp = mine.program.mesh.get("tp", 1)
     for name, layout in list(mine.states.items())[:_MOST_STATES]:
         state = mine.program.states[name]

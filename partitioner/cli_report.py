@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 from typer.core import TyperGroup
 
+from partitioner.explain_tables import WIDTH, plain
 from passes.errors import PartitionError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -48,7 +50,20 @@ def show_error(error: PartitionError) -> None:
 
 def output() -> Console:
     """For results. Made anew for each use, since tests replace the streams."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Tables and text in colour on a terminal, plain elsewhere."""
+    console = output()
+    if not console.is_terminal:
+        console.out(plain(parts))
+        return
+    for part in parts:
+        console.print(part)
 
 
 def errors() -> Console:

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from partitioner.draw.figures import AXIS_NAMES, capacities, mesh_text
+from partitioner.draw.stage import group_notes
 from partitioner.explain_tables import (
     bars,
     best_first,
@@ -149,8 +150,9 @@ def _cut(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
 
 def _calls_text(group: CallGroup) -> str:
     times = f"{group.count} × " if group.count > 1 else ""
-    again = ", recomputed in backward" if group.recomputed else ""
-    return f"{times}{' + '.join(group.blocks)} ({group.paths or 'the model'}{again})"
+    name = " + ".join(group.blocks)
+    about = [*([group.paths] if group.paths not in ("", name) else []), *group_notes(group)]
+    return f"{times}{name}" + (f" ({', '.join(about)})" if about else "")
 
 
 def _weights(whole: Outline) -> Iterator[RenderableType]:

@@ -41,7 +41,7 @@ def heading(text: str) -> Text:
 
 
 def indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 0, 2))
+    return Padding(part, (0, 0, 0, 2), expand=False)
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
@@ -58,7 +58,9 @@ def _table(columns: Sequence[tuple[str, bool]]) -> Table:
     """An empty table; a column is (title, whether it holds numbers)."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=numeric)
+        table.add_column(
+            title, justify="right" if numeric else "left", no_wrap=numeric, min_width=len(title), overflow="fold"
+        )
     return table
 
 
@@ -112,7 +114,7 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
     """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
     table = _table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
-         ("of", True), ("forward", True), ("backward", True)]
+         ("forward", True), ("backward", True)]
     )  # fmt: skip
     rooms, peaks = capacities(plan), plan.estimate.memory
     for stage in whole.stages:
@@ -125,8 +127,7 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
             calls,
             count_text(stage.num_parameters),
             bytes_text(stage.parameter_bytes),
-            "" if rank is None else bytes_text(peaks[rank]),
-            "" if rank is None else bytes_text(rooms[rank]),
+            "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
         ]
         row += map(seconds_text, busy[stage.index])
         table.add_row(*map(Text, row))

@@ -41,7 +41,8 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
 
     def evaluate(point: Point) -> Evaluated:
         solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
-        return Evaluated(solved.estimate.step_time, max(solved.estimate.memory), solved)
+        estimate = solved.estimate
+        return Evaluated(estimate.step_time, max(estimate.memory), solved, solved.stages.microbatch_s)
 
     always = baselines(space, candidates, first.__getitem__, fits)
     result = search(candidates, bounds, evaluate, always=always.values(), progress=progress)

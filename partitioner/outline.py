@@ -38,6 +38,7 @@ class CallGroup:
     """Calls ``start:stop`` of a stage that repeat the pattern ``blocks`` ``count`` times; drawn as one node.
 
     ``num_parameters`` counts the elements of the whole weights; ``parameter_bytes`` is one rank's part.
+    ``everywhere``: every stage that reads the results computes them for itself.
     """
 
     stage: int
@@ -53,6 +54,7 @@ class CallGroup:
     parameter_bytes: int
     recomputed: bool = False
     prologue: bool = False
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,7 @@ class _Outliner:
                     parameter_bytes=sum(state_bytes(s, self.tp) for s in parameters),
                     recomputed=start in recomputed,
                     prologue=calls[0].prologue,
+                    everywhere=any(v in self.shared for v in calls[0].outputs),
                 )
             )
         return tuple(made)

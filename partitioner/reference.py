@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.random import dropout
 from runtime.batch import leaves_by_path
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -39,6 +43,69 @@ def _widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _REDUCED else value
 
 
+class _ByPlace(TorchFunctionMode):
+    """Dropout draws by place, one stream per call in order, as plans do; see ``passes/random.py``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.streams = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _DROPPING.get(getattr(func, "__name__", ""))
+        bound = _bound(replacement, args, kwargs or {}) if replacement is not None else None
+        if replacement is None or bound is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(self, **bound)
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        self.streams += 1
+        return dropout(x, p, self.seed, self.streams - 1)
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        dropped = self.drop(input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+        scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            masked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+        return self.drop(scores.softmax(-1), dropout_p) @ value
+
+
+# Functions that drop out, by name, where they do.
+_DROPPING: dict[str, Callable[..., Tensor]] = {
+    "dropout": _ByPlace.dropout,
+    "scaled_dot_product_attention": _ByPlace.attention,
+}
+
+
+def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments by name; ``None`` where nothing is dropped."""
+    names = list(inspect.signature(replacement).parameters)[1:]
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "train" in bound:
+        bound["training"] = bound.pop("train")
+    p = bound.get("dropout_p", 0.0) if "dropout_p" in names else bound.get("p", 0.5)
+    return None if p == 0.0 or bound.get("training", True) is False else bound
+
+
 @contextmanager
 def float64() -> Iterator[None]:
     """Inside, models of doubles stay in float64 where their code asks for float32."""
@@ -58,17 +125,17 @@ def run_reference(
     *,
     train: bool = True,
     double: bool = True,
+    seed: int = 0,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
-    ``double``: a copy of the model in float64, ``model`` as it is otherwise. The caller's gradients are left alone.
+    ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of its dropout, which draws what
+    plans draw. The caller's gradients are left alone.
     """
     model = copy.deepcopy(model)
     if double:
         model, inputs = model.double(), pytree.tree_map(_double, inputs)
-    if not double:
-        return _run(model, inputs, loss, train)
-    with float64():
+    with float64() if double else nullcontext(), _ByPlace(seed):
         return _run(model, inputs, loss, train)
 
 

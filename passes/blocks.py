@@ -100,7 +100,8 @@ class Block:
         return replace(self, graph=graph)
 
     def node(self, name: str) -> fx.Node:
-        return next(n for n in self.graph.nodes if n.name == name)
+        found: fx.Node = next(n for n in self.graph.nodes if n.name == name)
+        return found
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ operator                             backward                 reshard
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
     return x.new_empty(shape)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Tensor]] = {
     "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
     "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
     "shard_narrow": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
@@ -62,7 +63,9 @@ _FAKES = {
     "reduce_scatter": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
     "all_reduce": lambda x, axis, size, grad: torch.empty_like(x, memory_format=torch.contiguous_format),
     "all_reduce_max": lambda x, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format),
-    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _scaled(_scaled(x, split_dim, 1, size), concat_dim, size, 1),
+    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _scaled(
+        _scaled(x, split_dim, 1, size), concat_dim, size, 1
+    ),
     "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
 }
 for _name, _fake in _FAKES.items():

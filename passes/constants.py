@@ -27,6 +27,12 @@ class Term:
     a: Tensor
     b: Tensor
 
+    def negated(self) -> Term:
+        return Term(_OPPOSITE[self.compare], self.a, self.b)
+
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -164,6 +170,8 @@ def _and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
+    if isinstance(a, tuple | Choice) or isinstance(b, tuple | Choice):
+        raise _Unknown
     a, b = (torch.as_tensor(x, dtype=val(node).dtype) for x in (a, b))
     if isinstance(condition, Tensor):
         if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
@@ -173,6 +181,19 @@ def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     if a.numel() == b.numel() == 1:
         return Choice(_terms(condition), a.reshape(()), b.reshape(()))
     raise _Unknown
+
+
+def _not(node: fx.Node, x: Any) -> Value:
+    if isinstance(x, Tensor):
+        return _pointwise(node, x)
+    terms = _terms(x)
+    if len(terms) != 1:
+        raise _Unknown
+    return (terms[0].negated(),)
+
+
+def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
+    return _where(node, mask, value, x)
 
 
 def _structural(operation: Callable[..., Tensor]) -> Callable[..., Value]:
@@ -295,10 +316,7 @@ _POINTWISE = [
         "neg": ("default",),
         "bitwise_or": ("Tensor",),
         "bitwise_xor": ("Tensor",),
-        "bitwise_not": ("default",),
-        "logical_not": ("default",),
         "logical_or": ("default",),
-        "masked_fill": ("Scalar", "Tensor"),
         "to": ("dtype",),
     }.items()
     for kind in kinds
@@ -309,6 +327,10 @@ _RULES: dict[Any, Callable[..., Value]] = {
     **dict.fromkeys(_COMPARISONS, _compare),
     aten.bitwise_and.Tensor: _and,
     aten.logical_and.default: _and,
+    aten.bitwise_not.default: _not,
+    aten.logical_not.default: _not,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
     aten.where.self: _where,
     aten.where.ScalarSelf: _where,
     aten.where.ScalarOther: _where,

@@ -202,9 +202,9 @@ def _cut(graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int])
 
     start = [*saved, *seeds]
     return Differentiated(
-        forward=_piece([n for n in nodes if n in forward and n.op == "call_function"], primals, [*outputs, *saved]),
+        forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
         backward=_piece(backward, start, [*of_inputs, *of_states]),
-        backward_input=_piece([n for n in nodes if n in for_inputs and n.op == "call_function"], start, [*of_inputs, *carried]),
+        backward_input=_piece(_operators(nodes, for_inputs), start, [*of_inputs, *carried]),
         backward_weight=_piece(later, carried, of_states),
         num_outputs=len(outputs),
         saved=tuple(n.name for n in saved),
@@ -212,6 +212,10 @@ def _cut(graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int])
         grad_inputs=tuple(i - num_states for i in needed if i >= num_states),
         grad_states=tuple(i for i in needed if i < num_states),
     )
+
+
+def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
+    return [n for n in nodes if n in chosen and n.op == "call_function"]
 
 
 def _upwards(nodes: Iterable[fx.Node]) -> set[fx.Node]:

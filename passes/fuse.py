@@ -35,7 +35,7 @@ def _fusible(product: object, bias: object, node: fx.Node) -> bool:
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:
         return False
     a, b, out = product.meta["val"], bias.meta["val"], node.meta["val"]
-    return b.dim() == 1 and b.shape[0] == a.shape[-1] and a.shape == out.shape and a.dtype == b.dtype == out.dtype
+    return bool(b.dim() == 1 and b.shape[0] == a.shape[-1] and a.shape == out.shape and a.dtype == b.dtype == out.dtype)
 
 
 def _fuse(node: fx.Node, product: fx.Node, bias: fx.Node) -> None:

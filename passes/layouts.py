@@ -25,8 +25,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 Kind = Literal["S", "R", "P", "R'"]
 

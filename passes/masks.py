@@ -45,9 +45,9 @@ def _classify(value: Value | None, queries: int, keys: int) -> str | None:
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    if isinstance(value, Choice) and (value.shown != 0 or value.hidden > _MASKED):
+    terms = _shown(value) if isinstance(value, Choice) else value
+    if terms is None:
         return None
-    terms = value.terms if isinstance(value, Choice) else value
     sides = [_sides(t, queries, keys) for t in terms]
     if any(s is None for s in sides):
         return None
@@ -56,6 +56,15 @@ def _classify(value: Value | None, queries: int, keys: int) -> str | None:
         return "all"
     if queries == keys and all(_holds_below(*s) for s in known) and any(_fails_above(*s) for s in known):
         return "causal"
+    return None
+
+
+def _shown(choice: Choice) -> tuple[Term, ...] | None:
+    """The terms that must hold where a score is shown under an additive mask."""
+    if choice.shown == 0 and choice.hidden <= _MASKED:
+        return choice.terms
+    if choice.hidden == 0 and choice.shown <= _MASKED and len(choice.terms) == 1:
+        return (choice.terms[0].negated(),)
     return None
 
 

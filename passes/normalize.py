@@ -10,25 +10,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
+from passes.blocks import State, TensorSpec
 from passes.capture import Captured
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
 from passes.normalize_losses import LOSSES
+from passes.normalize_random import RANDOM
 from passes.normalize_shapes import SHAPES
-from passes.rewrite import rewrite
+from passes.rewrite import placeholder_name, rewrite
 
-RULES = {**SHAPES, **ALGEBRA, **LOSSES}
+RULES = {**SHAPES, **ALGEBRA, **LOSSES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
-    graph, moved = rewrite(captured.graph, RULES)
+    graph, moved, drawn = rewrite(captured.graph, RULES)
+    captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     drop_constant_masks(graph, constants)
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
     return captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders)
+
+
+def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
+    """``captured`` with further constants, whose placeholders have names of their own."""
+    states = {name: State(name, TensorSpec.of(value), "constant") for name, value in added.items()}
+    return captured.with_(
+        states={**captured.states, **states},
+        constants={**captured.constants, **added},
+        placeholders={**captured.placeholders, **{placeholder_name(name): name for name in added}},
+    )
 
 
 def _is_constant(captured: Captured, name: str) -> bool:

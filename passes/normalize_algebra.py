@@ -1,4 +1,4 @@
-"""Normal form of products, means, norms and what draws random numbers."""
+"""Normal form of products, means and norms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
 from passes.normalize_shapes import to_dtype
 from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
@@ -139,67 +138,7 @@ def batch_norm(
     return result if bias is None else build(aten.add.Tensor, result, channel(bias))
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    if not train or p == 0:
-        return x
-    raise _random(build, f"dropout of {p} in training")
-
-
-def attention(
-    build: Builder,
-    q: fx.Node,
-    k: fx.Node,
-    v: fx.Node,
-    mask: Any = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if dropout_p:
-        raise _random(build, f"attention dropout of {dropout_p}")
-    return KEEP
-
-
-def draws(build: Builder, *_: Any, **__: Any) -> Any:
-    assert build.node is not None
-    raise _random(build, f"{build.node.target}")
-
-
-def _random(build: Builder, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} at {build.where} draws random numbers, which differ between plans: call model.eval(), "
-        "or set the dropout probability to 0"
-    )
-
-
-_DROPOUTS = (
-    aten.dropout.default,
-    aten.feature_dropout.default,
-    aten.alpha_dropout.default,
-    aten.native_dropout.default,
-)
-_DRAWS = (
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.rand.default,
-    aten.rand_like.default,
-    aten.randn.default,
-    aten.randn_like.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randperm.default,
-    aten.multinomial.default,
-    aten.normal.Tensor_Tensor,
-    aten.normal.float_float,
-    aten.uniform.default,
-)
-
 ALGEBRA: dict[Any, Rule] = {
-    **dict.fromkeys(_DROPOUTS, dropout),
-    **dict.fromkeys(_DRAWS, draws),
     aten.linear.default: linear,
     aten.addmm.default: add_product(aten.mm.default),
     aten.baddbmm.default: add_product(aten.bmm.default),
@@ -218,5 +157,4 @@ ALGEBRA: dict[Any, Rule] = {
     aten.var_mean.dim: var_mean,
     aten.var_mean.correction: var_mean,
     aten.batch_norm.default: batch_norm,
-    aten.scaled_dot_product_attention.default: attention,
 }

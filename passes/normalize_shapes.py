@@ -32,9 +32,11 @@ def cast_to(build: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
 
 
 def reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Any view that keeps the order of elements, to the shape that it gave."""
+    """Any view that keeps the order of elements, to the shape that it gave; a chain of them is one."""
     assert build.node is not None
     sizes = shape(build.node)
+    while x.target is aten.reshape.default:
+        x = x.args[0]  # type: ignore[assignment]
     return x if sizes == shape(x) else build(aten.reshape.default, x, sizes)
 
 

@@ -27,6 +27,18 @@ class Builder:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.node: fx.Node | None = None
+        self.constants: dict[str, Tensor] = {}
+        self._placeholders: dict[str, fx.Node] = {}
+
+    def constant(self, name: str, value: Tensor) -> fx.Node:
+        """A placeholder for the constant ``name``, made when it is first asked for."""
+        if name not in self.constants:
+            self.constants[name] = value
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                made = self.graph.placeholder(placeholder_name(name))
+            made.meta["val"] = value.to("meta")
+            self._placeholders[name] = made
+        return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
@@ -42,6 +54,10 @@ class Builder:
         return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
 
+def placeholder_name(constant: str) -> str:
+    return "c_" + constant.replace(".", "_")
+
+
 def val(node: fx.Node) -> Tensor:
     value = node.meta["val"]
     assert isinstance(value, Tensor), node
@@ -52,8 +68,9 @@ def shape(node: fx.Node) -> list[int]:
     return list(val(node).shape)
 
 
-def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str]]:
-    """A new graph in which every operator in ``rules`` is replaced; where each old node's value went, by name.
+def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
+    """A new graph in which every operator in ``rules`` is replaced; where each old node's value went, by name; and the
+    constants that the rules added.
 
     Requires and provides: ``val`` on every operator. What becomes unused is removed, placeholders stay.
     """
@@ -68,7 +85,8 @@ def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[
         else:
             env[node] = _replace(build, node, env, rules.get(node.target))
     build.graph.eliminate_dead_code()
-    return build.graph, {old.name: new.name for old, new in env.items() if isinstance(new, fx.Node)}
+    moved = {old.name: new.name for old, new in env.items() if isinstance(new, fx.Node)}
+    return build.graph, moved, build.constants
 
 
 def _replace(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:

@@ -72,7 +72,8 @@ def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     units: list[Unit] = []
     for unit in _runs(nodes, owner):
         work = sum(map(_work, unit.nodes))
-        pieces = split_by_period(unit.nodes) if work >= _DOMINANT * root.work else [unit.nodes]
+        whole = unit.glue or work < _DOMINANT * root.work
+        pieces = [unit.nodes] if whole else split_by_period(unit.nodes)
         units += [Unit(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
     return _merge_glue(units)
 

@@ -43,7 +43,9 @@ def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
     return tuple(_node_to_data(node) for node in block.graph.nodes)
 
 
-def block_from_data(name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
+def block_from_data(
+    name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
+) -> Block:
     """The block that :func:`block_to_data` wrote. Raises :class:`GraphFormatError` with the node's name."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -78,14 +80,17 @@ def _node_to_data(node: fx.Node) -> dict[str, Any]:
 
 def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.Node]) -> fx.Node:
     op = data["op"]
+    node: fx.Node
     if op == "placeholder":
         node = graph.create_node("placeholder", data["name"], name=data["name"])
     elif op == "output":
-        return graph.output(tuple(_from_json(data["args"], made)))
+        node = graph.output(tuple(_from_json(data["args"], made)))
+        return node
     elif op == "call_function":
         args = tuple(_from_json(data["args"], made))
         kwargs = {k: _from_json(v, made) for k, v in data.get("kwargs", {}).items()}
-        node = graph.create_node("call_function", target_of(data["target"]), args, kwargs, name=data["name"])
+        target = target_of(data["target"])
+        node = graph.create_node("call_function", target, args, kwargs, name=data["name"])
     else:
         raise GraphFormatError(f"unknown kind of node {op!r}")
     if node.name != data["name"]:
@@ -110,7 +115,7 @@ def target_of(name: str) -> Any:
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):
-        importlib.import_module("passes.collectives")
+        importlib.import_module("passes.random")
     target: Any = torch.ops
     try:
         for part in name.split("."):

@@ -43,11 +43,14 @@ def _checked(data: InputData, leaves: Mapping[str, Any]) -> Tensor:
     if not isinstance(tensor, Tensor):
         have = ", ".join(k for k, v in leaves.items() if isinstance(v, Tensor)) or "no tensors"
         raise BatchError(
-            f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(data.shape)}, the batch has {have}"
+            f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(data.shape)}, "
+            f"the batch has {have}"
         )
     shape = tuple(tensor.shape)
     if shape != data.shape:
-        raise BatchError(f"input {data.path!r}: expected shape {list(data.shape)}, got {list(shape)}: {_advice(data, shape)}")
+        raise BatchError(
+            f"input {data.path!r}: expected shape {list(data.shape)}, got {list(shape)}: {_advice(data, shape)}"
+        )
     dtype = dtype_of(data.dtype)
     if tensor.dtype != dtype:
         if _kind(tensor.dtype) != _kind(dtype):
@@ -63,8 +66,8 @@ def _advice(data: InputData, shape: tuple[int, ...]) -> str:
         others = [d for d in range(len(shape)) if d != dim]
         if all(shape[d] == data.shape[d] for d in others):
             return (
-                f"another batch size than planned ({data.shape[dim]}); "
-                f"pass the whole global batch of {data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"
+                f"another batch size than planned ({data.shape[dim]}); pass the whole global batch of "
+                f"{data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"
             )
     return "the plan was made for inputs of the expected shape; pass such, or plan again for these"
 

@@ -7,7 +7,7 @@ all ranks of a process. :class:`Binder` turns them into functions of one rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +41,9 @@ def gradient_needs(program: Program, call: CallData) -> Needs | None:
     return Needs(inputs, states, outputs) if any(inputs) or any(states) else None
 
 
+_tracing = threading.RLock()  # torch.fx traces in one thread at a time
+
+
 class Library:
     """The blocks of a program and their derivatives; safe to share between threads."""
 
@@ -49,17 +52,16 @@ class Library:
         self.device = device
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
-        self._lock = threading.RLock()  # tracing changes what all threads see
 
     def block(self, name: str) -> Block:
-        with self._lock:
+        with _tracing:
             if name not in self._blocks:
                 data = self.program.blocks[name]
                 self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             return self._blocks[name]
 
     def differentiated(self, name: str, needs: Needs) -> Differentiated:
-        with self._lock:
+        with _tracing:
             key = name, needs
             if key not in self._derivatives:
                 self._derivatives[key] = differentiate(
@@ -106,9 +108,7 @@ class Binder:
         derived = self.library.differentiated(name, needs)
         return self._once(name, needs, kind, lambda: _PIECES[kind](derived))
 
-    def _once(
-        self, name: str, needs: Needs | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
-    ) -> Compiled:
+    def _once(self, name: str, needs: Needs | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]) -> Compiled:
         key = name, needs, kind
         if key not in self._compiled:
             graph, num_sinks = make()
@@ -252,5 +252,3 @@ _PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
     "backward_input": lambda d: _all(d.backward_input),
     "backward_weight": lambda d: _all(d.backward_weight, len(d.grad_states)),
 }
-
-

@@ -107,8 +107,10 @@ def save(
     communicator.barrier()
 
 
-def load(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], optimizer: OptimizerState | None) -> int | None:
-    """Fill ``shards`` from a checkpoint of any plan, and ``optimizer``. Returns the number of steps done, if written."""
+def load(
+    directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], optimizer: OptimizerState | None
+) -> int | None:
+    """Fill ``shards`` from a checkpoint of any plan, and ``optimizer``. Returns the number of steps done, if known."""
     weights = FileWeights(directory)
     check_weights(rank.program, weights)
     num_ranks, index = rank.program.mesh.get("tp", 1), rank.coordinates["tp"]
@@ -207,9 +209,7 @@ def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communica
     return join_shards(list(parts.unbind(0)), layout)
 
 
-def _index(
-    folder: Path, chunks: list[Chunk], program: Program, optimizer: OptimizerState | None, steps: int
-) -> None:
+def _index(folder: Path, chunks: list[Chunk], program: Program, optimizer: OptimizerState | None, steps: int) -> None:
     files = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in files]
     size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in states)
@@ -241,9 +241,9 @@ def _load_optimizer(
     saved = FileWeights(directory, OPTIMIZER_INDEX)
     num_ranks, index = rank.program.mesh.get("tp", 1), rank.coordinates["tp"]
     keys: dict[str, list[str]] = {}
-    for name in saved.names():
-        parameter, _, key = name.rpartition(_SEPARATOR)
-        keys.setdefault(parameter, []).append(key)
+    for entry in saved.names():
+        owner, _, key = entry.rpartition(_SEPARATOR)
+        keys.setdefault(owner, []).append(key)
     for name, parameter in optimizer.parameters.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if n in keys), None)
         state = {}

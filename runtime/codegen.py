@@ -194,9 +194,9 @@ class _Writer:
                 operand = node.all_input_nodes[0]
                 users = {u for m in members[family[operand]] for u in m.users if u.op != "output"}
                 own = family[operand].op == "call_function" and not self.is_constant(family[operand])
-                if own and not outside & set(members[family[operand]]):
-                    if all(place[u] <= place[node] for u in users):
-                        found.add(node)
+                last = all(place[u] <= place[node] for u in users)
+                if own and last and not outside & set(members[family[operand]]):
+                    found.add(node)
         return found
 
     def is_constant(self, node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ from runtime.groups import Communicator, TorchCommunicator
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
 from runtime.state import load_states, parameters_of
-from runtime.weights import FileWeights, Weights, weights_of
-
-Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights | None
+from runtime.weights import FileWeights, Source, weights_of
 
 
 class Engine:
@@ -57,7 +55,7 @@ class Engine:
     def __init__(
         self,
         plan: Any,
-        weights: Source = None,
+        weights: Source | None = None,
         device: torch.device | str | None = None,
         *,
         seed: int = 0,
@@ -73,7 +71,7 @@ class Engine:
         self.device = communicator.device
         self.seed = seed
         self.steps = 0
-        source = weights if weights is None or _is_weights(weights) else weights_of(weights)
+        source = None if weights is None else weights_of(weights)
         self._shards = load_states(self.rank_program, source, self.device)
         if isinstance(source, FileWeights):
             source.close()
@@ -187,10 +185,6 @@ def _read(path: Path) -> Program:
         return Program.model_validate(content["program"])
     except ValueError as error:
         raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
-
-
-def _is_weights(source: object) -> bool:
-    return hasattr(source, "read") and hasattr(source, "spec")
 
 
 def _default_communicator(program: Program, device: torch.device | str | None) -> Communicator:

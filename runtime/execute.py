@@ -62,8 +62,7 @@ class Executor:
             watched[self.program.loss] = self._add_loss
         self.watched = watched
         self.calls = [
-            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched)
-            for i in range(len(rank.stage.calls))
+            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched) for i in range(len(rank.stage.calls))
         ]
         self.actions = self._compile()
 
@@ -77,7 +76,7 @@ class Executor:
         index = 0
         try:
             with torch.no_grad():
-                for index, action in self.actions:
+                for index, action in self.actions:  # noqa: B007 - read where the error is told
                     action()
         except Exception as error:
             raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled)) from error
@@ -211,7 +210,7 @@ class Executor:
 
     def _backward(self, instruction: Instruction) -> Action:
         microbatch = _microbatch(instruction)
-        method = {"B": BoundCall.backward, "I": BoundCall.backward_input, "W": BoundCall.backward_weight}[instruction.op]
+        method = _BACKWARD[instruction.op]
         calls = [c for c in reversed(self._calls(instruction)) if c.has_backward]
 
         def backward() -> None:
@@ -269,6 +268,12 @@ def _microbatch(instruction: Instruction) -> int:
 def _nothing() -> None:
     """The peer is this rank: the value is here already."""
 
+
+_BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {
+    "B": BoundCall.backward,
+    "I": BoundCall.backward_input,
+    "W": BoundCall.backward_weight,
+}
 
 _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "LOAD": Executor._load,

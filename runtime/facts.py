@@ -7,7 +7,7 @@ often it is asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from passes.blocks import Block, TensorSpec
+from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
 from passes.layouts import Layout, local_shape
-from passes.serialize import block_from_data, dtype_of
+from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.program import CallData, Program, Value
 
 Flags = tuple[bool, ...]
@@ -185,6 +186,12 @@ def load_block(program: Program, name: str) -> Block:
     return _block(_key(graph.nodes), name, graph.states, graph.inputs)
 
 
+def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
+    """What is wrong with a block's graph and at which node, or ``None``. ``axes``: the ranks on each mesh axis."""
+    graph = program.blocks[name]
+    return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(sorted(axes.items())))
+
+
 def value_bytes(value: Value) -> int:
     return TensorSpec(value.shape, dtype_of(value.dtype)).nbytes
 
@@ -196,6 +203,17 @@ def _key(nodes: Sequence[object]) -> str:
 @lru_cache(maxsize=256)
 def _block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
     return block_from_data(name, tuple(json.loads(nodes)), states, inputs)
+
+
+@lru_cache(maxsize=256)
+def _fault(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[str, str] | None:
+    try:
+        check_block(_block(nodes, name, states, inputs), dict(axes))
+    except (GraphError, GraphFormatError) as error:
+        return str(error), getattr(error, "node", "")
+    return None
 
 
 @lru_cache(maxsize=256)

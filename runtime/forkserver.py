@@ -7,6 +7,7 @@ for each rank to talk through, and takes all its ranks with it when it ends.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
@@ -31,10 +32,8 @@ class Child(NamedTuple):
     connection: Connection
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.connection.close()
 
 
@@ -45,7 +44,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A library that starts threads when it is imported would leave its locks behind in the fork.
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        path = os.pathsep.join(dict.fromkeys([str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"from runtime.forkserver import serve; serve({theirs.fileno()})"],
@@ -144,4 +143,3 @@ def _reap(running: set[int], statuses: dict[int, int]) -> None:
         if ended:
             running.discard(pid)
             statuses[pid] = os.waitstatus_to_exitcode(status)
-

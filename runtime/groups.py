@@ -49,11 +49,11 @@ class Group(Protocol):
         """This rank's part along ``dim`` of the sum of the ranks' ``x``; with ``scratch``, ``x`` may be overwritten."""
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        """Part ``i`` of ``x`` along ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
+        """Part ``i`` of ``x`` on ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
 
 
 class Link(NamedTuple):
-    """One direction of a pipeline edge: what ``source`` sends to ``target`` arrives in the order in which it was sent."""
+    """One direction of a pipeline edge: what ``source`` sends arrives at ``target`` in the same order."""
 
     source: int
     target: int
@@ -67,7 +67,7 @@ class Communicator(Protocol):
     device: torch.device
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
-        """Open what the program needs; called by all ranks, with those of ``groups`` and ``links`` that it is part of."""
+        """Open what the program needs; called by all ranks, each with the groups and links that it is part of."""
 
     def group(self, ranks: tuple[int, ...]) -> Group: ...
 
@@ -132,7 +132,8 @@ WHOLE = -1  # as _Started.dim: the result is complete as it is
 
 def _parts(x: Tensor, dim: int, size: int) -> Tensor:
     """``x`` as ``[size, ...]``, dense, part by part along ``dim``."""
-    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+    split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
+    return split.movedim(dim, 0).contiguous()
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:
@@ -149,7 +150,7 @@ class TorchGroup:
         self.index: int = backend.rank()
         self._sum = dist.AllreduceOptions()
         self._max = dist.AllreduceOptions()
-        self._max.reduceOp = dist.ReduceOp.MAX
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         work = self.backend.allreduce([x], self._max if maximum else self._sum)
@@ -252,18 +253,19 @@ class TorchCommunicator:
 
     def _open(self, ranks: tuple[int, ...], purpose: str) -> Any:
         name = f"partition {purpose} {'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(name, c10d._get_default_store())
+        store = c10d.PrefixStore(name, c10d._get_default_store())
         index, size = ranks.index(self.rank), len(ranks)
+        backend: Any
         if self._on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             options.global_ranks_in_group = list(ranks)
-            options.group_name = name
+            options.group_name = c10d.GroupName(name)
             backend = dist.ProcessGroupNCCL(store, index, size, options)
         else:
             backend = dist.ProcessGroupGloo(store, index, size, timeout=self._timeout)
         backend._set_sequence_number_for_group()
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
             return c10d._create_process_group_wrapper(backend, name, store, index, size, self._timeout)
         return backend
 

@@ -1,7 +1,7 @@
 """``torchrun --nproc-per-node 4 -m runtime plan.json --weights folder/``: train a plan for some steps.
 
-Rank 0 prints one line per step. A rank that fails is recorded for torchrun, which ends the others at once and prints the
-first cause last.
+Rank 0 prints one line per step. A rank that fails is recorded for torchrun, which ends the others at once and prints
+the first cause last.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def run_local(
     """
     program = with_precision(program_of(plan), precision)
     if ranks is not None and ranks.num_ranks < program.world_size:
-        raise LaunchError(f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one")
+        raise LaunchError(
+            f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one"
+        )
     weights = weights_of(model)
     check_weights(program, weights)
     batch = batch_values(program, inputs)

@@ -99,12 +99,12 @@ class LocalRanks:
 
     def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
         """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
-        connections = {self._children[r].connection: r for r in ranks}
+        connections = {id(self._children[r].connection): r for r in ranks}
         found: dict[int, tuple[str, Any]] = {}
-        for ready in wait(list(connections), max(timeout, 0.0)):
-            rank = connections[ready]  # type: ignore[index]
+        for ready in wait([self._children[r].connection for r in ranks], max(timeout, 0.0)):
+            rank = connections[id(ready)]
             try:
-                found[rank] = ready.recv()  # type: ignore[union-attr]
+                found[rank] = self._children[rank].connection.recv()
             except (EOFError, OSError):
                 found[rank] = "failed", self._death(rank).to_data()
         return found

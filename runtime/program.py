@@ -59,14 +59,14 @@ class Instruction(Data):
       calls that other stages run as well, then the stage's own. ``F`` and ``B`` ranges have no prologue call.
     * A value exists per microbatch, from the LOAD, RECV_F or F that makes it (never twice) until its FREE. A total has
       no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its name.
-      What TOTAL_F's calls make besides ``values`` is gone when it ends. An output of the model is taken when it is made.
+      What TOTAL_F's calls make besides ``values`` is gone when it ends. A model's output is taken when it is made.
     * F keeps what its backward needs, apart from the values: a FREE may follow at once. B, or W after I, drops that.
-    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass over
-      the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that nothing was
-      added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.
-    * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between two
-      ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a receive
-      waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
+    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass
+      over the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that
+      nothing was added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.
+    * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between
+      two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
+      receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
     * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def check_weights(program: Program, weights: Weights) -> None:
 
 
 def _differences(program: Program, weights: Weights) -> Iterator[str]:
-    shared: dict[str, str] = {}
+    owners: dict[Hashable, str] = {}  # of each tensor that takes a gradient: the state that it is
     for name, state in program.states.items():
         present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
         if not present:
@@ -44,23 +44,18 @@ def _differences(program: Program, weights: Weights) -> Iterator[str]:
             yield f"{present[0]}: expected shape {list(state.shape)}, got {list(shape)}"
         elif dtype.is_floating_point != expected.is_floating_point or dtype.is_complex != expected.is_complex:
             yield f"{present[0]}: expected {state.dtype}, got {str(dtype).removeprefix('torch.')}"
+        tensor = weights.identity(present[0])
         for other in present[1:]:
-            if weights.same(present[0], other) is False:
+            if weights.identity(other) != tensor:
                 yield f"{other}: expected the same tensor as {present[0]} (tied), got another one"
-        shared[name] = present[0]
-    yield from _unexpected(program, weights)
-
-
-def _unexpected(program: Program, weights: Weights) -> Iterator[str]:
-    """Parameters that the plan does not know, and ties that it does not know of."""
+        if tensor is not None and state.requires_grad:
+            if tensor in owners:
+                yield f"{name}: expected a tensor of its own, got the same as {owners[tensor]} (tied)"
+            owners[tensor] = name
     known = {n for name, state in program.states.items() for n in (name, *state.aliases)}
-    trained = [n for n, s in program.states.items() if s.requires_grad and weights.spec(n) is not None]
     for name in weights.names():
-        if name not in known:
-            # A parameter that the model never reads has no place in the program; one that is tied to a known one has.
-            twin = next((n for n in trained if weights.same(n, name)), None)
-            if twin is not None:
-                yield f"{name}: is the same tensor as {twin}, which the plan does not know of"
+        if name not in known and (tensor := weights.identity(name)) in owners:
+            yield f"{name}: is the same tensor as {owners[tensor]}, a tie that the plan does not know of"
 
 
 def load_states(rank: RankProgram, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:

@@ -27,7 +27,8 @@ class Receive:
         communicator: Communicator,
         place: Callable[[int, str, Tensor], None],
     ) -> None:
-        assert instruction.peer is not None and instruction.microbatch is not None
+        assert instruction.peer is not None
+        assert instruction.microbatch is not None
         self.channel = instruction.op[-1]
         self.microbatch = instruction.microbatch
         self.values = instruction.values
@@ -66,7 +67,8 @@ class Sender:
         self._under_way: list[tuple[Work, Tensor]] = []
 
     def action(self, instruction: Instruction) -> Callable[[], None]:
-        assert instruction.peer is not None and instruction.microbatch is not None
+        assert instruction.peer is not None
+        assert instruction.microbatch is not None
         channel, microbatch, values = instruction.op[-1], instruction.microbatch, instruction.values
         target = self.rank.peer(instruction.peer)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +36,7 @@ _TYPES = {
 }
 
 
+@runtime_checkable
 class Weights(Protocol):
     """Named tensors that can be read in part. ``origin`` is for error messages."""
 
@@ -48,8 +50,8 @@ class Weights(Protocol):
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         """Rank ``index``'s shard, which the caller may not write to."""
 
-    def same(self, one: str, other: str) -> bool | None:
-        """Whether two names stand for the same tensor; ``None`` if that cannot be told."""
+    def identity(self, name: str) -> Hashable:
+        """Equal for two names of the same tensor; ``None`` if that cannot be told."""
 
 
 class TensorWeights:
@@ -75,9 +77,9 @@ class TensorWeights:
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
-    def same(self, one: str, other: str) -> bool | None:
-        a, b = self.tensors[one], self.tensors[other]
-        return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+    def identity(self, name: str) -> Hashable:
+        tensor = self.tensors[name]
+        return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else None
 
 
 class FileWeights:
@@ -88,6 +90,7 @@ class FileWeights:
         self._files = _find(path, index)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
+        self._lock = threading.Lock()  # a handle serves one thread at a time
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -95,22 +98,23 @@ class FileWeights:
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         if name not in self._files:
             return None
-        part = self._slice(name)
-        return tuple(part.get_shape()), _TYPES[part.get_dtype()]
+        with self._lock:
+            part = self._slice(name)
+            return tuple(part.get_shape()), _TYPES[part.get_dtype()]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        part = self._slice(name)
-        shape = part.get_shape()
-        if not layout.is_shard or num_ranks == 1:
-            return self._handle(name).get_tensor(name)  # type: ignore[no-any-return]
-        before = (slice(None),) * layout.dim
-        pieces = [
-            part[(*before, slice(start, start + length))]
-            for start, length in shard_slices(layout, shape[layout.dim], num_ranks, index)
-        ]
+        with self._lock:
+            if not layout.is_shard or num_ranks == 1:
+                return self._handle(name).get_tensor(name)  # type: ignore[no-any-return]
+            part = self._slice(name)
+            before = (slice(None),) * layout.dim
+            pieces = [
+                part[(*before, slice(start, start + length))]
+                for start, length in shard_slices(layout, part.get_shape()[layout.dim], num_ranks, index)
+            ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
-    def same(self, one: str, other: str) -> bool | None:
+    def identity(self, name: str) -> Hashable:
         return None
 
     def close(self) -> None:
@@ -127,7 +131,10 @@ class FileWeights:
         return self._open[path]
 
 
-def weights_of(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Weights:
+Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
+
+
+def weights_of(source: Source) -> Weights:
     """The weights that the user passed. Raises :class:`WeightsError` where there are none."""
     if isinstance(source, nn.Module):
         return TensorWeights(module_tensors(source), type(source).__name__)
@@ -135,9 +142,11 @@ def weights_of(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Weights
         return TensorWeights(source, "the state dict")
     if isinstance(source, str | Path):
         return FileWeights(Path(source))
+    if isinstance(source, Weights):
+        return source
     raise WeightsError(
-        f"weights is a {type(source).__name__}; expected a module, a dict of tensors, or the path of a safetensors file "
-        "or folder"
+        f"weights is a {type(source).__name__}; expected a module, a dict of tensors, or the path of a safetensors "
+        "file or folder"
     )
 
 
@@ -156,7 +165,7 @@ def _find(path: Path, index: str) -> dict[str, Path]:
             return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there first")
+            raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there")
     elif path.exists():
         files = [path]
     else:

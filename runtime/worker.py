@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +26,13 @@ from runtime.program import Program
 from runtime.weights import FileWeights
 
 
-
 def main(
     connection: Connection, rank: int, world_size: int, store: str, threads: int, debug: bool, timeout_s: float
 ) -> None:
     """Join the others, then serve requests until the other side closes the connection."""
     torch.set_num_threads(threads)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if debug else "OFF"
-    dist.set_debug_level_from_env()
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     send_lock = threading.Lock()
 
     def answer(kind: str, content: Any) -> None:
@@ -44,7 +44,7 @@ def main(
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -54,7 +54,8 @@ def main(
         answer("failed", _failure(error, rank).to_data())
     while (request := requests.get()) is not None:
         try:
-            answer("done", _run(**request))
+            _run(**request)
+            answer("done", None)
         except Exception as error:
             answer("failed", _failure(error, rank).to_data())
     sys.stdout.flush()
@@ -62,7 +63,12 @@ def main(
     os._exit(0)  # Gloo's tear-down sometimes aborts the process
 
 
-def _listen(connection: Connection, requests: queue.Queue[dict[str, Any] | None], answer: Any, main_thread: int) -> None:
+def _listen(
+    connection: Connection,
+    requests: queue.Queue[dict[str, Any] | None],
+    answer: Callable[[str, Any], None],
+    main_thread: int,
+) -> None:
     """Pass requests on; say where the main thread is, when asked, even while it hangs."""
     while True:
         try:
@@ -90,7 +96,9 @@ def _where(thread: int) -> str:
     return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
 
 
-def _run(program: str, weights: str, inputs: str, result: str, seed: int, outputs: bool, grads: bool, steps: int) -> None:
+def _run(
+    program: str, weights: str, inputs: str, result: str, seed: int, outputs: bool, grads: bool, steps: int
+) -> None:
     """One run: ``program``, ``weights`` and ``inputs`` are files, and so is ``result``, which it writes."""
     parsed = Program.model_validate_json(Path(program).read_text())
     if dist.get_rank() >= parsed.world_size:

@@ -7,6 +7,7 @@ number of microbatches, with a GPipe-like schedule.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -166,11 +167,15 @@ def program_of_net(
         CallData(block="first", path="first", states=("first.weight",), inputs=("x",), outputs=("h0",)),
         *layers,
         CallData(
-            block="head", path="head", states=(head,), inputs=(activations[-1], "target", "weight", "count"), outputs=last
+            block="head",
+            path="head",
+            states=(head,),
+            inputs=(activations[-1], "target", "weight", "count"),
+            outputs=last,
         ),
     ]
     cut = [round(i * len(calls) / pp) for i in range(pp + 1)]
-    parts = [calls[a:b] for a, b in zip(cut, cut[1:], strict=False)]
+    parts = [calls[a:b] for a, b in pairwise(cut)]
     count = CallData(block="count", path="count", inputs=("weight",), outputs=("count",), prologue=True)
     parts[-1] = [count, *parts[-1]]
     states = _states(num_layers, tied, tp, parts)

@@ -17,7 +17,7 @@ from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
-from partitioner.topology.model import DeviceType
+from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel, TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import READ_SHARDED, REPLICATED, Layout, local_shape

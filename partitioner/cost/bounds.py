@@ -38,7 +38,8 @@ from partitioner.cost.states import StateCost, reduction, state_costs, update_ti
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
 from partitioner.topology.groups import Group, reference_type
-from partitioner.topology.model import DeviceType, Topology
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import DeviceType
 from passes.blocks import Block, FoldedModel
 from passes.factors import needs_gradient
 from passes.fuse import fuse_bias
@@ -137,7 +138,10 @@ def _work(kernels: Sequence[Kernel], views: Sequence[Kernel], device: DeviceType
         batch += (kernel.num_bytes - kernel.state_bytes) / rate
         batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
     launches = sum(k.launches for k in kernels) * device.launch
-    copies = sum(k.launches for k in views) * device.launch, sum(k.num_bytes / memory_rate(k.kind, device) for k in views)
+    copies = (
+        sum(k.launches for k in views) * device.launch,
+        sum(k.num_bytes / memory_rate(k.kind, device) for k in views),
+    )
     return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
 
 

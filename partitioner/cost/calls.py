@@ -12,7 +12,7 @@ from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Kernel, Operand, add_kernel, backward_kernels, forward_kernels, is_view
 from partitioner.cost.saved import kept_by
 from partitioner.topology.groups import Group
-from partitioner.topology.model import DeviceType
+from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
 from passes.factors import needs_gradient, operands_of, results_of

@@ -8,7 +8,7 @@ of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, P
 from __future__ import annotations
 
 from partitioner.topology.groups import Group
-from partitioner.topology.model import Link
+from partitioner.topology.parts import Link
 
 # How often (n - 1) / n of the whole tensor passes through each rank's links.
 _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from partitioner.cost.operators import Kernel
-from partitioner.topology.model import DeviceType
+from partitioner.topology.parts import DeviceType
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:

@@ -21,7 +21,8 @@ from partitioner.topology.groups import (
     stage_ranks,
     stage_slowdown,
 )
-from partitioner.topology.model import DeviceType, Topology
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel
 from runtime.program import AXES
 
@@ -171,7 +172,8 @@ def reduction_tail(
     if not problem.train:
         return 0.0
     held = [_held(problem, stage, states) for stage in split.stages]
-    groups = {axes: machine.group(*axes) for costs in held for c in costs.values() if (axes := c.grad_axes)}
+    every = {c.grad_axes for costs in held for c in costs.values() if c.grad_axes}
+    groups = {axes: machine.group(*axes) for axes in every}
     tail = ahead = 0.0
     for stage, costs in zip(split.stages, held, strict=True):
         work = reduction(list(costs.values()), groups)

@@ -15,7 +15,7 @@ from partitioner.cost.compute import memory_rate
 from partitioner.emit_buckets import BUCKET_BYTES
 from partitioner.errors import ConstraintError
 from partitioner.topology.groups import Group
-from partitioner.topology.model import DeviceType
+from partitioner.topology.parts import DeviceType
 from passes.blocks import State, TensorSpec
 from passes.layouts import REPLICATED, Layout, local_shape
 

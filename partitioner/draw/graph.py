@@ -190,7 +190,9 @@ class _Scene:
         for tie in self.whole.ties:
             places = list(dict.fromkeys(self.shown[p[0]] for p in tie.places))
             names = " = ".join([tie.state, *tie.aliases])
-            label = f"tied: {names}, {bytes_text(tie.num_bytes)} of gradients added up per step"
+            shown = " = ".join([tie.state, *tie.aliases[:1]])
+            more = f" = {len(tie.aliases) - 1} more names" if len(tie.aliases) > 1 else ""
+            label = f"tied: {shown}{more}, {bytes_text(tie.num_bytes)} of gradients added up per step"
             wires += [Wire(a, b, "tied", label, names, heads=0) for a, b in pairwise(places)]
         return wires
 

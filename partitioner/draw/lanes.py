@@ -124,9 +124,17 @@ class Lanes:
                 run.lane += 1
             taken[run.row, run.lane].append((low, high))
 
+    def _half(self, run: _Run) -> float:
+        return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
+
+    def middle(self, run: _Run) -> float:
+        """The middle of a run's label: that of the run, unless the label would leave the picture."""
+        half = self._half(run)
+        return max(half, min((run.start + run.end) / 2, self.right - half))
+
     def _extent(self, run: _Run) -> tuple[float, float]:
-        half = text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8 if run.labelled else 0.0
-        middle = (run.start + run.end) / 2
+        half = self._half(run) if run.labelled else 0.0
+        middle = self.middle(run)
         return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
 
 
@@ -147,7 +155,7 @@ def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms:
             corners.reverse()
         _polyline(group(parent, wire.tooltip), corners, wire)
         label = next(run for run in runs if run.labelled)
-        labels.append(((label.start + label.end) / 2, heights[runs.index(label)] - 5))
+        labels.append((lanes.middle(label), heights[runs.index(label)] - 5))
     for (x, y), wire in zip(labels, lanes.wires, strict=True):
         _label(parent, x, y, wire)
 

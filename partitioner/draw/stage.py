@@ -116,11 +116,9 @@ def group_card(calls: CallGroup) -> Card:
     """Name, count, module paths, collectives by kind, parameters, weight layouts."""
     title = " + ".join(calls.blocks)
     rows = [Row(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
-    if calls.paths:
+    if calls.paths and calls.paths != title:
         rows.append(Row(calls.paths, fill="muted"))
-    notes = [word for word, on in (("recomputed in backward", calls.recomputed), ("prologue", calls.prologue)) if on]
-    if notes:
-        rows.append(Row(", ".join(notes), fill="muted"))
+    rows += [Row(note, fill="muted") for note in group_notes(calls)]
     shown = [d for d in _DIRECTIONS if any(m.direction == d for m in calls.collectives)]
     if shown:
         rows.append(Row("", 10, fill="muted", columns=tuple(shown), space=2))
@@ -132,6 +130,16 @@ def group_card(calls: CallGroup) -> Card:
         rows.append(Row(size, space=4))
         rows += [Row(line, 10, fill="muted") for line in weight_lines(calls.weights)]
     return Card(tuple(rows))
+
+
+def group_notes(calls: CallGroup) -> list[str]:
+    """What is unusual about when and where these calls run."""
+    notes = (
+        ("recomputed in backward", calls.recomputed),
+        ("before the pipeline starts", calls.prologue),
+        ("computed by each stage that reads it", calls.everywhere and not calls.prologue),
+    )
+    return [note for note, holds in notes if holds]
 
 
 def _amount(op: str, axis: str, direction: str, collectives: Sequence[Moved]) -> str:

@@ -2,7 +2,9 @@
 
 A point's bound is made tighter in steps, each dearer than the one before and taken only when the point comes up: an
 estimate of all points at once, the stages of a relaxed problem, and a floor under a microbatch's time that takes
-communication into account. Only then is the point evaluated.
+communication into account. Only then is the point evaluated. Floors come from points that were evaluated before: per
+sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus something that
+grows no faster than the batch, and whatever divides the smaller batch divides the larger.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ from passes.errors import PartitionError
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it."""
+    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
+
+    ``microbatch_s``: seconds of one microbatch through all calls, which points of the same ``tp`` and microbatch share.
+    """
 
     step_time: float
     memory: int
     payload: Any = None
+    microbatch_s: float | None = None
 
 
 class Bounds(Protocol):
@@ -98,6 +104,7 @@ def search(
     floor: Callable[[int, int], float | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     time_limit_s: float = float("inf"),
+    tolerance: float = 0.0,
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -105,9 +112,8 @@ def search(
         evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
         always: points that are evaluated whatever their bounds, first.
         floor: of (tp, microbatch size), the least seconds of one microbatch through all calls under any sharding,
-            collectives included; ``None`` where it is not known. It is asked for few microbatch sizes, large ones:
-            per sample a smaller microbatch takes no less, since each cost is a start-up plus something that grows no
-            faster than the batch, and whatever divides the smaller batch divides the larger.
+            collectives included; ``None`` where it is not known. It is asked only for the largest microbatches.
+        tolerance: stop when no bound is better than the best plan by more than this share.
         progress: called before each evaluation.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
@@ -123,7 +129,7 @@ def search(
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, floor, progress, deadline)
+        interrupted = _best_first(state, bounds, evaluate, floor, progress, deadline, tolerance)
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -143,19 +149,25 @@ def _best_first(
     floor: Callable[[int, int], float | None] | None,
     progress: Callable[[Progress], None] | None,
     deadline: float,
+    tolerance: float,
 ) -> bool:
     """Runs until nothing beats the best plan; whether it stopped before."""
     steps: list[Callable[[Point], float]] = [bounds.refine]
     if floor is not None:
-        steps.append(lambda p: _floored(state, bounds, floor, p))
+        steps.append(lambda p: _ask_floor(state, bounds, floor, p))
     heap = [(row.bound, p, 0) for p, row in state.rows.items() if row.evaluated is None and row.error is None]
     heapq.heapify(heap)
-    while heap and heap[0][0] < state.best_time:
+    while heap and heap[0][0] < state.best_time * (1 - tolerance):
         if time.monotonic() > deadline:
             return True
         bound, point, step = heapq.heappop(heap)
         if step == len(steps):
-            _evaluate(state, point, evaluate, progress, len(heap) + 1)
+            floored = _known_floor(state, bounds, point)
+            if floored > bound:
+                state.rows[point].bound = floored
+                heapq.heappush(heap, (floored, point, step))
+            else:
+                _evaluate(state, point, evaluate, progress, len(heap) + 1)
             continue
         try:
             bound = max(bound, steps[step](point))
@@ -186,6 +198,7 @@ def _evaluate(
         return
     row.status = "solved"
     row.bound = min(row.bound, row.evaluated.step_time)
+    state.floors[point.tp, point.microbatch_size] = row.evaluated.microbatch_s
     if row.evaluated.step_time < state.best_time:
         state.best = point
 
@@ -195,16 +208,29 @@ def _infeasible(row: _Row, error: PartitionError) -> None:
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 
-def _floored(state: _State, bounds: Bounds, floor: Callable[[int, int], float | None], point: Point) -> float:
-    """The bound from the floor of the largest microbatch that is a multiple of the point's and, like it, can or cannot
-    be divided by ``tp`` (which decides whether the batch may be sharded)."""
-    size, tp = point.microbatch_size, point.tp
-    multiples = {p.microbatch_size for p in state.rows if p.tp == tp and p.microbatch_size % size == 0}
-    large = max(s for s in multiples if (s % tp == 0) == (size % tp == 0))
-    if (tp, large) not in state.floors:
-        state.floors[tp, large] = floor(tp, large)
-    seconds = state.floors[tp, large]
-    return 0.0 if seconds is None else bounds.with_floor(point, seconds * size / large)
+def _ask_floor(state: _State, bounds: Bounds, floor: Callable[[int, int], float | None], point: Point) -> float:
+    """The bound from the floor of the largest microbatch that says something of the point's."""
+    sizes = {p.microbatch_size for p in state.rows if p.tp == point.tp and _says_of(p.microbatch_size, point)}
+    large = point.tp, max(sizes)
+    if large not in state.floors:
+        state.floors[large] = floor(*large)
+    return _known_floor(state, bounds, point)
+
+
+def _known_floor(state: _State, bounds: Bounds, point: Point) -> float:
+    """The best bound from the floors that are known so far."""
+    floors = [
+        seconds * point.microbatch_size / size
+        for (tp, size), seconds in state.floors.items()
+        if seconds is not None and tp == point.tp and _says_of(size, point)
+    ]
+    return max((bounds.with_floor(point, seconds) for seconds in floors), default=0.0)
+
+
+def _says_of(size: int, point: Point) -> bool:
+    """Whether a floor for microbatches of ``size`` is one for the point's: a multiple that, like it, can or cannot be
+    divided by ``tp``, which decides whether the batch itself may be sharded."""
+    return size % point.microbatch_size == 0 and (size % point.tp == 0) == (point.microbatch_size % point.tp == 0)
 
 
 def _nothing(state: _State, interrupted: bool) -> PlanError:

@@ -22,7 +22,7 @@ from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import message_time
 from partitioner.errors import CapacityError, PlanError
 from partitioner.solve.segments import Segments
-from partitioner.topology.model import Link
+from partitioner.topology.parts import Link
 from partitioner.units import bytes_text
 
 Table = NDArray[np.float64]
@@ -100,10 +100,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The stages in order, and the seconds of a step's pipeline: the optimum, and thus its own bound."""
+    """The stages in order, and the seconds of a step's pipeline: the optimum, and thus its own bound.
+
+    ``microbatch_s``: of one microbatch through all calls, forward and backward, whatever the stages.
+    """
 
     stages: tuple[StagePlan, ...]
     pipeline_s: float
+    microbatch_s: float = 0.0
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -282,7 +286,8 @@ class _Tables:
 
     def split(self, cuts: list[int]) -> StageSplit:
         stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
-        return StageSplit(stages, self.cost(cuts))
+        microbatch = self.segments.forward_s[0, -1] + (self.segments.backward_s[0, -1] if self.problem.train else 0.0)
+        return StageSplit(stages, self.cost(cuts), float(microbatch))
 
     def plan(self, stage: int, start: int, stop: int) -> StagePlan:
         problem, cut = self.problem, self.segments

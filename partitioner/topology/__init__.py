@@ -2,7 +2,8 @@
 
 from partitioner.topology.files import catalogue, known_presets, loads
 from partitioner.topology.groups import Group, Tier, axis_group, axis_groups, stage_links
-from partitioner.topology.model import Device, DeviceType, Level, Link, Topology
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import Device, DeviceType, Level, Link
 
 __all__ = [
     "Device",

@@ -96,9 +96,7 @@ def loads(text: str, source: str = "topology") -> Topology:
         data = _expand_machine(data, source)
     fields = _expand(data, source)
     try:
-        return Topology.model_validate(fields)
-    except ValidationError as error:
-        raise TopologyError(explain(error, source, lambda path: _line(tree, path))) from error
+        return Topology(**fields)
     except TopologyError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError):

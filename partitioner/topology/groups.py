@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
-from partitioner.topology.model import Level, Link, Topology
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import Level, Link
 from runtime.program import AXES
 
 

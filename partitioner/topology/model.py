@@ -15,145 +15,13 @@ from typing import Any, Self
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
-from partitioner.topology.quantities import Bytes, BytesOrNone, NonNegative, Positive
+from partitioner.topology.parts import Device, DeviceOverride, DeviceType, Level, Link, LinkOverride, NodeGroup, Part
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DeviceType(_Data):
-    """What a kind of device can do. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
-
-    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
-    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
-    ``matches``: the names under which the driver knows it.
-    """
-
-    memory: Bytes
-    reserved: BytesOrNone = 0
-    peak: dict[str, Positive]
-    memory_bandwidth: Positive
-    launch: NonNegative = 0.0
-    matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
-    attention_efficiency: Positive = 1.0
-    memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
-    overlap_slowdown: float = Field(default=1.0, ge=1.0)
-    matches: tuple[str, ...] = ()
-
-    @field_validator("peak")
-    @classmethod
-    def _some_peak(cls, peak: dict[str, float]) -> dict[str, float]:
-        if not peak:
-            raise ValueError("give the peak of at least one precision, like {bf16: 989 TFLOP/s}")
-        return peak
-
-    def peak_of(self, precision: str) -> float:
-        """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
-        for name in (precision, *_STAND_INS.get(precision, ())):
-            if name in self.peak:
-                return self.peak[name]
-        return min(self.peak.values())
-
-
-_STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
-
-
-class Level(_Data):
-    """Links of one level. ``bandwidth``: bytes/s per device and direction; ``latency``: seconds for one message.
-
-    ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
-    the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) as measured inside one group.
-    """
-
-    name: str
-    devices: int | None = Field(default=None, gt=0)
-    nodes: int | None = Field(default=None, gt=0)
-    bandwidth: Positive
-    latency: NonNegative = 0.0
-    step: NonNegative | None = None
-    base: NonNegative = 0.0
-    efficiency: float = Field(default=1.0, gt=0, le=1)
-    all_reduce: tuple[tuple[int, NonNegative, Positive], ...] = ()
-
-    @model_validator(mode="after")
-    def _one_extent(self) -> Self:
-        if self.devices is not None and self.nodes is not None:
-            raise ValueError(f"level {self.name!r} gives both devices and nodes; give one, or none for all devices")
-        return self
-
-    @property
-    def step_s(self) -> float:
-        return self.latency if self.step is None else self.step
-
-
-class NodeGroup(_Data):
-    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``."""
-
-    type: str
-    devices: int = Field(default=1, gt=0)
-    count: int = Field(default=1, gt=0)
-    names: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _names_fit(self) -> Self:
-        if self.names and len(self.names) != self.devices * self.count:
-            expected = f"{self.count} x {self.devices} devices"
-            raise ValueError(f"{len(self.names)} names for {expected}; name every device or none")
-        return self
-
-
-class DeviceOverride(_Data):
-    """How one device differs from its kind. ``speed``: relative to its kind, for compute and memory bandwidth."""
-
-    type: str | None = None
-    memory: Bytes | None = None
-    speed: float = Field(default=1.0, gt=0)
-
-
-class LinkOverride(_Data):
-    """A link between two devices, by name, in place of what the levels give; both directions."""
-
-    between: tuple[str, str]
-    bandwidth: Positive
-    latency: NonNegative = 0.0
-
-
-class Link(_Data):
-    """What joins two devices: bytes/s and seconds. ``level``: its place from the inside out, -1 for one of its own."""
-
-    name: str
-    bandwidth: float
-    latency: float
-    level: int
-
-    def time(self, num_bytes: float) -> float:
-        """Seconds for one message of ``num_bytes``."""
-        return self.latency + num_bytes / self.bandwidth
-
-
-class Device(_Data):
-    """One device of a topology. ``speed``: relative to its kind."""
-
-    index: int
-    name: str
-    node: int
-    kind: str
-    memory: int
-    reserved: int
-    speed: float = 1.0
-
-    @property
-    def usable(self) -> int:
-        """Bytes that a program may use."""
-        return self.memory - self.reserved
-
-
-class Topology(_Data):
+class Topology(Part):
     """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for what cannot be."""
 
     name: str
@@ -168,6 +36,15 @@ class Topology(_Data):
             super().__init__(**data)
         except ValidationError as error:
             raise TopologyError(explain(error, f"topology {data.get('name', '')!r}")) from error
+
+    def __eq__(self, other: object) -> bool:
+        """By what describes it; what was derived (arrays among it) does not count."""
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.nodes, self.levels, self.links))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -38,16 +38,20 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 @family("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
-def split(node: fx.Node) -> OpFactors | None:
+def split(node: fx.Node) -> OpFactors:
     """The pieces of a dim: it is sharded piece by piece, ``S(d, sizes)``, and each piece is ``S(d)``."""
     (x,) = operands_of(node)
     dim = as_dim(argument(node, "dim", 0), len(shape(x)))
     names = NAMES[: len(shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
-    if 0 in sizes:
-        return None
-    spans = Spans(names[dim], sizes, (_WHOLE,), tuple(_starts(sizes)))
-    return named(node, [names], [names for _ in sizes], linear=FIRST, local=_local_split, spans=spans)
+    spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_starts(sizes)))
+    pieces = [_unless_empty(names, dim, s) for s in sizes]
+    return named(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
+
+
+def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
+    """A piece that has nothing of ``dim`` has no factor there."""
+    return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
 def _local_split(local: Local) -> fx.Node:
@@ -61,16 +65,17 @@ def _local_split(local: Local) -> fx.Node:
 
 
 @family("cat", "concat", "concatenate")
-def cat(node: fx.Node) -> OpFactors | None:
+def cat(node: fx.Node) -> OpFactors:
+    """The operands are the pieces of the result's dim."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
     dim = as_dim(argument(node, "dim", 0), rank)
     names = NAMES[:rank]
-    sizes = tuple(shape(o)[dim] for o in operands if len(shape(o)) == rank)
-    if 0 in sizes or len(sizes) < len(operands):
-        return None  # an empty tensor may be joined to anything
-    spans = Spans(names[dim], sizes, tuple(_starts(sizes)), (_WHOLE,))
-    return named(node, [names for _ in operands], [names], linear=together(len(operands)), spans=spans)
+    # An empty tensor of one dim may be joined to anything.
+    sizes = [shape(o)[dim] if len(shape(o)) == rank else 0 for o in operands]
+    spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_starts(sizes)), (_WHOLE,))
+    pieces = [_unless_empty(names, dim, s)[-len(shape(o)) :] for s, o in zip(sizes, operands, strict=True)]
+    return named(node, pieces, [names], linear=together(len(operands)), spans=spans)
 
 
 @family("slice", "slice_copy", "narrow", "narrow_copy")

@@ -129,3 +129,9 @@ def glu(node: fx.Node) -> OpFactors:
     halves = tuple(dims if d != dim else ("half", names[dim]) for d, dims in enumerate(found.operands[0]))
     sizes = {**found.sizes, "half": 2, names[dim]: shape(x)[dim] // 2}
     return OpFactors(sizes, (halves,), found.results, frozenset(("half",)))
+
+
+@family("partition::uniform")
+def uniform(node: fx.Node) -> OpFactors:
+    """Numbers by place are a function of each element's index alone."""
+    return elementwise(node)

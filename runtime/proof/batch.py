@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from passes.layouts import Layout, divides, local_shape
 from runtime.program import InputData, OutputData, Program
 from runtime.proof.errors import Refusal
 
@@ -28,10 +29,12 @@ def _input_problem(program: Program, given: InputData) -> str:
         if not 0 <= given.batch_dim < len(shape) or shape[given.batch_dim] % pieces:
             return f"of shape {given.shape} cannot be split into {pieces} microbatches on dim {given.batch_dim}"
         shape[given.batch_dim] //= pieces
-    if (tuple(shape), given.dtype) != (value.shape, value.dtype):
-        return f"is {given.dtype}{shape} for one microbatch, its value {value.dtype}{list(value.shape)}"
-    if value.layout != "R":
-        return f"is loaded whole over tp, but its value is {value.layout}"
+    layout, tp = Layout.parse(value.layout), program.mesh.get("tp", 1)
+    if not (layout.is_shard or layout.kind == "R") or not divides(layout, tuple(shape), tp):
+        return f"of shape {tuple(shape)} for one microbatch cannot be {layout} over tp={tp}"
+    part = local_shape(layout, tuple(shape), tp)
+    if (part, given.dtype) != (value.shape, value.dtype):
+        return f"is {given.dtype}{list(part)} for one microbatch, its value {value.dtype}{list(value.shape)}"
     return ""
 
 

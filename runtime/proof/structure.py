@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 
 from passes.blocks import TensorSpec
-from passes.check import GraphError, check_block, describe
+from passes.check import describe
 from passes.layouts import Layout, local_shape
-from passes.serialize import GraphFormatError, dtype_of
-from runtime.facts import ProgramFacts, load_block
+from passes.serialize import dtype_of
+from runtime.facts import ProgramFacts, graph_fault
 from runtime.program import AXES, CallData, Program, Value, weights_fingerprint
 from runtime.proof.batch import check_inputs, check_outputs
 from runtime.proof.errors import Refusal
@@ -77,12 +77,10 @@ def _blocks(program: Program) -> None:
     axes = {axis: program.mesh.get(axis, 1) for axis in AXES if axis != "pp"}
     axes[DATA] = axes["dp"] * program.num_microbatches
     for name in program.blocks:
-        try:
-            check_block(load_block(program, name), axes)
-        except (GraphError, GraphFormatError) as error:
+        fault = graph_fault(program, name, axes)
+        if fault is not None:
             stage, position = _first(program, partial(_is_of, name))
-            node = getattr(error, "node", "")
-            raise Refusal("structure", str(error), stage=stage, call=position, node=node) from None
+            raise Refusal("structure", fault[0], stage=stage, call=position, node=fault[1])
 
 
 def _calls(facts: ProgramFacts, stage: int) -> None:

@@ -1,0 +1,130 @@
+"""Normal form of what draws random numbers: by place, so that every plan draws the same (``passes/random.py``)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.infer import META
+from passes.random import SEED, is_stream, stream_name
+from passes.rewrite import KEEP, Builder, Rule, shape, val
+
+aten = torch.ops.aten
+
+
+def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+    if not train or p == 0:
+        return x
+    kept = build(aten.ge.Scalar, _numbers(build, shape(x)), p)
+    scaled = build(aten.mul.Tensor, x, 1.0 / (1.0 - p) if p < 1 else 0.0)
+    return build(aten.where.self, kept, scaled, build(aten.zeros_like.default, scaled, device=META))
+
+
+def _numbers(build: Builder, sizes: list[int]) -> fx.Node:
+    """Uniform numbers, one for each element of a tensor of these sizes, in a stream of their own."""
+    stream = stream_name(sum(is_stream(name) for name in build.constants))
+    seed = build.constant(SEED, torch.tensor(0))
+    own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
+    return build(torch.ops.partition.uniform.default, _index(build, sizes), seed, own)
+
+
+def _index(build: Builder, sizes: list[int]) -> fx.Node:
+    """The index of every element in the whole tensor, as sums of ``arange`` that can be sharded on any dim."""
+    total: fx.Node | None = None
+    stride = 1
+    for dim in reversed(range(len(sizes))):
+        place = build(aten.arange.default, sizes[dim], dtype=torch.int64, device=META)
+        place = place if stride == 1 else build(aten.mul.Tensor, place, stride)
+        if dim < len(sizes) - 1:
+            place = build(aten.reshape.default, place, [sizes[dim]] + [1] * (len(sizes) - 1 - dim))
+        total = place if total is None else build(aten.add.Tensor, place, total)
+        stride *= sizes[dim]
+    return total if total is not None else build(aten.zeros.default, [], dtype=torch.int64, device=META)
+
+
+def attention(
+    build: Builder,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    mask: fx.Node | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention whose weights are dropped out is written as products and softmax: the weights must be at hand."""
+    if not dropout_p:
+        return KEEP
+    groups = shape(q)[-3] // shape(k)[-3] if enable_gqa else 1
+    if groups > 1:
+        k, v = (_repeated(build, x, groups) for x in (k, v))
+    scale = 1.0 / math.sqrt(shape(q)[-1]) if scale is None else scale
+    scores = build(aten.matmul.default, build(aten.mul.Tensor, q, scale), build(aten.transpose.int, k, -2, -1))
+    if is_causal:
+        mask = _causal(build, shape(q)[-2], shape(k)[-2])
+    if mask is not None and val(mask).dtype == torch.bool:
+        scores = build(aten.where.ScalarOther, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = build(aten.add.Tensor, scores, mask)
+    weights = build(aten.softmax.int, scores, -1)
+    return build(aten.matmul.default, dropout(build, weights, dropout_p, True), v)
+
+
+def _repeated(build: Builder, x: fx.Node, groups: int) -> fx.Node:
+    *outer, heads, length, width = shape(x)
+    x = build(aten.unsqueeze.default, x, -3)
+    x = build(aten.expand.default, x, [*outer, heads, groups, length, width])
+    return build(aten.reshape.default, x, [*outer, heads * groups, length, width])
+
+
+def _causal(build: Builder, rows: int, columns: int) -> fx.Node:
+    row = build(aten.arange.default, rows, dtype=torch.int64, device=META)
+    column = build(aten.arange.default, columns, dtype=torch.int64, device=META)
+    return build(aten.ge.Tensor, build(aten.unsqueeze.default, row, 1), column)
+
+
+def draws(build: Builder, *_: Any, **__: Any) -> Any:
+    assert build.node is not None
+    raise UnsupportedError(
+        f"{build.node.target} at {build.where} draws random numbers that would differ between plans; draw them outside "
+        "of the model and pass them as an input, or call model.eval()"
+    )
+
+
+_DRAWS = (
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.rand.default,
+    aten.rand_like.default,
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.multinomial.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.float_float,
+    aten.uniform.default,
+)
+
+
+def channels(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+    """Dropout of whole channels is nothing outside of training."""
+    return x if not train or p == 0 else draws(build)
+
+
+_CHANNELS = (aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+
+RANDOM: dict[Any, Rule] = {
+    **dict.fromkeys(_DRAWS, draws),
+    **dict.fromkeys(_CHANNELS, channels),
+    aten.dropout.default: dropout,
+    aten.native_dropout.default: dropout,
+    aten.scaled_dot_product_attention.default: attention,
+}

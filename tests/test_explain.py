@@ -1,0 +1,128 @@
+"""The texts: every figure that a reader looks for is there, in words, and numbers are readable."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner.explain import baselines, explain, summary
+from partitioner.outline import outline
+from partitioner.plan import Plan
+from partitioner.timing import plan_timeline, stage_seconds
+from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from tests.sample_programs import llama, plan_of
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(llama(pp=4, dp=2, tp=2, tied=True, recompute=True), notes=("dropout is off",))
+
+
+def line_of(text: str, start: str) -> str:
+    return next(line.strip() for line in text.splitlines() if line.strip().startswith(start))
+
+
+def test_the_summary_has_the_figures(plan: Plan):
+    text = summary(plan)
+    assert line_of(text, "mesh") == "mesh                 pp 4 × dp 2 × tp 2 (16 ranks) on 2 x dgx-h100"
+    assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
+    assert line_of(text, "step time").endswith("1.23 s")
+    assert line_of(text, "memory").endswith("61 GiB of 78.3 GiB, rank 0 is the fullest")
+    assert line_of(text, "matmul work sharded").endswith("99%")
+    assert line_of(text, "certificate").endswith("objective 1.23 s, bound 1.2 s, gap 2.8% under the cost model")
+    assert line_of(text, "candidates").endswith("4 considered: 1 chosen, 1 slower, 1 cannot be faster, 1 does not fit")
+    assert line_of(text, "aten.sort.stable").endswith("0.4%")
+    assert "- dropout is off" in text
+
+
+def test_the_summary_has_a_row_for_every_stage(plan: Plan):
+    row = line_of(summary(plan), "2   8–11")
+    assert "8 × DecoderLayer" in row
+    assert "1.21 B   1.13 GiB   55 GiB (70%)" in row
+
+
+def test_texts_are_plain_and_fit_their_width(plan: Plan):
+    for text in (summary(plan), explain(plan)):
+        assert "\x1b" not in text
+        assert all(line == line.rstrip() and len(line) <= 110 for line in text.splitlines())
+
+
+def test_the_explanation_answers_its_questions(plan: Plan):
+    text = explain(plan)
+    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 78.3 GiB; 17.3 GiB are left." in text
+    assert "most of the step is computation (71%)" in text
+    assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
+    assert "row-parallel (S1): self_attn.o_proj, mlp.down_proj" in text
+    assert "vocabulary-parallel (S0)" in text
+    assert "8 × DecoderLayer (model.layers.8–15, recomputed in backward)" in text
+    assert "stages 0→1, 1→2, 2→3: 16 MiB of activations per microbatch" in text
+    assert "of the tied weight model.embed_tokens.weight = lm_head.weight" in text
+
+
+def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
+    text = explain(plan)
+    assert "Plain data parallelism (dp 16): does not fit (stage 0 lacks 43 GiB)" in text
+    assert "(tp 8) (dp 2 × tp 8): takes 1.5 s, 22% more" in text
+    assert [name.split(",")[0] for name, _ in baselines(plan)] == ["Plain data parallelism", "Megatron's layout"]
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
+    full = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": (90 * 2**30,) * 16})})
+    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 11.7 GiB more than its 78.3 GiB." in explain(full)
+
+
+def test_a_proven_optimum_says_so(plan: Plan):
+    certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": plan.certificate.objective})
+    proven = plan.model_copy(update={"certificate": certificate})
+    assert "proven optimal under the cost model" in summary(proven)
+    assert "it is optimal" in explain(proven)
+
+
+def test_one_rank_needs_no_words_on_stages():
+    text = explain(plan_of(llama(pp=1, dp=1, tp=1, layers=2)))
+    assert "the one rank needs" in text
+    assert "→" not in text
+
+
+def test_stage_times_are_the_simulators(plan: Plan):
+    timeline = plan_timeline(plan)
+    for stage, seconds in zip(timeline.stages, stage_seconds(plan), strict=True):
+        assert seconds.forward + seconds.backward == pytest.approx(stage.busy)
+
+
+def test_parameters_are_counted_once_and_by_rank(plan: Plan):
+    whole = outline(plan.program)
+    first = whole.stages[0]
+    assert first.num_parameters == 1_733_361_664
+    assert first.parameter_bytes == pytest.approx(2 * first.num_parameters / 2, rel=1e-3)  # bf16, half on each rank
+    tied = 128_256 * 4096
+    assert whole.num_parameters == sum(s.num_parameters for s in whole.stages) - tied
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(1023), "1 KiB"),
+        (bytes_text(16 * 2**20), "16 MiB"),
+        (bytes_text(1.5 * 2**40), "1.5 TiB"),
+        (seconds_text(0.01234), "12.3 ms"),
+        (seconds_text(0.9999), "1 s"),
+        (seconds_text(3e-7), "300 ns"),
+        (count_text(8_030_261_248), "8.03 B"),
+        (count_text(4112), "4,112"),
+        (percent(0.0276), "2.8%"),
+        (percent(0.5), "50%"),
+        (ranges([0, 1, 2, 5, 7, 8]), "0–2, 5, 7–8"),
+        (plural(1, "rank"), "1 rank"),
+        (plural(2, "microbatch", "microbatches"), "2 microbatches"),
+    ],
+)
+def test_numbers_as_people_read_them(shown: str, expected: str):
+    assert shown == expected
+
+
+@given(st.floats(1e-6, 1e9))
+def test_three_digits_are_close_enough(value: float):
+    assert float(digits(value).replace(",", "")) == pytest.approx(value, rel=0.006)

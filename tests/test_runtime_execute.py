@@ -1,0 +1,261 @@
+"""Hand-made programs over all axes compute what the module computes: values, loss, every gradient."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
+from runtime.program import Instruction, Program
+from runtime.threads import ThreadWorld
+from tests.runtime_programs import Net, net_inputs, program_of_net
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"tp": 2},
+    {"dp": 2},
+    {"pp": 2},
+    {"num_microbatches": 4},
+    {"pp": 2, "num_microbatches": 4},
+    {"pp": 4, "num_microbatches": 2},
+    {"pp": 2, "tied": True, "num_microbatches": 2},
+    {"pp": 4, "tied": True, "dp": 2},
+    {"pp": 2, "dp": 2, "tp": 2, "num_microbatches": 2, "tied": True},
+    {"tp": 2, "checkpoint": True, "num_microbatches": 2},
+    {"pp": 2, "halves": True, "num_microbatches": 2},
+    {"pp": 2, "tp": 2, "halves": True, "checkpoint": True},
+]
+
+
+def reference(tied: bool = False) -> tuple[Net, dict[str, Tensor]]:
+    model = Net(tied=tied)
+    output = model(**net_inputs())
+    output["loss"].backward()
+    return model, {k: v.detach() for k, v in output.items()}
+
+
+def check(run: Any, model: Net, output: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(run.loss, output["loss"])
+    torch.testing.assert_close(run.outputs["prediction"], output["prediction"])
+    torch.testing.assert_close(run.outputs["loss"], output["loss"])
+    grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    assert run.grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(run.grads[name], grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def in_threads(program: Program, work: Any) -> list[Any]:
+    """``work(engine)`` on every rank; raises the first error."""
+    model = Net()
+    world = ThreadWorld(program.world_size, timeout=20)
+    results: list[Any] = [None] * program.world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            engine = Engine(program, model, communicator=world.communicator(rank))
+            results[rank] = work(engine)
+        except BaseException as error:
+            errors.append(error)
+            world.abort(str(error))
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(program.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_program_computes_what_the_module_does(shape: dict[str, Any]):
+    model, output = reference(shape.get("tied", False))
+    check(run_threads(program_of_net(**shape), model, net_inputs()), model, output)
+
+
+def test_in_float64_the_numbers_agree_to_float64():
+    model = Net().double()
+    inputs = {k: v.double() for k, v in net_inputs().items()}
+    output = model(**inputs)
+    output["loss"].backward()
+    run = run_threads(program_of_net(pp=2, tp=2), Net(), net_inputs(), precision="fp64")
+    assert run.loss.dtype == torch.float64
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(run.grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_starts_anew_and_training_goes_on_as_in_one_process():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**net_inputs())["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        expected.append(loss.item())
+
+    def train(engine: Engine) -> list[float]:
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        losses = []
+        for _ in range(3):
+            losses.append(engine.step(net_inputs()).item())
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()  # sets the gradients to None: the next step puts them back
+        return losses
+
+    for losses in in_threads(program_of_net(pp=2, tp=2, num_microbatches=2), train):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_the_norm_counts_every_parameter_once(shape: dict[str, Any]):
+    model, _ = reference()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def clip(engine: Engine) -> tuple[Tensor, dict[str, Tensor]]:
+        engine.step(net_inputs())
+        norm = engine.clip_grad_norm_(0.1)
+        return norm, {n: p.grad.clone() for n, p in engine.named_parameters()}
+
+    for norm, grads in in_threads(program_of_net(**shape), clip):
+        torch.testing.assert_close(norm, expected)
+        if "first.weight" in grads:
+            torch.testing.assert_close(grads["first.weight"], model.first.weight.grad)
+
+
+def test_a_tied_parameter_counts_once_in_the_norm():
+    model, _ = reference(tied=True)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    program = program_of_net(pp=2, tied=True)
+    world = ThreadWorld(2, timeout=20)
+    norms: list[Tensor] = []
+
+    def work(rank: int) -> None:
+        engine = Engine(program, model, communicator=world.communicator(rank))
+        engine.step(net_inputs())
+        norms.append(engine.clip_grad_norm_(1e9))
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(norms, [expected, expected])
+
+
+def test_another_batch_size_is_refused_with_both_sizes():
+    engine = Engine(program_of_net(), Net())
+    inputs = net_inputs()
+    with pytest.raises(BatchError, match=r"input 'x': expected shape \[8, 8\], got \[4, 8\].*another batch size"):
+        engine.step({k: v[:4] for k, v in inputs.items()})
+
+
+def test_a_missing_input_is_named():
+    inputs = net_inputs()
+    del inputs["target"]
+    with pytest.raises(BatchError, match="input 'target' is missing.*the batch has x, weight"):
+        Engine(program_of_net(), Net()).step(inputs)
+
+
+def test_an_input_of_another_kind_is_refused():
+    inputs = net_inputs()
+    inputs["x"] = inputs["x"].long()
+    with pytest.raises(BatchError, match="input 'x': expected type float32, got int64"):
+        Engine(program_of_net(), Net()).step(inputs)
+
+
+def test_several_ranks_need_a_process_group():
+    with pytest.raises(LaunchError, match="2 ranks and there is no process group"):
+        Engine(program_of_net(tp=2), Net())
+
+
+def broken(program: Program, stage: int) -> Program:
+    """``program`` whose layers multiply shapes that do not fit, on one stage."""
+    block = program.blocks["layer"]
+    down = [n["name"] for n in block.nodes if n.get("target") == "aten.linear.default"][-1]
+    nodes = tuple({**n, "target": "aten.mm.default"} if n["name"] == down else n for n in block.nodes)
+    blocks = {**program.blocks, "bad": block.model_copy(update={"nodes": nodes})}
+    calls = tuple(
+        c.model_copy(update={"block": "bad"}) if c.path == "layers.1" else c for c in program.stages[stage].calls
+    )
+    stages = list(program.stages)
+    stages[stage] = stages[stage].model_copy(update={"calls": calls})
+    return program.model_copy(update={"blocks": blocks, "stages": tuple(stages)})
+
+
+def infer_only(program: Program) -> Program:
+    """The forward half of ``program``."""
+    forward = ("LOAD", "TOTAL_F", "TOTAL", "RECV_F", "F", "SEND_F", "FREE")
+    stages = tuple(
+        s.model_copy(
+            update={"instructions": tuple(i for i in s.instructions if i.op in forward and not i.gradients), "buckets": ()}
+        )
+        for s in program.stages
+    )
+    return program.model_copy(update={"objective": "infer", "stages": stages})
+
+
+def test_inference_gives_outputs_and_no_gradients():
+    model, output = reference()
+    run = run_threads(infer_only(program_of_net(pp=2, tp=2)), model, net_inputs())
+    torch.testing.assert_close(run.outputs["prediction"], output["prediction"])
+    torch.testing.assert_close(run.loss, output["loss"])
+    assert run.grads == {}
+
+
+def test_a_failing_node_is_told_with_its_instruction_and_source_and_releases_the_others():
+    program = broken(infer_only(program_of_net(pp=2)), 1)
+    with pytest.raises(RankError) as caught:
+        run_threads(program, Net(), net_inputs(), timeout=60)
+    failure = caught.value.failure
+    assert (failure.rank, failure.instruction, failure.call, failure.path) == (1, "1F0", "layers.1", "layer")
+    assert failure.node.endswith("(aten.mm.default)")
+    assert failure.source.startswith("net.py:")
+    assert str(caught.value).splitlines()[-1].startswith("first cause: rank 1, instruction")
+
+
+def test_ranks_that_enter_different_collectives_are_told_apart():
+    program = program_of_net(dp=2)
+    lists = [program.rank(r).instructions for r in range(2)]
+    other = tuple(i for i in lists[1] if i.op != "REDUCE")
+    world = ThreadWorld(2, timeout=0.5)
+    errors: list[InstructionError] = []
+
+    def work(rank: int) -> None:
+        from runtime.bind import Library
+        from runtime.execute import Executor
+        from runtime.gradients import Gradients
+        from runtime.state import load_states
+        from runtime.weights import weights_of
+
+        mine = program.rank(rank).with_instructions(lists[0] if rank == 0 else other)
+        communicator = world.communicator(rank)
+        states = load_states(mine, weights_of(Net()), torch.device("cpu"))
+        gradients = Gradients(mine, states, communicator)
+        executor = Executor(mine, states, gradients, communicator, Library(program, torch.device("cpu")))
+        try:
+            executor.run(net_inputs())
+        except InstructionError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 1
+    assert errors[0].failure.rank == 0
+    assert "members [1] did not come within 0.5 s" in str(errors[0])
+
+
+def test_instructions_print_in_the_notation_of_torch():
+    assert str(Instruction(op="SEND_F", stage=1, microbatch=2, peer=2)) == "1SEND_F2"

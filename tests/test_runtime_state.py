@@ -1,0 +1,224 @@
+"""Weights and checkpoints: read by slice, checked against the plan, exchanged between plans."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from passes.layouts import Layout, take_shard
+from runtime import Engine, WeightsError, run_threads
+from runtime.program import Program
+from runtime.state import check_weights, load_states
+from runtime.threads import ThreadWorld
+from runtime.weights import FileWeights, weights_of
+from tests.runtime_programs import Net, net_inputs, program_of_net
+
+CPU = torch.device("cpu")
+
+
+def on_every_rank(program: Program, work: Any) -> list[Any]:
+    world = ThreadWorld(program.world_size, timeout=20)
+    results: list[Any] = [None] * program.world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(world.communicator(rank))
+        except BaseException as error:
+            errors.append(error)
+            world.abort(str(error))
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(program.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def sharded_folder(path: Path, model: nn.Module) -> Path:
+    """The model's weights in two files with an index, as large models are published."""
+    state = model.state_dict()
+    names = list(state)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({n: state[n] for n in part}, path / file)
+    index = {"weight_map": {n: file for file, part in parts.items() for n in part}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize("layout", ["R", "S0", "S1", "S0[8,4,4]"])
+def test_a_file_gives_the_same_shards_as_the_tensor(tmp_path: Path, layout: str):
+    tensor = torch.arange(16 * 6).reshape(16, 6).float()
+    save_file({"w": tensor}, tmp_path / "w.safetensors")
+    file, parsed = FileWeights(tmp_path / "w.safetensors"), Layout.parse(layout)
+    for index in range(2):
+        assert torch.equal(file.read("w", parsed, 2, index), take_shard(tensor, parsed, 2, index))
+
+
+def test_a_rank_reads_its_own_slices_of_a_sharded_folder(tmp_path: Path):
+    model = Net()
+    weights = FileWeights(sharded_folder(tmp_path, model))
+    program = program_of_net(pp=2, tp=2)
+    for number in range(4):
+        rank = program.rank(number)
+        from_file = load_states(rank, weights, CPU)
+        from_module = load_states(rank, weights_of(model), CPU)
+        assert from_file.keys() == from_module.keys() == rank.states.keys()
+        assert all(torch.equal(from_file[n], from_module[n]) for n in from_file)
+
+
+def test_a_run_from_files_equals_one_from_the_module(tmp_path: Path):
+    model = Net()
+    program = program_of_net(tp=2)
+    one = run_threads(program, sharded_folder(tmp_path, model), net_inputs())
+    assert torch.equal(one.loss, run_threads(program, model, net_inputs()).loss)
+
+
+def test_a_tied_parameter_may_stand_in_the_file_under_any_of_its_names(tmp_path: Path):
+    model = Net(tied=True)
+    state = {n: t for n, t in model.state_dict().items() if n != "first.weight"}
+    save_file({n: t.clone() for n, t in state.items()}, tmp_path / "model.safetensors")
+    program = program_of_net(tied=True)
+    states = load_states(program.rank(0), FileWeights(tmp_path), CPU)
+    assert torch.equal(states["first.weight"], model.first.weight)
+
+
+def differences(program: Program, model: nn.Module | dict[str, Tensor]) -> str:
+    with pytest.raises(WeightsError) as caught:
+        check_weights(program, weights_of(model))
+    return str(caught.value)
+
+
+def test_wrong_weights_are_told_by_name_and_shape():
+    state = dict(Net().state_dict())
+    state["first.weight"] = torch.zeros(3, 3)
+    del state["head.weight"]
+    state["layers.0.up.bias"] = state["layers.0.up.bias"].long()
+    message = differences(program_of_net(), state)
+    assert "first.weight: expected shape [8, 8], got [3, 3]" in message
+    assert "head.weight: expected parameter [8, 8], got nothing" in message
+    assert "layers.0.up.bias: expected float32, got int64" in message
+
+
+def test_only_the_first_differences_are_listed():
+    assert "and 3 more" in differences(program_of_net(), {})
+
+
+def test_ties_must_be_those_of_the_plan():
+    assert "head.weight: expected the same tensor as first.weight" in differences(program_of_net(tied=True), Net())
+    assert "tied" in differences(program_of_net(), Net(tied=True))
+
+
+def test_weights_without_values_are_refused():
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(WeightsError, match="is on the meta device"):
+        weights_of(model)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    with pytest.raises(WeightsError, match=r"has neither model.safetensors.index.json nor a .safetensors file"):
+        weights_of(tmp_path)
+    with pytest.raises(WeightsError, match="does not exist"):
+        weights_of(tmp_path / "nothing")
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(WeightsError, match="cannot be read as safetensors"):
+        weights_of(tmp_path)
+
+
+def test_random_weights_agree_between_plans():
+    """Replicas start alike, and a layout that shards nothing starts like any other that does not."""
+    one = load_states(program_of_net(dp=2).rank(0), None, CPU)
+    other = load_states(program_of_net(dp=2).rank(1), None, CPU)
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def train(engine: Engine, steps: int = 2, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    optimizer = optimizer or torch.optim.AdamW(engine.parameters(), lr=0.01)
+    for _ in range(steps):
+        engine.step(net_inputs())
+        optimizer.step()
+    return optimizer
+
+
+CHANGES = [
+    ({"tp": 2}, {"pp": 2}),
+    ({"pp": 2, "dp": 2}, {"tp": 2}),
+    ({}, {"pp": 2, "tp": 2, "num_microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), CHANGES, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_plan_may_load_what_another_one_saved(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], tied: bool
+):
+    """Two steps under one plan and two under another end where four under the first do."""
+    model, folder = Net(tied=tied), tmp_path / "checkpoint"
+
+    def save(communicator: Any) -> dict[str, Tensor]:
+        engine = Engine(program_of_net(**saved, tied=tied), model, communicator=communicator)
+        optimizer = train(engine)
+        engine.save(folder, optimizer)
+        train(engine, optimizer=optimizer)
+        return engine.state_dict(full=True)
+
+    def load(communicator: Any) -> tuple[int, dict[str, Tensor]]:
+        engine = Engine(program_of_net(**loaded, tied=tied), None, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=1.0)
+        engine.load(folder, optimizer)
+        steps = engine.steps
+        train(engine, optimizer=optimizer)
+        return steps, engine.state_dict(full=True)
+
+    expected = on_every_rank(program_of_net(**saved, tied=tied), save)[0]
+    steps, got = on_every_rank(program_of_net(**loaded, tied=tied), load)[0]
+    assert steps == 2
+    assert got.keys() == expected.keys() == model.state_dict().keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_a_checkpoint_is_a_folder_of_whole_tensors_by_the_models_names(tmp_path: Path):
+    model = Net()
+
+    def save(communicator: Any) -> None:
+        Engine(program_of_net(pp=2, tp=2), model, communicator=communicator).save(tmp_path / "out")
+
+    on_every_rank(program_of_net(pp=2, tp=2), save)
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= load_file(tmp_path / "out" / file)
+    assert tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in tensors.items())
+
+
+def test_a_checkpoint_replaces_an_older_one_whole(tmp_path: Path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "stale").touch()
+    engine = Engine(program_of_net(), Net())
+    engine.save(folder)
+    assert not (folder / "stale").exists()
+    with pytest.raises(WeightsError, match="holds no optimizer state"):
+        engine.load(folder, torch.optim.AdamW(engine.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
+    Engine(program_of_net(num_layers=1), Net(num_layers=1)).save(tmp_path / "out")
+    with pytest.raises(WeightsError, match="layers.1.up.weight"):
+        Engine(program_of_net(), Net()).load(tmp_path / "out")

@@ -1,0 +1,166 @@
+"""Clusters as data: presets, files, links, and the groups that a mesh's ranks form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner.errors import TopologyError
+from partitioner.topology import Topology, axis_group, axis_groups, known_presets, loads, stage_links
+from partitioner.topology.groups import rank_grid, stage_capacity, stage_slowdown
+from partitioner.topology.quantities import quantity
+
+LAB = """
+name: lab
+types:
+  big: {like: h100-sxm, memory: 94 GB}
+nodes:
+  - {type: big, devices: 2, count: 2}
+  - {type: a100-80gb, devices: 2, names: [left, right]}
+levels:
+  - {name: nvlink, like: nvlink4, nodes: 1}
+  - {name: network, bandwidth: 25 GB/s, latency: 19 us}
+overrides: {left: {memory: 40 GB, speed: 0.5}}
+links: [{between: [left, right], bandwidth: 300 GB/s, latency: 8 us}]
+"""
+
+
+def test_a_preset_has_its_devices_and_links_by_level():
+    topology = Topology.preset("dgx-h100", nodes=2)
+    assert (topology.num_devices, topology.num_nodes) == (16, 2)
+    inside, between = topology.link(0, 7), topology.link(7, 8)
+    assert (inside.name, inside.bandwidth) == ("nvlink4", 450e9)
+    assert (between.name, between.bandwidth) == ("ib-ndr", 50e9)
+    assert inside.time(450e9) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", known_presets())
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_preset_survives_a_file(name: str, nodes: int):
+    topology = Topology.preset(name, nodes)
+    assert loads(topology.to_yaml()) == topology
+
+
+def test_local_ranks_share_the_machine():
+    one, four = Topology.local(1), Topology.local(4)
+    assert four.num_devices == 4
+    assert four.devices[0].memory == one.devices[0].memory // 4
+    assert four.device_type(3).peak_of("fp32") == pytest.approx(one.device_type(0).peak_of("fp32") / 4)
+
+
+def test_parse_reads_what_the_command_line_says(tmp_path: Path):
+    assert Topology.parse("local:3").num_devices == 3
+    assert Topology.parse("dgx-a100:2").num_devices == 16
+    path = tmp_path / "lab.yaml"
+    path.write_text(LAB)
+    assert Topology.parse(str(path)).names == ("node0/0", "node0/1", "node1/0", "node1/1", "left", "right")
+
+
+def test_a_file_may_name_a_machine():
+    assert loads("machine: dgx-h100\nnodes: 4") == Topology.preset("dgx-h100", nodes=4)
+
+
+def test_single_devices_and_links_may_differ():
+    lab = loads(LAB)
+    assert lab.devices[0].memory == 94_000_000_000
+    assert lab.devices[4].memory == 40_000_000_000
+    assert lab.link(4, 5).bandwidth == 300e9
+    assert lab.link(1, 4).name == "network"
+    assert stage_capacity(lab, {"pp": 3, "tp": 2})[2] < stage_capacity(lab, {"pp": 3, "tp": 2})[0]
+    # an A100 at half its speed has less than a sixth of an H100's bf16 rate
+    assert stage_slowdown(lab, {"pp": 3, "tp": 2}, "bf16") == pytest.approx((1.0, 1.0, 2 * 989 / 312))
+
+
+def test_devices_without_a_common_level_talk_over_others():
+    chain = loads("""
+nodes: [{type: a100-80gb, names: [a, b, c], devices: 3}]
+links:
+  - {between: [a, b], bandwidth: 100 GB/s, latency: 5 us}
+  - {between: [b, c], bandwidth: 50 GB/s, latency: 5 us}
+""")
+    assert chain.link(0, 2).bandwidth == 50e9
+    assert chain.link(0, 2).latency == pytest.approx(10e-6)
+    assert axis_group(chain, {"tp": 3}, "tp").bus_bandwidth == 50e9
+
+
+def test_the_graph_joins_devices_over_hubs():
+    graph = Topology.preset("dgx-a100", nodes=2).graph()
+    assert nx.is_connected(graph)
+    assert sum(kind == "hub" for _, kind in graph.nodes(data="kind")) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "nodes: [{type: h100-sxm, devices: 2, names: [a, a]}]\nlevels: [{name: x, bandwidth: 1 GB/s}]",
+            "duplicate device",
+        ),
+        (
+            "nodes: [{type: h100-sxm, devices: 2, count: 2}]\nlevels: [{name: x, nodes: 1, bandwidth: 1 GB/s}]",
+            "disconnected",
+        ),
+        ("machine: dgx-h100\noverrides:\n  node0/0: {memory: 0}", r"line 3.*memory.*greater than 0"),
+        ("machine: dgx-h100\noverrides:\n  node0/9: {memory: 1 GB}", "unknown device 'node0/9'"),
+        ("nodes: [{type: l40s}]\nlevels:\n  - {name: x, bandwidth: -1 GB/s}", r"line 3.*bandwidth.*greater than 0"),
+        ("nodes: [{type: l40s}]\nlevels:\n  - {name: x, bandwidth: 1 GBit}", "line 3.*unknown unit 'GBit'"),
+        ("nodes: [{type: gpu}]", "device type 'gpu' is not described"),
+        ("nodes: [{type: l40s}]\nspeed: 3", "unknown key 'speed'"),
+        ("nodes:\n  - type: [l40s", "line 2.*not valid YAML"),
+        ("machine: dgx-h100\nlinks: []\nlinks: []", "line 3: duplicate name 'links'"),
+        ("machine: dgx-h200\nnodes: 0", "expected at least 1"),
+        ("- 1", "expected a mapping"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line(text: str, message: str):
+    with pytest.raises(TopologyError, match="(?s)" + message):
+        loads(text, "cluster.yaml")
+
+
+def test_an_unknown_preset_lists_the_known():
+    with pytest.raises(TopologyError, match="unknown preset 'dgx-z9'; known are dgx-v100, dgx-a100"):
+        Topology.preset("dgx-z9")
+    with pytest.raises(TopologyError, match="neither a file nor a known topology"):
+        Topology.parse("dgx-z9:2")
+    with pytest.raises(TopologyError, match="cannot read the topology 'missing.yaml'"):
+        Topology.parse("missing.yaml")
+
+
+def test_quantities_have_units():
+    assert quantity("7.6 us") == 7.6e-6
+    assert quantity("80GiB") == 80 * 2**30
+    assert quantity("400 Gbit/s") == 50e9
+    assert quantity("989 TFLOP/s") == 989e12
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([(1, 1, 8), (2, 2, 4), (4, 4, 1), (16, 1, 1), (1, 16, 1), (2, 8, 1), (1, 2, 8)]))
+def test_groups_partition_the_ranks(sizes: tuple[int, int, int]):
+    mesh = dict(zip(("pp", "dp", "tp"), sizes, strict=True))
+    for axis, size in mesh.items():
+        rows = rank_grid(mesh, axis)
+        assert rows.shape[1] == size
+        assert sorted(rows.ravel().tolist()) == list(range(sizes[0] * sizes[1] * sizes[2]))
+
+
+def test_a_group_spans_the_levels_between_its_ranks():
+    topology = Topology.preset("dgx-h100", nodes=2)
+    mesh = {"pp": 1, "dp": 4, "tp": 4}
+    assert [t.level.name for t in axis_group(topology, mesh, "tp").tiers] == ["nvlink4"]
+    across = axis_group(topology, mesh, "dp")
+    assert [(t.level.name, t.ways, t.below) for t in across.tiers] == [("nvlink4", 2, 1), ("ib-ndr", 2, 2)]
+    # two ranks in each node bring two network cards
+    assert across.bus_bandwidth == pytest.approx(2 * 50e9 * 0.97)
+    assert [link.name for link in stage_links(topology, {"pp": 4, "tp": 4})] == ["nvlink4", "ib-ndr", "nvlink4"]
+
+
+def test_the_slowest_group_of_an_axis_counts():
+    lab = loads(LAB)
+    assert len(axis_groups(lab, {"dp": 3, "tp": 2}, "tp")) == 2
+    assert axis_group(lab, {"dp": 3, "tp": 2}, "tp").bus_bandwidth == 271e9  # NVLink 4 between two, as measured
+    with pytest.raises(TopologyError, match="a mesh of 8 ranks on the topology 'lab' of 6 devices"):
+        axis_group(lab, {"dp": 8}, "dp")

@@ -45,7 +45,7 @@ def main() -> None:
     result = runtime.run_local(plan, model, inputs)
     expected = model(**inputs).loss
     expected.backward()
-    print(f"loss {result.loss:.6f} on {plan.world_size} processes, {expected.item():.6f} on one")
+    print(f"loss {result.loss:.6f} on {plan.program.world_size} processes, {expected.item():.6f} on one")
     worst = max(
         ((result.grads[name] - p.grad).abs().max() / p.grad.abs().max()).item()
         for name, p in model.named_parameters()

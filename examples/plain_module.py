@@ -58,7 +58,7 @@ def main() -> None:
 
     result = runtime.run_local(plan, model, inputs)  # four processes over Gloo
     expected = model(**inputs)["loss"].item()
-    print(f"loss {result.loss:.6f} on {plan.world_size} processes, {expected:.6f} on one")
+    print(f"loss {result.loss:.6f} on {plan.program.world_size} processes, {expected:.6f} on one")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from partitioner.cli_report import Commands, output, print_parts, progress
 from partitioner.cli_target import load_target
+from partitioner.units import plural, seconds_text
 
 app = typer.Typer(
     cls=Commands,
@@ -96,17 +97,19 @@ def plan(
     where = Topology.parse(topology)
     with progress(f"Loading {function}"):
         target = load_target(function, meta=meta)
-    with progress(f"Planning {target.name} for {where.num_devices} devices"):
+    doing = f"Planning {target.name} for {plural(where.num_devices, 'device')}"
+    with progress(doing) as say:
         found = partition(
             target.model,
             where,
             inputs=target.inputs,
             global_batch=global_batch,
             loss=target.loss,
-            objective=objective,
+            objective=objective,  # type: ignore[arg-type]  # partition says what it may be
             constraints=constraints,
             precision=precision,
             optimizer=optimizer,
+            progress=lambda seen: say(f"{doing}: {_so_far(seen)}"),
         )
     _print_summary(found)
     if out:
@@ -228,6 +231,12 @@ def _print_summary(found: Any) -> None:
     from partitioner.explain import summary_parts
 
     print_parts(summary_parts(found))
+
+
+def _so_far(seen: Any) -> str:
+    """How far the search is: a ``Progress``."""
+    best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
+    return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_open} open{best}"
 
 
 def _draw(found: Any, svg: Path | None, timeline: Path | None) -> None:

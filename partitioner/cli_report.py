@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -72,11 +72,11 @@ def errors() -> Console:
 
 
 @contextlib.contextmanager
-def progress(doing: str) -> Iterator[None]:
-    """``doing`` with a spinner while the block runs, on terminals only."""
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """``doing`` with a spinner while the block runs, on terminals only; the block may call for other words."""
     console = errors()
     if console.is_terminal:
-        with console.status(doing):
-            yield
+        with console.status(doing) as status:
+            yield status.update
     else:
-        yield
+        yield lambda words: None

@@ -173,8 +173,7 @@ def collective_table(whole: Outline) -> Padding | None:
             amounts = []
             for direction in ("forward", "backward"):
                 found = [m for m in group.collectives if (m.op, m.axis, m.direction) == (op, axis, direction)]
-                each = [f"{m.count // group.count} × {bytes_text(m.num_bytes / m.count)}" for m in found]
-                amounts.append(each[0] if each else "")
+                amounts.append(found[0].amount(group.count) if found else "")
             table.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
             name = ""
     return indented(table) if told else None

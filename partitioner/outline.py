@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
+from partitioner.units import bytes_text
 from passes.layouts import Layout, local_shape
 from runtime.program import Instruction, Program, Stage, StateData
 
@@ -24,13 +25,22 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Moved:
-    """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls)."""
+    """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls).
+
+    ``even``: all of the same size.
+    """
 
     op: str
     axis: str
     direction: Direction
     count: int
     num_bytes: int
+    even: bool = True
+
+    def amount(self, calls: int = 1) -> str:
+        """How many and how large, for one of ``calls``: ``2 × 32 MiB``, or ``3, 24 MiB`` in all of unequal ones."""
+        count, total = self.count // calls, self.num_bytes / calls
+        return f"{count} × {bytes_text(total / count)}" if self.even else f"{count}, {bytes_text(total)}"
 
 
 @dataclass(frozen=True)
@@ -281,8 +291,7 @@ class _Outliner:
         return block_weights(self.program.blocks[call.block], call, self.program.states)
 
     def moved(self, stage: int, calls: range) -> tuple[Moved, ...]:
-        counts: Counter[tuple[str, str, Direction]] = Counter()
-        sizes: Counter[tuple[str, str, Direction]] = Counter()
+        sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
             call = self.program.stages[stage].calls[i]
             recomputed = i in self.program.stages[stage].checkpoint_calls
@@ -291,9 +300,8 @@ class _Outliner:
                 if use.direction == "forward" and recomputed:
                     directions.append("backward")
                 for direction in directions:
-                    counts[use.op, use.axis, direction] += 1
-                    sizes[use.op, use.axis, direction] += use.num_bytes
-        return tuple(Moved(*key, count=count, num_bytes=sizes[key]) for key, count in counts.items())
+                    sizes.setdefault((use.op, use.axis, direction), []).append(use.num_bytes)
+        return tuple(Moved(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
     def collectives(self, call: Any) -> tuple[BlockCollective, ...]:
         program = self.program

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block, Call, FoldedModel, State, TensorSpec
@@ -130,17 +131,48 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
     """Put what one unit reads into it; the rest as connected groups of shared operators."""
     if not units:
         return [], [Unit("", list(free))] if free else []
-    home: dict[fx.Node, int] = {n: i for i, unit in enumerate(units) for n in unit.nodes}
+    homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
     shared = -1
     for node in reversed(free):
-        homes = {home.get(user, shared) for user in node.users}
-        home[node] = homes.pop() if len(homes) == 1 else shared
+        readers = set().union(*(homes.get(user, {shared}) for user in node.users))
+        homes[node] = readers if len(readers) == 1 or _is_copied(node) else {shared}
+    for node in free:
+        if node.target is operator.getitem:
+            homes[node] = homes[node.args[0]]  # type: ignore[index]
     order = {n: i for i, n in enumerate(free)}
     own: dict[int, list[fx.Node]] = {}
     for node in free:
-        own.setdefault(home[node], []).append(node)
-    placed = [Unit(unit.path, [*own.get(i, ()), *unit.nodes], unit.glue) for i, unit in enumerate(units)]
+        for home in homes[node]:
+            own.setdefault(home, []).append(node)
+    placed = [
+        Unit(unit.path, _before_use(unit.nodes, {n: order[n] for n in own.get(i, ())})) for i, unit in enumerate(units)
+    ]
     return _components(own.get(shared, []), order), placed
+
+
+def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """``nodes`` with those of ``free`` (node -> place) just before what first needs them, so that like units are in like
+    order."""
+    placed: dict[fx.Node, None] = {}
+    for node in nodes:
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            new = [n for n in stack.pop().all_input_nodes if n in free and n not in placed and n not in needed]
+            needed.update(new)
+            stack += new
+        placed.update(dict.fromkeys(sorted(needed, key=free.__getitem__)))
+        placed[node] = None
+    return list(placed)
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether each reader makes the value itself: the places that random numbers are drawn by are as large as what they
+    are drawn for, and cheaper to make than to keep."""
+    if "copied" not in node.meta:
+        draws = torch.ops.partition.uniform.default
+        node.meta["copied"] = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
+    return bool(node.meta["copied"])
 
 
 def _components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
@@ -192,7 +224,7 @@ class _Folder:
     def call(self, unit: Unit, shared: bool = False) -> None:
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
-        outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor)]
+        outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
         sign = signature(unit.nodes, outputs)
         if sign.key not in self.blocks:
             self.blocks[sign.key] = _make_block(unit, sign, outputs)
@@ -248,7 +280,7 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         env[node] = graph.create_node("call_function", node.target, args, kwargs, name=_operator_name(node.target))
-        env[node].meta = {k: v for k, v in node.meta.items() if k != "stack"}
+        env[node].meta = {k: v for k, v in node.meta.items() if k not in ("stack", "copied")}
     graph.output(tuple(env[n] for n in outputs))
     states = tuple(env[n].name for n in sign.states)
     return Block("", graph, states, tuple(env[n].name for n in sign.inputs))

@@ -138,6 +138,20 @@ def batch_norm(
     return result if bias is None else build(aten.add.Tensor, result, channel(bias))
 
 
+def functional_batch_norm(
+    build: Builder,
+    x: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    running_mean: fx.Node,
+    running_var: fx.Node,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm outside of training as torch's functional form writes it, with two more results that nothing reads."""
+    return batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps), None, None
+
+
 ALGEBRA: dict[Any, Rule] = {
     aten.linear.default: linear,
     aten.addmm.default: add_product(aten.mm.default),
@@ -157,4 +171,5 @@ ALGEBRA: dict[Any, Rule] = {
     aten.var_mean.dim: var_mean,
     aten.var_mean.correction: var_mean,
     aten.batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit_no_training.default: functional_batch_norm,
 }

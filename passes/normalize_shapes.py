@@ -46,6 +46,12 @@ def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
 
 
+def broadcast(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
+    assert build.node is not None
+    sizes = list(build.node.meta["val"][0].shape)
+    return tuple(x if shape(x) == sizes else build(aten.expand.default, x, sizes) for x in tensors)
+
+
 def slice_(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
@@ -183,6 +189,7 @@ SHAPES: dict[Any, Rule] = {
     **dict.fromkeys(_SPLITS, split),
     **dict.fromkeys(_ZEROS, zeros),
     **dict.fromkeys(_ONES, ones),
+    aten.broadcast_tensors.default: broadcast,
     aten.slice.Tensor: slice_,
     aten.narrow.default: narrow,
     aten.pad.default: pad,

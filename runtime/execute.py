@@ -108,7 +108,7 @@ class Executor:
                 actions.append((index, _ACTIONS[instruction.op](self, instruction)))
         for index in sorted(set(open_.values())):
             finish(index)
-        actions.append((len(instructions) - 1, self._finish))
+        actions.append((len(instructions), self._finish))
         return actions
 
     def _arrives(self, instruction: Instruction) -> bool:

@@ -26,6 +26,11 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Detected mismatch" not in str(error) and bool(_LOST.search(str(error)))
 
 
+def instruction_text(rank: RankProgram, index: int) -> str:
+    """The instruction at ``index`` as it prints; behind the last one a step's results are waited for."""
+    return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
+
+
 def failure_of(error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled]) -> Failure:
     """Where in ``rank``'s program ``error`` arose: the instruction at ``index``, the call, the graph's node."""
     call = ""
@@ -36,12 +41,11 @@ def failure_of(error: BaseException, rank: RankProgram, index: int, compiled: It
             call = owner.call.path or owner.call.block
         walk = walk.tb_next
     node = next((n for c in compiled if (n := c.node_at(error.__traceback__)) is not None), None)
-    instructions = rank.instructions
     return Failure(
         rank=rank.rank,
         error=str(error),
         kind=type(error).__name__,
-        instruction=str(instructions[index]) if 0 <= index < len(instructions) else "",
+        instruction=instruction_text(rank, index),
         index=index,
         call=call,
         node="" if node is None else f"{node.name} ({node.target})",

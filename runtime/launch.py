@@ -26,8 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from passes.errors import PartitionError
 from passes.serialize import dtype_of
 from runtime.engine import Engine, program_of
-from runtime.errors import LaunchError
+from runtime.errors import InstructionError, LaunchError
+from runtime.failures import is_secondary
 from runtime.program import Program
+
+_PATIENCE_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_args(arguments)
     status = 0
     try:
-        record(_train)(options)
+        record(_train_patiently)(options)
     except SystemExit as error:
         status = int(error.code or 0)
     except PartitionError as error:
@@ -65,6 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another one")
     return parser
+
+
+def _train_patiently(options: argparse.Namespace) -> None:
+    """Train; a rank that lost another one waits to be ended with it, so that only the first cause is recorded."""
+    try:
+        _train(options)
+    except Exception as error:
+        if error.failure.secondary if isinstance(error, InstructionError) else is_secondary(error):
+            time.sleep(_PATIENCE_S)
+        raise
 
 
 def _train(options: argparse.Namespace) -> None:

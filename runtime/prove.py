@@ -11,13 +11,15 @@
 * a value or gradient that is said to be whole over ``tp`` but differs from rank to rank;
 * a rank that needs more memory than it may have, where limits are given.
 
-What it refuses although it would run: a value or gradient that is made twice or never freed, a FREE of what is not
-there, a second STEP, an instruction with the wrong stage or with fields that mean nothing, a stage in
-``StateData.stages`` that does not read the state. It assumes of channels what :class:`runtime.program.Instruction`
-says. It cannot know that a call reads the *right* value of the same shape: that is for ``verify``.
+What it refuses although it might run to the same end: anything that is done twice (loaded, run, freed, reduced,
+synced, STEP), a REDUCE, SYNC or STEP before the last backward where another comes after it or nothing is lost, a value
+or gradient that is never freed, a FREE of what is not there, an instruction with another stage's number or with fields
+that mean nothing, data in the program that contradict each other though no rank may notice (the shape of a value that
+is never sent). It assumes of channels what :class:`runtime.program.Instruction` says. It cannot know that a call reads
+the *right* value of the same shape, or that an output is the one that was meant: that is for ``verify``.
 
-Ranks of one stage run one list, so its instructions are followed once; ranks whose list was edited, and those that
-share a pipeline with them, are followed on their own.
+Ranks of one stage run one list, so its instructions are followed once; where a rank's list was edited, only as many
+ranks are followed as can be told apart.
 """
 
 from __future__ import annotations
@@ -81,10 +83,8 @@ def prove(
         raise _located(program, refusal) from None
     own = _edited(program, rank_programs or {})
     traces, lists = _run_lists(facts, own)
-    alike = not own
-    chosen = {r: t for r, t in traces.items() if not alike or r % program.strides["pp"] == 0}
     try:
-        Progress(program, chosen, alike, own.keys()).run()
+        Progress(program, traces, own.keys()).run()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(
@@ -96,7 +96,7 @@ def prove(
             fault=mismatch.fault,
         ) from None
     peaks = _check_memory(facts, lists, memory_limits, extra_bytes)
-    counts = {id(t): _count(t) for t in traces.values()}
+    counts = {key: _count(trace) for key, trace in {id(t): t for t in traces.values()}.items()}
     return Proof(
         ranks=program.world_size,
         instructions=sum(len(i) for i in lists.values()),

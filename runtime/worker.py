@@ -20,7 +20,7 @@ from runtime.collect import part_of
 from runtime.engine import Engine, default_device
 from runtime.errors import Failure, InstructionError
 from runtime.execute import Executor
-from runtime.failures import is_secondary
+from runtime.failures import instruction_text, is_secondary
 from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.weights import FileWeights
@@ -91,7 +91,7 @@ def _where(thread: int) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Executor) and frame.f_code.co_name == "run":
             index = frame.f_locals.get("index", 0)
-            return f"at instruction {index}: {owner.rank.instructions[index]}"
+            return f"at instruction {index}: {instruction_text(owner.rank, index)}"
         frame = frame.f_back
     return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
 

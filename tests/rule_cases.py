@@ -101,6 +101,7 @@ POINTWISE = [
     case("addcmul", f(4, 6), f(4, 6), f(6)),
     case("gelu", f(4, 6), approximate="tanh"),
     case("dropout", f(4, 6), 0.5, False),
+    case("copy", f(4, 6), f(6), grad=False),
     case("prelu", f(4, 6, 2), f(6)),
     case("prelu", f(4, 6, 2), f(1)),
     case("glu", f(4, 8), -1),
@@ -141,6 +142,8 @@ REDUCTION = [
     case("topk", f(4, 6), 2),
     case("kthvalue", f(4, 6), 2, 0),
     case("median.dim", f(4, 6), 1),
+    case("fft_fftn", f(4, 6, 2), None, [1, 2]),
+    case("fft_rfft", f(4, 6), 4),
     case("softmax.int", f(4, 6), -1),
     case("softmax.int", f(4, 6), -1, torch.float32),
     case("_softmax", f(4, 6), -1, False),
@@ -196,6 +199,7 @@ PIECES = [
     case("cat", [f(4, 6), f(4, 1)], 1),
     case("cat", [f(4, 6), f(4, 0), f(4, 2)], 1),
     case("cat", [f(0), f(4, 6)], -1),
+    case("cat", [f(0), f(4, 6)], 0),
     case("split_with_sizes", f(4, 8), [4, 0, 4], 1),
     case("stack", [f(4, 6), f(4, 6)], -1),
     case("slice.Tensor", f(4, 12), 1, 4, 8),
@@ -203,6 +207,9 @@ PIECES = [
     case("slice.Tensor", f(4, 12), 1, -4, 2**63 - 1),
     case("slice.Tensor", f(4, 12), 1, 1, 2**63 - 1, 2),
     case("slice.Tensor", f(4, 12), 1, 0, 7, 2),
+    case("slice_scatter", f(4, 12), f(4, 4), 1, 4, 8),
+    case("slice_scatter", f(4, 12), f(4, 6), 1, 0, 2**63 - 1, 2),
+    case("select_scatter", f(4, 6, 2), f(4, 2), 1, -1),
     case("narrow", f(12, 4), 0, 2, 6),
     case("select.int", f(4, 6, 2), 1, -1),
     case("constant_pad_nd", f(4, 6, 8), [1, 1]),
@@ -250,6 +257,7 @@ ATTENTION = [
     case("scaled_dot_product_attention", f(2, 8, 6, 8), f(2, 2, 4, 8), f(2, 2, 4, 8), enable_gqa=True),
     case("scaled_dot_product_attention", f(2, 8, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), f(2, 8, 6, 6), enable_gqa=True),
     case("scaled_dot_product_attention", f(4, 6, 8), f(4, 6, 8), f(4, 6, 8)),
+    case("scaled_dot_product_attention", f(2, 4, 6, 8), f(2, 1, 6, 8), f(2, 1, 6, 8)),
 ]
 NORMALISATION = [
     case("layer_norm", f(4, 6, 8), [8], f(8), f(8)),
@@ -297,6 +305,11 @@ LOSS = [
     case("nll_loss_forward", f(4, 6), i(6, 4), None, 2, -100),
     case("cosine_similarity", f(4, 6), f(4, 6), 1),
 ]
+EXPERTS = [
+    case("_grouped_mm", f(8, 32).bfloat16(), f(4, 32, 32).bfloat16(), torch.tensor([3, 3, 5, 8], dtype=torch.int32)),
+    case("_grouped_mm", f(4, 8, 32).bfloat16(), f(4, 32, 32).bfloat16()),
+    case("histc", positive(8, 6), 4, 0, 1, grad=False),
+]
 META = torch.device("meta")
 CREATION = [
     case("full", [4, 6], 2.0, device=META),
@@ -322,6 +335,7 @@ CASES = [
         "normalisation": NORMALISATION,
         "convolution": CONVOLUTION,
         "loss": LOSS,
+        "experts": EXPERTS,
         "creation": CREATION,
     }.items()
     for c in cases

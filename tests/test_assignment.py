@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner.solve import assignment
 from partitioner.solve.assignment import AssignmentProblem, Row, live_rows, solve_assignment
 from partitioner.solve.presolve import InfeasibleError, Reduction
 
@@ -88,6 +89,22 @@ def test_a_tree_is_solved_by_presolve_alone() -> None:
     assert answer.gap < 1e-12
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_dynamic_programming_and_mixed_integer_programming_agree(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    costs = [rng.random(4) for _ in range(20)]
+    grid = [(i, i + step) for i in range(20) for step in (1, 5) if i + step < 20 and (step == 5 or (i + 1) % 5)]
+    tables = [(i, j, np.where(rng.random((4, 4)) < 0.2, math.inf, rng.random((4, 4)))) for i, j in grid]
+    problem = AssignmentProblem(costs, tables)
+    narrow = solve_assignment(problem)
+    assert narrow.num_variables == 0
+    monkeypatch.setattr(assignment, "QUICK_WORK", 0)
+    monkeypatch.setattr(assignment, "MOST_WORK", 0)
+    wide = solve_assignment(problem)
+    assert wide.num_variables > 0
+    assert wide.objective == pytest.approx(narrow.objective, rel=1e-6)
+
+
 def test_a_shared_resource_couples_nodes_without_edges() -> None:
     costs = [np.array([0.0, 3.0]), np.array([0.0, 2.0])]
     usage = {0: np.array([5.0, 1.0]), 1: np.array([5.0, 1.0])}
@@ -95,10 +112,11 @@ def test_a_shared_resource_couples_nodes_without_edges() -> None:
     assert (answer.choice, answer.objective) == ([0, 1], 2.0)
 
 
-def test_live_rows_are_the_maximal_live_sets() -> None:
-    usages = [np.ones(1)] * 4
-    rows = live_rows([(0, 3), (1, 2), (2, 5), (4, 4)], usages, 7.0)
-    assert [sorted(row.usage) for row in rows] == [[0, 1], [0, 2]]
+def test_live_rows_are_the_maximal_live_sets_that_may_exceed_the_limit() -> None:
+    usages = [np.array([1.0, 4.0]), np.ones(1), 2 * np.ones(1), np.ones(1)]
+    intervals = [(0, 3), (1, 2), (2, 5), (4, 4)]
+    assert [sorted(row.usage) for row in live_rows(intervals, usages, 4.0)] == [[0, 1], [0, 2]]
+    assert [sorted(row.usage) for row in live_rows(intervals, usages, 5.0)] == [[0, 2]]
 
 
 def test_infeasible_names_its_nodes() -> None:

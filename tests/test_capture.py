@@ -136,7 +136,9 @@ def test_meta_models_and_one_tensor_given_twice():
     assert not any("embedding" in str(u.target) for u in readers["labels"])
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64)]
+)
 def test_precision_casts_parameters_and_inputs(precision: str, dtype: torch.dtype):
     captured = capture(CASES["skip-mlp"].build(), CASES["skip-mlp"].inputs(2), precision=precision)
     assert {s.spec.dtype for s in captured.states.values()} == {i.spec.dtype for i in captured.inputs} == {dtype}

@@ -37,9 +37,9 @@ def test_the_summary_has_the_figures(plan: Plan):
 
 
 def test_the_summary_has_a_row_for_every_stage(plan: Plan):
-    row = line_of(summary(plan), "2   8–11")
-    assert "8 × DecoderLayer" in row
-    assert "1.21 B   1.13 GiB   55 GiB (70%)" in row
+    row = line_of(summary(plan), "2   8–11").split()
+    assert row[:4] == ["2", "8–11", "RotaryEmbedding,", "8"]
+    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (70%)") > 0
 
 
 def test_texts_are_plain_and_fit_their_width(plan: Plan):
@@ -49,7 +49,7 @@ def test_texts_are_plain_and_fit_their_width(plan: Plan):
 
 
 def test_the_explanation_answers_its_questions(plan: Plan):
-    text = explain(plan)
+    text = " ".join(explain(plan).split())
     assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 78.3 GiB; 17.3 GiB are left." in text
     assert "most of the step is computation (71%)" in text
     assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
@@ -104,7 +104,7 @@ def test_parameters_are_counted_once_and_by_rank(plan: Plan):
     ("shown", "expected"),
     [
         (bytes_text(0), "0 B"),
-        (bytes_text(1023), "1 KiB"),
+        (bytes_text(1023), "0.999 KiB"),
         (bytes_text(16 * 2**20), "16 MiB"),
         (bytes_text(1.5 * 2**40), "1.5 TiB"),
         (seconds_text(0.01234), "12.3 ms"),

@@ -123,7 +123,10 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "mean of dims": (lambda x: x.mean((0, -1), keepdim=True), ["sum.dim_IntList", "mul.Tensor"]),
     "variance": (lambda x: (*torch.var_mean(x, 1), x.std(), x.var(0, unbiased=False)), []),
     "affine": (lambda x: F.linear(x, x, x[:, 0]), ["select.int", "linear.default", "add.Tensor"]),
-    "addmm": (lambda x: torch.addmm(x, x, x, beta=0.5, alpha=2.0), ["mm.default", "mul.Tensor", "mul.Tensor", "add.Tensor"]),
+    "addmm": (
+        lambda x: torch.addmm(x, x, x, beta=0.5, alpha=2.0),
+        ["mm.default", "mul.Tensor", "mul.Tensor", "add.Tensor"],
+    ),
     "batch norm": (lambda x: F.batch_norm(x, x[0], x[1].exp(), x[2], x[3], eps=0.1), []),
     "instance norm": (lambda x: F.instance_norm(x[None]), []),
     "casts": (lambda x: x.to(torch.float64).double().to("cpu"), []),
@@ -210,8 +213,6 @@ MASKS = {
 @pytest.mark.parametrize("length", [16, 1 << 15])
 @pytest.mark.parametrize("name", MASKS)
 def test_constant_masks(name: str, length: int):
-    if length > 16 and name == "minus one":
-        pytest.skip("a chain that is not followed at this length, and stays as it is")
     mask, expected = MASKS[name]
     assert attention(mask, length, length) == expected
 

@@ -30,6 +30,13 @@ def test_strategies_compute_the_operator(name: str, args: tuple[Any, ...], kwarg
     assert check_strategies(operator(name), args, kwargs, grad=grad) == []
 
 
+@pytest.mark.parametrize("ends", [[3, 3, 5, 8], [0, 0, 8, 8], [8, 8, 8, 8], [2, 4, 6, 8]])
+def test_experts_on_ranks(ends: list[int]):
+    pytest.importorskip("transformers.integrations.moe")
+    op = torch.ops.transformers.grouped_mm_fallback.default
+    assert check_strategies(op, (f(8, 4), f(4, 4, 6), torch.tensor(ends, dtype=torch.int32))) == []
+
+
 @pytest.mark.parametrize("name", ["amax", "amin"])
 def test_largest_over_ranks_where_no_gradient_is_needed(name: str):
     assert check_strategies(operator(name), (f(4, 6), [1]), grad=False) == []

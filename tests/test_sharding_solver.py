@@ -128,11 +128,13 @@ class Layer:
         return str(self.sharding.strategies[self.reading(weight).name]).split(": ")[-1]
 
     def of_operator(self, name: str) -> list[str]:
-        return [
-            str(self.sharding.strategies[n.name]).split(": ")[-1]
-            for n in self.block.graph.nodes
-            if n.op == "call_function" and name == n.target._schema.name.split("::")[1]
-        ]
+        nodes = [n for n in self.block.graph.nodes if f"aten.{name}." in str(n.target)]
+        return [str(self.sharding.strategies[n.name]).split(": ")[-1] for n in nodes]
+
+
+def ancestors(node: fx.Node) -> set[str]:
+    """The names of the nodes that ``node`` is computed from."""
+    return {node.name}.union(*(ancestors(n) for n in node.all_input_nodes))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -184,8 +186,9 @@ def test_keys_and_values_alone_change_layout_where_their_heads_are_too_few() -> 
     assert layer.strategy("q_proj_weight") == "R', S0 -> S2"
     assert layer.of_operator("scaled_dot_product_attention") == ["S1, S1, S1 -> S1"]
     local = shard_block(layer.block, layer.sharding, "tp", 16)
-    moved = {n.args[0] for n in local.graph.nodes if "all_to_all" in str(n.target)}
-    assert len(moved) == 2
+    moved = [n.args[0] for n in local.graph.nodes if "all_to_all" in str(n.target)]
+    sources = [{p for p in ancestors(n) if "proj" in p} for n in moved]
+    assert {p for found in sources for p in found} == {"self_attn_k_proj_weight", "self_attn_v_proj_weight"}
     assert layer.strategy("o_proj_weight") == "S2, S1 -> P"
 
 
@@ -385,7 +388,7 @@ def cheapest_tower(model: FoldedModel, costs: ShardingCosts, hidden_layouts: lis
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_other_sharding_is_cheaper(seed: int) -> None:
     model, costs = tower(), Random(seed)
     hidden = [REPLICATED, READ_SHARDED, shard(0), shard(1)]

@@ -126,7 +126,7 @@ def test_an_unknown_preset_lists_the_known():
         Topology.preset("dgx-z9")
     with pytest.raises(TopologyError, match="neither a file nor a known topology"):
         Topology.parse("dgx-z9:2")
-    with pytest.raises(TopologyError, match="cannot read the topology 'missing.yaml'"):
+    with pytest.raises(TopologyError, match=r"cannot read the topology 'missing\.yaml'"):
         Topology.parse("missing.yaml")
 
 

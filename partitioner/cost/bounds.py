@@ -64,8 +64,9 @@ class Work:
 
     def at(self, share: Number, tp: Number) -> Number:
         """Seconds for this share of the batch, divided over ``tp`` ranks."""
-        seconds = self.launches + self.batch * share / tp + self.weights / tp
-        return seconds + (tp == 1) * (self.views[0] + self.views[1] * share)
+        seconds: Number = self.launches + self.batch * share / tp + self.weights / tp
+        seconds += (tp == 1) * (self.views[0] + self.views[1] * share)
+        return seconds
 
 
 @dataclass(frozen=True)

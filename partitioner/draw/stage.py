@@ -144,7 +144,7 @@ def group_notes(calls: CallGroup) -> list[str]:
 
 def _amount(op: str, axis: str, direction: str, collectives: Sequence[Moved]) -> str:
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
-    return f"{found.count} × {bytes_text(found.num_bytes / found.count)}" if found else "–"
+    return found.amount() if found else "–"
 
 
 def weight_lines(weights: Sequence[Weight]) -> list[str]:

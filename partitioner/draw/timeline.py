@@ -196,8 +196,8 @@ class _Chart:
         if chunk > 0:
             shape.set("fill-opacity", f"{max(0.45, 1 - 0.3 * chunk):g}")
         label = self.label(bar)
-        size = 11.0 if height > 14 else 9.0
-        if label and text_width(label, size) < width - 3:
+        size = next((s for s in (11.0, 9.0) if s < height * 0.8 and text_width(label, s) < width - 1), None)
+        if label and size:
             base = y + height / 2 + size * 0.36
             text(outer, x + width / 2, base, label, size=size, fill=look.on, anchor="middle")
 

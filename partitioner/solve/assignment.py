@@ -81,7 +81,7 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[Row]:
-    """The rows of a memory limit: one for each maximal set of nodes that are live at the same time.
+    """The rows of a memory limit: one for each maximal set of nodes that are live together and might exceed it.
 
     Args:
         intervals: half-open, one per node; an empty one uses nothing.
@@ -94,16 +94,18 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
         if start < end and np.any(usages[node])
         for event in ((start, 1, node), (end, 0, node))
     )
-    rows, live, grown = [], set[int](), False
+    rows, live, grown, most = [], set[int](), False, 0.0
     for _, starts, node in events:
         if starts:
             live.add(node)
             grown = True
+            most += float(usages[node].max())
             continue
-        if grown:
+        if grown and most > limit:
             rows.append(Row({i: usages[i] for i in sorted(live)}, limit))
-            grown = False
+        grown = False
         live.discard(node)
+        most -= float(usages[node].max())
     return rows
 
 

@@ -98,7 +98,7 @@ class Reduction:
 
         Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
         """
-        for node in range(len(self.costs)):
+        for node in self.nodes:
             self._drop(node, np.isfinite(self.costs[node]))
         cheap: tuple[Callable[[int], bool], ...] = (self._normalise, self._forced, self._eliminate, self._follow)
         while self._queue or self._rows or (self._later and dominance):

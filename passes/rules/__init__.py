@@ -6,6 +6,7 @@ from passes.rules import (
     contraction,
     convolution,
     creation,
+    experts,
     indexing,
     loss,
     normalisation,
@@ -20,6 +21,6 @@ from passes.rules.registry import factors_of, has_rule, rule
 __all__ = ["Local", "Lowering", "OpFactors", "Spans", "factors_of", "has_rule", "rule"]
 
 FAMILIES = (
-    attention, collective, contraction, convolution, creation, indexing, loss, normalisation, pieces, pointwise,
-    reduction, reshape,
+    attention, collective, contraction, convolution, creation, experts, indexing, loss, normalisation, pieces,
+    pointwise, reduction, reshape,
 )  # fmt: skip

@@ -36,4 +36,4 @@ def attention(node: fx.Node) -> OpFactors:
     result = tuple(
         f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], node.meta["val"].shape, strict=True)
     )
-    return OpFactors({n: s for n, s in sizes.items() if s > 1}, operands, (result,), frozenset(whole))
+    return OpFactors(sizes, operands, (result,), frozenset(whole))

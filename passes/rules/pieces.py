@@ -74,7 +74,9 @@ def cat(node: fx.Node) -> OpFactors:
     # An empty tensor of one dim may be joined to anything.
     sizes = [shape(o)[dim] if len(shape(o)) == rank else 0 for o in operands]
     spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_starts(sizes)), (_WHOLE,))
-    pieces = [_unless_empty(names, dim, s)[-len(shape(o)) :] for s, o in zip(sizes, operands, strict=True)]
+    pieces = [
+        _unless_empty(names, dim, s) if len(shape(o)) == rank else [None] for s, o in zip(sizes, operands, strict=True)
+    ]
     return named(node, pieces, [names], linear=together(len(operands)), spans=spans)
 
 
@@ -128,6 +130,41 @@ def _local_slice(local: Local) -> fx.Node:
         return local.call(aten.slice.Tensor, x, dim, start, shape(x)[dim], step)
     start //= local.num_ranks
     return local.call(aten.slice.Tensor, x, dim, start, start + local.result_shape()[dim])
+
+
+@family("slice_scatter")
+def slice_scatter(node: fx.Node) -> OpFactors:
+    """The first operand with a part of a dim replaced by the second."""
+    x, part = operands_of(node)
+    names = NAMES[: len(shape(x))]
+    dim = as_dim(argument(node, "dim"), len(names))
+    size, length = shape(x)[dim], shape(part)[dim]
+    start, step = _start_and_step(node, size)
+    if step > 1 or length == 0:
+        kept = [n if d != dim else None for d, n in enumerate(names)]
+        return named(node, [kept, kept], [kept], linear=together(2))
+    sections = tuple(s for s in (start, length, size - start - length) if s)
+    spans = Spans(names[dim], sections, (_WHOLE, (start, length)), (_WHOLE,))
+    return named(node, [names, names], [names], linear=together(2), local=_local_slice_scatter, spans=spans)
+
+
+def _local_slice_scatter(local: Local) -> fx.Node:
+    x, part = local.operands
+    dim = as_dim(argument(local.node, "dim"), len(shape(x)))
+    spans = local.factors.spans
+    if spans is None or local.strategy.factor != spans.factor:
+        return local.copy()
+    start = _start_and_step(local.node, shape(operands_of(local.node)[0])[dim])[0] // local.num_ranks
+    return local.call(aten.slice_scatter.default, x, part, dim, start, start + shape(part)[dim])
+
+
+@family("select_scatter")
+def select_scatter(node: fx.Node) -> OpFactors:
+    """The first operand with one place of a dim, which is whole, replaced by the second."""
+    rank = len(shape(operands_of(node)[0]))
+    dim = as_dim(argument(node, "dim"), rank)
+    names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
+    return named(node, [names, [n for n in names if n]], [names], linear=together(2))
 
 
 @family("select", "select_copy")

@@ -88,6 +88,12 @@ def to(node: fx.Node) -> OpFactors:
     return named(node, [names, *unread], [names], linear=FIRST if keeps else ())
 
 
+@family("copy")
+def copy(node: fx.Node) -> OpFactors:
+    """The second operand's elements, in the first one's shape and type."""
+    return elementwise(node, each(1) if differentiable(node.meta["val"]) else ())
+
+
 @family("where")
 def where(node: fx.Node) -> OpFactors | None:
     """Linear in both branches together, where both are tensors."""

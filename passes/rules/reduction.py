@@ -79,6 +79,20 @@ def softmax(node: fx.Node) -> OpFactors:
     return replace(along_whole_dim(node), whole=frozenset(), lower=dict.fromkeys(factors_along(node), lowering))
 
 
+@family(
+    "_fft_c2c", "_fft_c2r", "_fft_r2c", "fft_fft", "fft_fft2", "fft_fftn", "fft_ifft", "fft_ifft2", "fft_ifftn",
+    "fft_irfft", "fft_rfft",
+)  # fmt: skip
+def fourier(node: fx.Node) -> OpFactors:
+    """Along whole dims, of which the result may have another size."""
+    rank = len(shape(operands_of(node)[0]))
+    dims = argument(node, "dim")
+    sizes = argument(node, "s")
+    along = range(rank - len(sizes), rank) if dims is None and sizes else as_dims(dims, rank)
+    names = [n if d not in along else None for d, n in enumerate(NAMES[:rank])]
+    return named(node, [names], [names], linear=FIRST)
+
+
 @family("cumsum")
 def cumsum(node: fx.Node) -> OpFactors:
     return replace(along_whole_dim(node), linear=FIRST)

@@ -92,6 +92,9 @@ def misfits(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Te
     return found
 
 
+_TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
+
+
 class Judge:
     """The operator on one device: its operands and results, gradients for the results, and those of the operands."""
 
@@ -105,8 +108,7 @@ class Judge:
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
         self.grads = gradients(self.results, leaves, self.grads_out)
-        types = [t.dtype for t in (*tensors, *self.results) if t.dtype.is_floating_point]
-        self.tolerance = 1e-9 if all(t == torch.float64 for t in types) else 1e-4
+        self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
         """What is wrong when ``num_ranks`` ranks run the operator by ``strategy``."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from runtime.events import Collective, Receive, Send, Trace
 from runtime.program import Program
+from runtime.proof.classes import representatives
 from runtime.proof.errors import Fault
 
 
@@ -29,7 +30,7 @@ class Mismatch(Exception):
 
 @dataclass
 class _Operation:
-    """One operation of a group: who was first to enter it, with what, and how many have."""
+    """One operation of a group: who was first to enter it, with what, and how many have. Ranks are representatives."""
 
     rank: int
     index: int
@@ -39,7 +40,7 @@ class _Operation:
 
 @dataclass
 class _Group:
-    ranks: tuple[int, ...]
+    ranks: frozenset[int]
     operations: list[_Operation] = field(default_factory=list)
     entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
     waiting: list[int] = field(default_factory=list)
@@ -47,8 +48,8 @@ class _Group:
     def complete(self, number: int) -> bool:
         return self.operations[number].arrived == len(self.ranks)
 
-    def missing(self, number: int) -> list[int]:
-        return [r for r in self.ranks if self.entered.get(r, 0) <= number]
+    def missing(self, number: int) -> set[int]:
+        return {r for r in self.ranks if self.entered.get(r, 0) <= number}
 
 
 @dataclass
@@ -58,19 +59,16 @@ class _Channel:
 
 
 class Progress:
-    """Runs the traces of ranks. ``alike``: all ranks of a stage have one trace, of which one rank stands for all; then
-    the operations within a stage always meet, and only what passes between stages is followed.
+    """Runs the traces of all ranks, one representative for each class (``classes.py``).
 
     ``suspects``: the ranks to name first where two disagree (those whose list was edited).
     """
 
-    def __init__(
-        self, program: Program, traces: Mapping[int, Trace], alike: bool, suspects: Collection[int] = ()
-    ) -> None:
+    def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
         self.program = program
-        self.traces = traces
-        self.alike = alike
-        self.suspects = suspects
+        self.classes = representatives(program, traces)
+        self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
+        self.suspects = {self.classes[rank] for rank in suspects}
         self.position = dict.fromkeys(traces, 0)
         self.inside: dict[int, tuple[_Group, int]] = {}  # ranks that wait in an operation, which they have entered
         self.started: dict[int, list[tuple[_Group, int]]] = {rank: [] for rank in traces}
@@ -98,9 +96,6 @@ class Progress:
         while position < len(trace):
             index, event = trace[position]
             if isinstance(event, Collective):
-                if self.alike and not event.stages:
-                    position += 1
-                    continue
                 group, number = self.enter(rank, index, event)
                 position += 1
                 if event.waits and not group.complete(number):
@@ -126,13 +121,16 @@ class Progress:
         key = event.stages or event.axes
         group = self.memberships.get((rank, key))
         if group is None:
-            if event.stages:
-                ranks = tuple(self.peer(rank, s) for s in event.stages)
-            else:
-                ranks = self.program.group(rank, event.axes)
-            group = self.groups.setdefault(ranks, _Group(ranks))
+            ranks = frozenset(self.classes[r] for r in self.members(rank, event))
+            group = self.groups.setdefault((key, ranks), _Group(ranks))
             self.memberships[rank, key] = group
         return group
+
+    def members(self, rank: int, event: Collective) -> tuple[int, ...]:
+        """The ranks that take part with ``rank``."""
+        if event.stages:
+            return tuple(self.peer(rank, s) for s in event.stages)
+        return self.program.group(rank, event.axes)
 
     def enter(self, rank: int, index: int, event: Collective) -> tuple[_Group, int]:
         group = self.group_of(rank, event)
@@ -142,7 +140,7 @@ class Progress:
             group.operations.append(_Operation(rank, index, event))
         operation = group.operations[number]
         if operation.event is not event and operation.event.what != event.what:
-            raise self.disagree(rank, index, event, operation, group)
+            raise self.disagree(rank, index, event, operation)
         operation.arrived += 1
         if group.complete(number) and group.waiting:
             for waiting in group.waiting:
@@ -151,13 +149,15 @@ class Progress:
             group.waiting.clear()
         return group, number
 
-    def disagree(self, rank: int, index: int, event: Collective, first: _Operation, group: _Group) -> Mismatch:
+    def disagree(self, rank: int, index: int, event: Collective, first: _Operation) -> Mismatch:
         mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
         if first.rank in self.suspects and rank not in self.suspects:
             mine, theirs = theirs, mine
+        members = self.members(mine[0], mine[2])
+        other = next(r for r in members if self.classes[r] == theirs[0])
         return Mismatch(
             "match",
-            f"enters {mine[2].text} with the ranks {_some(group.ranks)}, where rank {theirs[0]} at its instruction "
+            f"enters {mine[2].text} with the ranks {_some(members)}, where rank {other} at its instruction "
             f"{theirs[1]} enters {theirs[2].text}",
             mine[0],
             mine[1],
@@ -181,7 +181,7 @@ class Progress:
         return self.channels.setdefault((source, target, direction), _Channel())
 
     def send(self, rank: int, index: int, event: Send) -> None:
-        target = self.peer(rank, event.peer)
+        target = self.classes[self.peer(rank, event.peer)]
         channel = self.channel(rank, target, event.direction)
         channel.sent.append((event, index))
         if channel.waiting:
@@ -189,7 +189,7 @@ class Progress:
             self.runnable.append(target)
 
     def receive(self, rank: int, index: int, event: Receive) -> bool:
-        source = self.peer(rank, event.peer)
+        source = self.classes[self.peer(rank, event.peer)]
         channel = self.channel(source, rank, event.direction)
         if not channel.sent:
             channel.waiting = True
@@ -211,8 +211,7 @@ class Progress:
         chain: list[int] = []
         while rank not in chain:
             chain.append(rank)
-            others = self.waits_for(rank)[1]
-            still = [r for r in others if r in stuck]
+            still = [self.classes[r] for r in self.waits_for(rank)[1] if self.classes[r] in stuck]
             if not still:
                 break
             rank = still[0]
@@ -222,11 +221,12 @@ class Progress:
         lines = []
         for r in (circle[start:] + circle[:start])[:8]:
             what, others, index, _ = self.waits_for(r)
-            ended = [o for o in others if o not in stuck]
+            ended = [o for o in others if self.classes[o] not in stuck]
             end = f", of which {_some(ended)} will not come" if ended else ""
             lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_some(others)}{end}")
         index, node = self.waits_for(first)[2:]
-        message = f"waits for ever ({len(stuck)} of {len(self.traces)} ranks are stuck): " + "; ".join(lines)
+        number = sum(c in stuck for c in self.classes)
+        message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
         return Mismatch("deadlock", message, first, index, node)
 
     def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
@@ -235,12 +235,17 @@ class Progress:
             group, number = self.inside[rank]
             index, event = self.traces[rank][self.position[rank] - 1]
             assert isinstance(event, Collective)
-            return f"is in {event.text}", group.missing(number), index, event.node
+            return f"is in {event.text}", self.absent(rank, event, group, number), index, event.node
         index, event = self.traces[rank][self.position[rank]]
         if isinstance(event, Receive):
             return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
         group, number = next((g, n) for g, n in self.started[rank] if not g.complete(n))
-        return f"waits for {group.operations[number].event.text}", group.missing(number), index, ""
+        started = group.operations[number].event
+        return f"waits for {started.text}", self.absent(rank, started, group, number), index, ""
+
+    def absent(self, rank: int, event: Collective, group: _Group, number: int) -> list[int]:
+        """The ranks that have yet to enter an operation."""
+        return [r for r in self.members(rank, event) if self.classes[r] in group.missing(number)]
 
 
 def _some(ranks: Collection[int]) -> str:

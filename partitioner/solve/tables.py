@@ -1,0 +1,197 @@
+"""The problem of cutting calls into stages, and the time and memory of every run of calls on every stage.
+
+Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.calls import CallCost
+from partitioner.cost.collectives import message_time
+from partitioner.errors import PlanError
+from partitioner.solve.segments import Segments
+from partitioner.topology.parts import Link
+
+Table = NDArray[np.float64]
+Counts = NDArray[np.int64]
+TINY = 1e-12  # of sums of seconds
+_ROUNDING_BYTES = 1.0  # of sums of sizes
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A call that is to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, by the
+    places of ``cost``; ``states``: names. ``index`` is its place among the model's calls."""
+
+    path: str
+    cost: CallCost
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """The calls, and what holds them.
+
+    ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states. ``local``: values that are no
+    call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
+    rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
+    every stage runs for itself. ``slowdown``: of each stage's devices over those that the costs are for.
+    """
+
+    calls: tuple[StageCall, ...]
+    num_stages: int
+    num_microbatches: int
+    capacity: tuple[int, ...]
+    links: tuple[Link, ...] = ()
+    state_bytes: Mapping[str, float] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    recompute: Literal["none", "full"] | None = None
+    pinned: Mapping[int, int] = field(default_factory=dict)
+    overhead: CallCost = field(default_factory=CallCost)
+    slowdown: tuple[float, ...] = ()
+    microbatch_size: int = 1
+    tp: int = 1
+    dp: int = 1
+    train: bool = True
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches whose saved tensors a stage holds at a time."""
+        if not self.train:
+            return 1
+        m, p = self.num_microbatches, self.num_stages
+        return m if self.schedule == "gpipe" else min(p - stage, m)
+
+
+class StageTables:
+    """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``."""
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        n, p = len(problem.calls), problem.num_stages
+        if p > n:
+            raise PlanError(
+                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
+                "model be split more finely"
+            )
+        self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
+        self.allowed = self._allowed()
+        self.times: list[Table] = []
+        self.least_memory: list[Table] = []
+        for stage in range(p):
+            again, most = self.recomputed(stage), self.most_recomputed()
+            memory = self.memory(stage, again)
+            fits = self.allowed[stage] & (memory <= problem.capacity[stage] + _ROUNDING_BYTES)
+            self.times.append(np.where(fits, self.time(stage, again), np.inf))
+            least = np.minimum(memory, self.memory(stage, most))
+            self.least_memory.append(np.where(self.allowed[stage], least, np.inf))
+
+    def _allowed(self) -> list[NDArray[np.bool_]]:
+        """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
+        n = len(self.problem.calls)
+        start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        tables = []
+        for stage in range(self.problem.num_stages):
+            allowed = start < stop
+            for call, pinned in self.problem.pinned.items():
+                inside = (start <= call) & (call < stop)
+                allowed = allowed & (inside == (pinned == stage))
+            tables.append(allowed)
+        return tables
+
+    def slowdown(self, stage: int) -> float:
+        return self.problem.slowdown[stage] if self.problem.slowdown else 1.0
+
+    def transfers(self, stage: int) -> tuple[Table, Table]:
+        """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
+        problem, cut = self.problem, self.segments
+        zero = np.zeros(len(problem.calls) + 1)
+        before = after = zero
+        if stage > 0:
+            before = np.array([message_time(size, problem.links[stage - 1]) for size in cut.forward])
+        if stage < problem.num_stages - 1 and problem.train:
+            after = np.array([message_time(size, problem.links[stage]) for size in cut.backward])
+        return before[:, None], after[None, :]
+
+    def most_recomputed(self) -> Counts:
+        """The most calls that each segment may recompute."""
+        n = len(self.problem.calls)
+        length = np.maximum(0, np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None])
+        return length if self.problem.train and self.problem.recompute != "none" else np.zeros_like(length)
+
+    def recomputed(self, stage: int) -> Counts:
+        """How many of its first calls each segment recomputes: all if that is pinned, else as few as memory allows.
+
+        What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
+        calls save says how many must go.
+        """
+        most = self.most_recomputed()
+        if self.problem.recompute == "full" or not most.any():
+            return most
+        plain = self.memory(stage, np.zeros_like(most))
+        excess = self.memory(stage, most, saved=False) + self.problem.in_flight(stage) * self.segments.saved
+        excess = (excess - self.problem.capacity[stage]) / self.problem.in_flight(stage)
+        prefix = self.segments.saved[0]
+        count = np.searchsorted(prefix, prefix[:, None] + excess * (1 - TINY), side="left")
+        count = np.clip(count - np.arange(len(prefix))[:, None], 1, np.maximum(most, 1))
+        return np.where(plain <= self.problem.capacity[stage], 0, np.minimum(count, most))
+
+    def time(self, stage: int, recomputed: Counts) -> Table:
+        cut, overhead = self.segments, self.problem.overhead
+        time = cut.forward_s + overhead.forward_total_s
+        if self.problem.train:
+            time = time + cut.backward_s + self.again(recomputed)
+        before, after = self.transfers(stage)
+        return time * self.slowdown(stage) + before + after
+
+    def again(self, recomputed: Counts) -> Table:
+        """Seconds of the forward of each segment's first ``recomputed`` calls."""
+        start = np.arange(recomputed.shape[0])[:, None]
+        prefix = self.segments.forward_s[0]
+        seconds: Table = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        return seconds
+
+    @cached_property
+    def fixed_memory(self) -> Table:
+        """Bytes that do not depend on the microbatches in flight: states, buffers, and what works for a moment."""
+        cut = self.segments
+        return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
+
+    def memory(self, stage: int, recomputed: Counts, saved: bool = True) -> Table:
+        """Peak bytes of a rank; without ``saved``, as if the calls that are not recomputed saved nothing."""
+        cut, flying = self.segments, self.problem.in_flight(stage)
+        if not self.problem.train:
+            return self.fixed_memory
+        start = np.arange(recomputed.shape[0])[:, None]
+        prefix = cut.saved[0]
+        kept = cut.saved - (prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start])
+        plain = flying * (cut.saved + cut.saved_inputs)
+        again = flying * (np.maximum(0.0, kept) * saved + cut.all_inputs) + cut.largest_saved
+        total: Table = self.fixed_memory + np.where(recomputed > 0, again, plain)
+        return total
+
+
+def min_max(tables: list[Table]) -> tuple[float, list[int]]:
+    """The split of the least maximum over the stages' ``tables``, and where it cuts."""
+    n = tables[0].shape[0] - 1
+    reached = np.full(n + 1, np.inf)
+    reached[0] = -np.inf
+    came: list[NDArray[np.int64]] = []
+    for table in tables:
+        worst = np.maximum(reached[:, None], table)
+        came.append(worst.argmin(axis=0))
+        reached = worst.min(axis=0)
+    cuts = [n]
+    for step in reversed(came):
+        cuts.append(int(step[cuts[-1]]))
+    return float(reached[n]), cuts[::-1]

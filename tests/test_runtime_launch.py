@@ -1,0 +1,100 @@
+"""``torchrun -m runtime``: trains, says what is wrong, and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime import Engine, LaunchError
+from runtime.engine import program_of
+from runtime.launch import random_batch
+from runtime.program import Program
+from tests.runtime_programs import Net, net_inputs, program_of_net
+from tests.test_runtime_execute import broken, infer_only
+
+ROOT = Path(__file__).parent.parent
+
+
+def plan_file(folder: Path, program: Program) -> Path:
+    """What the runtime reads of a plan's file."""
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"program": json.loads(program.model_dump_json(exclude_defaults=True))}))
+    return path
+
+
+def torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, "-m", "runtime", *arguments], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+    )
+
+
+def test_it_trains_and_saves(tmp_path: Path):
+    model = Net()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_file(net_inputs(), tmp_path / "batch.safetensors")
+    plan = plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
+    options = ["--weights", str(tmp_path), "--batch", str(tmp_path / "batch.safetensors"), "--lr", "0.01"]
+    done = torchrun(2, str(plan), *options, "--steps", "2", "--save", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**net_inputs())["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    printed = [float(x) for x in re.findall(r"^step \d+ loss (\S+) \S+ ms$", done.stdout, re.MULTILINE)]
+    assert printed == pytest.approx(losses, rel=1e-5)
+    saved: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        saved |= load_file(file)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(saved[name], parameter.detach())
+
+
+def test_a_failing_rank_ends_all_and_its_cause_is_the_logs_last_word(tmp_path: Path):
+    plan = plan_file(tmp_path, broken(infer_only(program_of_net(pp=2, num_microbatches=4)), 1))
+    start = time.monotonic()
+    done = torchrun(2, str(plan))
+    assert done.returncode == 1
+    assert time.monotonic() - start < 120
+    last = done.stderr[done.stderr.rindex("Root Cause") :]
+    assert "rank 1, instruction" in last
+    assert "net.py:" in last
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path):
+    done = torchrun(1, str(plan_file(tmp_path, program_of_net(tp=2))))
+    assert done.returncode == 1
+    assert "the plan is for 2 ranks (tp=2), 1 were started: use torchrun --nproc-per-node 2" in done.stderr
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
+    with pytest.raises(LaunchError, match="cannot read the plan"):
+        program_of(tmp_path / "nothing.json")
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(LaunchError, match="not complete JSON"):
+        program_of(tmp_path / "text.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(LaunchError, match="has no 'program'"):
+        program_of(tmp_path / "other.json")
+    with pytest.raises(LaunchError, match="got int"):
+        program_of(3)
+
+
+def test_a_random_batch_fits_the_program():
+    program = program_of_net()
+    batch = random_batch(program, seed=0)
+    assert batch.keys() == net_inputs().keys()
+    assert torch.isfinite(Engine(program, Net()).step(batch))

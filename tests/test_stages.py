@@ -1,0 +1,227 @@
+"""Stages: the exact split, its memory, and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner.constraints import pinned_calls
+from partitioner.cost.calls import CallCost
+from partitioner.errors import CapacityError, ConstraintError, PlanError
+from partitioner.solve.segments import Segments
+from partitioner.solve.stages import StageCall, StageProblem, StageSplit, solve_stages
+from partitioner.topology.parts import Link
+
+WIRE = Link(name="wire", bandwidth=100.0, latency=0.01, level=0)
+
+
+def call(
+    k: int, forward: float = 1.0, saved: float = 0.0, *, size: float = 1.0, states: tuple[str, ...] = ()
+) -> StageCall:
+    """A call that reads the value before it and makes one of ``size`` bytes; backward takes twice as long."""
+    cost = CallCost(
+        forward_s=forward,
+        backward_s=2 * forward,
+        saved_bytes=saved,
+        saved_inputs=(True,),
+        input_bytes=(size,),
+        output_bytes=(size,),
+        output_grads=(True,),
+    )
+    return StageCall(f"layers.{k}", cost, (f"x{k}",), (f"x{k + 1}",), states or (f"w{k}",), k)
+
+
+def problem(
+    calls: list[StageCall], stages: int, microbatches: int = 4, capacity: float = 1e9, **more: object
+) -> StageProblem:
+    sizes = {name: 1.0 for c in calls for name in c.states}
+    fields: dict[str, object] = {"state_bytes": sizes, "local": frozenset(["x0"]), "links": (WIRE,) * (stages - 1)}
+    return StageProblem(tuple(calls), stages, microbatches, (int(capacity),) * stages, **{**fields, **more})  # type: ignore[arg-type]
+
+
+def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, float]:
+    """Seconds and bytes of a stage, counted call by call, recomputing as few of its first calls as fit."""
+    calls = p.calls[start:stop]
+    slow = p.slowdown[stage] if p.slowdown else 1.0
+    read = {name: size for c in calls for name, size in zip(c.inputs, c.cost.input_bytes, strict=True)}
+    states = sum(p.state_bytes[name] for name in {n for c in calls for n in c.states})
+
+    def crossing(cut: int) -> float:
+        made = {o: s for c in p.calls[:cut] for o, s in zip(c.outputs, c.cost.output_bytes, strict=True)}
+        return sum(size for name, size in made.items() if any(name in c.inputs for c in p.calls[cut:]))
+
+    def transfer(cut: int, link: int) -> float:
+        return p.links[link].time(crossing(cut)) if 0 < cut < len(p.calls) and crossing(cut) else 0.0
+
+    base = states + 2 * (crossing(start) * (start > 0) + crossing(stop)) + max(c.cost.working_bytes for c in calls)
+    flying = p.in_flight(stage)
+    for again in range(len(calls) + 1):
+        kept = sum(c.cost.saved_bytes for c in calls[again:])
+        memory = base + flying * (kept + sum(read.values()))
+        memory += max(c.cost.saved_bytes for c in calls) if again else 0.0
+        if memory <= p.capacity[stage] or again == len(calls):
+            break
+    seconds = sum(c.cost.forward_s + c.cost.backward_s for c in calls) + sum(c.cost.forward_s for c in calls[:again])
+    seconds = seconds * slow + transfer(start, stage - 1) + (transfer(stop, stage) if stop < len(p.calls) else 0.0)
+    return (seconds if memory <= p.capacity[stage] else math.inf), memory
+
+
+def brute_force(p: StageProblem) -> float:
+    best = math.inf
+    n = len(p.calls)
+    for inner in itertools.combinations(range(1, n), p.num_stages - 1):
+        cuts = (0, *inner, n)
+        if any(not cuts[s] <= k < cuts[s + 1] for k, s in p.pinned.items()):
+            continue
+        times = [by_hand(p, s, cuts[s], cuts[s + 1])[0] for s in range(p.num_stages)]
+        best = min(best, (p.num_microbatches - 1) * max(times) + sum(times))
+    return best
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> StageProblem:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    n = draw(st.integers(1, 7))
+    stages = draw(st.integers(1, min(n, 4)))
+    tied = draw(st.booleans())
+    calls = [
+        call(k, float(rng.integers(1, 9)), float(rng.integers(0, 9)), size=float(rng.integers(1, 40)),
+             states=("tied",) if tied and k in (0, n - 1) else ())
+        for k in range(n)
+    ]  # fmt: skip
+    if draw(st.booleans()) and n > 2:  # a value that skips ahead
+        last = calls[-1]
+        more = replace(last.cost, saved_inputs=(True, True), input_bytes=(0.0, 0.0))
+        calls[-1] = replace(last, inputs=(f"x{n - 1}", "x1"), cost=more)
+    # a value has one size, that of the call that makes it
+    sizes = {o: c.cost.output_bytes[0] for c in calls for o in c.outputs} | {"x0": 1.0}
+    calls = [replace(c, cost=replace(c.cost, input_bytes=tuple(sizes[i] for i in c.inputs))) for c in calls]
+    return problem(
+        calls,
+        stages,
+        draw(st.integers(1, 8)),
+        capacity=draw(st.sampled_from([60, 150, 300, 10_000])),
+        state_bytes={name: float(rng.integers(0, 20)) for c in calls for name in c.states},
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        pinned={0: 0, n - 1: stages - 1} if draw(st.booleans()) else {},
+        slowdown=tuple(rng.choice([1.0, 1.5], stages).tolist()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_the_split_is_the_best_of_all(p: StageProblem):
+    expected = brute_force(p)
+    if math.isinf(expected):
+        with pytest.raises(CapacityError):
+            solve_stages(p)
+        return
+    split = solve_stages(p)
+    assert split.pipeline_s == pytest.approx(expected)
+    for s, stage in enumerate(split.stages):
+        seconds, memory = by_hand(p, s, stage.start, stage.stop)
+        assert stage.time_s == pytest.approx(seconds)
+        assert stage.memory == pytest.approx(memory, abs=1)
+
+
+def test_a_heavy_head_gets_fewer_layers():
+    calls = [call(k) for k in range(8)] + [call(8, forward=4.0)]
+    assert solve_stages(problem(calls, 3)).cuts == (4, 8)
+
+
+def test_what_calls_share_counts_once():
+    calls = [call(k, states=("tied",)) for k in range(3)]
+    tables = Segments(calls, {"tied": 7.0})
+    assert tables.states[0, 3] == 7.0
+    assert tables.states[1, 2] == 7.0
+
+
+def test_only_as_many_calls_as_needed_are_recomputed():
+    calls = [call(k, saved=10.0) for k in range(8)]
+    roomy = solve_stages(problem(calls, 1, capacity=200))
+    tight = solve_stages(problem(calls, 1, capacity=80))
+    assert roomy.stages[0].recompute == 0
+    assert tight.stages[0].recompute == 3  # 8 of states, 8 of inputs, 10 for one that is recomputed, 5 x 10 saved
+    assert tight.stages[0].memory <= 80
+    assert tight.stages[0].recompute_s == 3.0
+    assert solve_stages(problem(calls, 1, capacity=200, recompute="full")).stages[0].recompute == 8
+
+
+def test_earlier_stages_keep_more_microbatches():
+    calls = [call(k, saved=1.0) for k in range(8)]
+    memory = [stage.memory for stage in solve_stages(problem(calls, 4, 8)).stages]
+    assert memory == sorted(memory, reverse=True)
+    everything = solve_stages(problem(calls, 4, 8, schedule="gpipe")).stages[3]
+    assert everything.memory > memory[3]
+
+
+def test_pinned_calls_stay_where_they_are():
+    calls = [call(k) for k in range(8)]
+    split = solve_stages(problem(calls, 2, pinned={5: 0}))
+    assert split.cuts[0] > 5
+
+
+def test_what_is_lacking_is_said():
+    calls = [call(k, saved=100.0, size=30.0) for k in range(4)]
+    with pytest.raises(CapacityError) as caught:
+        solve_stages(problem(calls, 2, capacity=200, microbatch_size=4, recompute="none"))
+    error = caught.value
+    assert error.stage == 0
+    assert error.missing_bytes > 0
+    assert "stage 0 of 2 (layers.0" in str(error)
+    assert "nearest change that fits: microbatch_size=1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"recompute": "none", "capacity": 110}, "recompute='full'"),
+        ({"microbatch_size": 2, "capacity": 60}, "microbatch_size=1"),
+        ({"tp": 2, "dp": 4, "capacity": 60}, "tp=4 (dp=2)"),
+        ({"tp": 2, "capacity": 60}, "tp=4 (on 2 times as many devices)"),
+    ],
+)
+def test_the_nearest_change_is_the_first_that_fits(changes: dict[str, object], expected: str):
+    calls = [call(k, saved=20.0, size=10.0) for k in range(4)]
+    with pytest.raises(CapacityError) as caught:
+        solve_stages(problem(calls, 1, **changes))  # type: ignore[arg-type]
+    assert caught.value.change == expected
+
+
+def test_no_more_stages_than_calls():
+    with pytest.raises(PlanError, match="5 pipeline stages for 4 calls"):
+        solve_stages(problem([call(k) for k in range(4)], 5))
+
+
+def test_pins_that_leave_a_stage_empty_are_refused():
+    with pytest.raises(PlanError, match=r"no split into 3 stages has layers\.0 on stage 1"):
+        solve_stages(problem([call(k) for k in range(4)], 3, pinned={0: 1}))
+
+
+def test_stages_of_module_paths():
+    paths = ["embed", "layers.0", "layers.1", "layers.10", "norm", "lm_head"]
+    assert pinned_calls({"lm_head": -1, "layers.1": 0}, paths, 2) == {2: 0, 5: 1}
+    assert pinned_calls({"layers": 0, "layers.10": 1}, paths, 2) == {1: 0, 2: 0, 3: 1}
+    assert pinned_calls({"layers.0.mlp": 0}, paths, 2) == {1: 0}
+    with pytest.raises(ConstraintError, match=r"\['head'\] names no module of the model; near it: .*lm_head"):
+        pinned_calls({"head": 0}, paths, 2)
+    with pytest.raises(ConstraintError, match="expected -2 to 1"):
+        pinned_calls({"norm": 2}, paths, 2)
+    with pytest.raises(ConstraintError, match=r"'layers\.0' on stage 1 and 'norm', which runs after it, on stage 0"):
+        pinned_calls({"layers.0": 1, "norm": 0}, paths, 2)
+
+
+def test_a_deep_model_over_many_stages_is_quick():
+    calls = [call(0, 0.3), *(call(k, 1.0, 3.0) for k in range(1, 127)), call(127, 2.5, 8.0)]
+    start = time.perf_counter()
+    split: StageSplit = solve_stages(problem(calls, 16, 64, capacity=700))
+    assert time.perf_counter() - start < 1.0
+    assert len(split.stages) == 16
+    assert max(s.time_s for s in split.stages) < 3 * 10

@@ -6,7 +6,8 @@
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
 * ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
 
-Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two.
+Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of the
+whole batch, as ours does: DDP adds up its ranks' losses behind backward, pipelining hands on the last rank's at the end.
 """
 
 from __future__ import annotations
@@ -214,8 +215,11 @@ def ddp(work: Workload) -> Step:
     def step() -> float:
         model.zero_grad(set_to_none=True)
         loss = model(*batch)
+        whole = loss.detach() / size
+        shared = dist.all_reduce(whole, async_op=True)
         loss.backward()
-        return loss.item()
+        shared.wait()
+        return whole.item()
 
     return step
 
@@ -247,7 +251,9 @@ def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Wor
             schedule.step(x)
         elif rank == size - 1:
             schedule.step(target=target, losses=losses)
-        return float(torch.stack(losses).mean()) if losses else float("nan")
+        whole = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(whole)
+        return whole.item()
 
     return step
 

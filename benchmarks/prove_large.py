@@ -38,7 +38,9 @@ def layer(tp: int) -> Block:
     states = tuple(n.name for n in nodes)
     for up, down in zip(nodes[::2], nodes[1::2], strict=True):
         x = call(graph, ops.copy.default, (h, "tp", tp))
-        x = call(graph, aten.mm.default, (call(graph, aten.relu.default, (call(graph, aten.mm.default, (x, up)),)), down))
+        x = call(
+            graph, aten.mm.default, (call(graph, aten.relu.default, (call(graph, aten.mm.default, (x, up)),)), down)
+        )
         h = call(graph, aten.add.Tensor, (h, call(graph, ops.all_reduce.default, (x, "tp", tp, "copy"))))
     graph.output((h,))
     return Block("layer", graph, states, ("h",))

@@ -153,7 +153,7 @@ def emit(
         loss=model.loss,
         stages=tuple(stages),
         fingerprint=weights_fingerprint(states),
-        constants={n: model.constants[n].tolist() for n, s in states.items() if s.kind == "constant"},
+        constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         tree=model.tree,
     )
 

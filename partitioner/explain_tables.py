@@ -112,9 +112,10 @@ def candidate_counts(candidates: Sequence[Candidate]) -> str:
 
 def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
     """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
+    train = plan.program.objective == "train"
     table = _table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
-         ("forward", True), ("backward", True)]
+         ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
     rooms, peaks = capacities(plan), plan.estimate.memory
     for stage in whole.stages:
@@ -129,7 +130,7 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
             bytes_text(stage.parameter_bytes),
             "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
         ]
-        row += map(seconds_text, busy[stage.index])
+        row += map(seconds_text, busy[stage.index][: 1 + train])
         table.add_row(*map(Text, row))
     return indented(table)
 

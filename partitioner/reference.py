@@ -153,7 +153,8 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
             total.backward()
     named = model.named_parameters(remove_duplicate=False)
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
-    leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in leaves_by_path(output).items()}
+    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(output)
+    leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     return Reference(leaves, None if total is None else total.detach(), grads if train else {})
 
 

@@ -46,6 +46,8 @@ def count_text(count: float) -> str:
 def percent(share: float) -> str:
     """A share of one as a percentage, with a decimal below ten."""
     value = 100 * share
+    if 0 < value < 0.05:
+        return "<0.1%"
     return f"{value:.1f}%" if 0 < abs(value) < 9.95 else f"{value:.0f}%"
 
 

@@ -151,8 +151,10 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """``nodes`` with those of ``free`` (node -> place) just before what first needs them, so that like units are in like
-    order."""
+    """``nodes`` with those of ``free`` (node -> place) just before what first needs them.
+
+    So units that are alike stay alike, wherever their operands come from.
+    """
     placed: dict[fx.Node, None] = {}
     for node in nodes:
         needed: set[fx.Node] = set()

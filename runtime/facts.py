@@ -189,7 +189,7 @@ def load_block(program: Program, name: str) -> Block:
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
     """What is wrong with a block's graph and at which node, or ``None``. ``axes``: the ranks on each mesh axis."""
     graph = program.blocks[name]
-    return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(sorted(axes.items())))
+    return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
 
 
 def value_bytes(value: Value) -> int:

@@ -188,7 +188,7 @@ class Program(Data):
     loss: str | None
     stages: tuple[Stage, ...]
     fingerprint: str
-    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists, for states of kind "constant"
+    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
     tree: str | None = None
 
     @property

@@ -17,7 +17,9 @@ SCHEDULES = ["gpipe", "1f1b"]
 EVERY = list(product(sorted(CASES), MESHES, SCHEDULES))
 # Each model on two meshes, each mesh and schedule several times.
 SAMPLE = [
-    (name, MESHES[(5 * i + 4 * j) % len(MESHES)], SCHEDULES[(i + j) % 2]) for i, name in enumerate(sorted(CASES)) for j in (0, 1)
+    (name, MESHES[(5 * i + 4 * j) % len(MESHES)], SCHEDULES[(i + j) % 2])
+    for i, name in enumerate(sorted(CASES))
+    for j in (0, 1)
 ]
 
 
@@ -52,7 +54,9 @@ def close(plan: Plan, run: runtime.Run, reference: Reference) -> None:
     assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("name", "mesh", "schedule"), SAMPLE, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else v)
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule"), SAMPLE, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else v
+)
 def test_programs_compute_what_the_model_computes(
     name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.LocalRanks
 ) -> None:

@@ -193,11 +193,6 @@ def test_ranks_that_wait_for_each_other_are_shown_in_a_circle():
 def test_a_collective_that_one_rank_runs_for_another_microbatch():
     """All shapes agree, so nothing would fail: the ranks would add up different samples."""
 
-    def edit(code: Code) -> None:
-        first, second = place(code, "0F0"), place(code, "0F1")
-        code[first:second] = []
-        code[first : first + 1] = [code[first]]
-
     program = tiny_program(pp=1, tp=2, schedule="gpipe")
     code = list(program.stages[0].instructions)
     forwards = [k for k, i in enumerate(code) if i.op == "F"]
@@ -212,26 +207,29 @@ def test_a_collective_that_one_rank_runs_for_another_microbatch():
 
 
 def test_reductions_in_another_order_on_one_rank():
-    program = tiny_program(pp=1, dp=2, tied=False, bucket_bytes=10**9, tp=2)
-
     def edit(code: Code) -> None:
-        a, b = place(code, "0REDUCE:0"), place(code, "0REDUCE:1")
-        code[a], code[b] = code[b], code[a]
+        code.insert(-1, code.pop(place(code, "0REDUCE:0")))
 
-    # The buckets have other groups, (dp) and (dp, tp): each group has but one reduction, so the order is free.
+    # Two buckets with other groups, (dp) and (dp, tp): each group has but one reduction, so their order is free.
+    program = tiny_program(pp=1, dp=2, tp=2, tied=False)
     assert prove(program, edited(program, 3, edit)).distinct_lists == 2
-    same = tiny_program(pp=1, dp=2, tied=False, bucket_bytes=100)
-    error = refusal(same, edited(same, 1, lambda c: c.__setitem__(slice(-5, -2), c[-5:-2][::-1])))
+    program = tiny_program(pp=1, dp=2, tied=False, bucket_bytes=100)
+    error = refusal(program, edited(program, 1, edit))
     assert (error.rank, error.fault) == (1, "match")
+    assert "enters all_reduce of bucket 1 with the ranks 0, 1, where rank 0" in str(error)
 
 
 def test_a_transfer_of_another_microbatch():
-    def edit(code: Code) -> None:
-        k = place(code, "1RECV_F0")
-        code[k], code[place(code, "1RECV_F1")] = code[place(code, "1RECV_F1")], code[k]
-
-    error = refusal(on_stage(tiny_program(pp=2, schedule="gpipe", objective="infer"), 1, edit))
-    assert error.fault in ("match", "order")
+    """Stage 1 swaps its microbatches in everything but what it receives from stage 0."""
+    program = tiny_program(pp=2, schedule="gpipe")
+    other = {0: 1, 1: 0}
+    code = list(program.stages[1].instructions)
+    for k in range(place(code, "1TOTAL") + 1, len(code)):
+        if code[k].microbatch is not None:
+            code[k] = change(code[k], microbatch=other[code[k].microbatch])
+    error = refusal(with_stage(program, 1, instructions=tuple(code)))
+    assert (error.rank, error.instruction, error.fault) == (1, "1RECV_F1", "match")
+    assert "receives h0, h3 of microbatch 1 from rank 0, which sends h0, h3 of microbatch 0 at its instr" in str(error)
 
 
 def test_a_send_that_nobody_receives():
@@ -281,7 +279,7 @@ def test_a_collective_over_an_axis_that_is_not_there():
         node["args"] = ["dq" if a == "tp" else a for a in node["args"]]
 
     error = refusal(with_nodes(tiny_program(pp=2, tp=2), "layer", edit))
-    assert "on the axis 'dq'; the mesh has dp, cp, tp, ep" in str(error)
+    assert "on the axis 'dq'; the mesh has dp, cp, tp, ep, data" in str(error)
     assert error.node == "all_reduce_default"
 
 

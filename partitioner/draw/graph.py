@@ -22,6 +22,7 @@ from partitioner.plan import Plan
 from partitioner.units import bytes_text, count_text, percent, plural, ranges
 
 MOST_STAGES = 8  # with more, runs of equal stages are drawn once
+REDUCED = "; reductions of gradients are once per step."
 _FEWEST_EQUAL = 3
 _WIDEST = 1900.0  # pixels of a row of panels
 _MARGIN, _LINK_Y, _LABEL = 24.0, 42.0, 10.0
@@ -45,7 +46,8 @@ def draw_graph(plan: Plan) -> str:
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
         title=picture_title(plan),
-        subtitle="Bytes are those of one rank and one microbatch; reductions of gradients are once per step.",
+        subtitle="Bytes are those of one rank and one microbatch"
+        + (REDUCED if plan.program.objective == "train" else "."),
         figures=key_figures(plan),
         legend=[(colour, meaning) for colour, meaning in _LEGEND if colour in used],
     )

@@ -141,7 +141,8 @@ class _Chart:
     def draw(self) -> ET.Element:
         right = 84.0
         width = self.left + self.width + right
-        note = "One row per stage: its ranks all do the same. The optimizer's update, after it, is not drawn."
+        note = "One row per stage: its ranks all do the same."
+        note += " The optimizer's update is not drawn." if self.program.objective == "train" else ""
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())
         top = draw_header(picture(width, 0, ""), header, width) + 6

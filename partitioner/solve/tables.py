@@ -22,7 +22,7 @@ from partitioner.topology.parts import Link
 Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
 TINY = 1e-12  # of sums of seconds
-_ROUNDING_BYTES = 1.0  # of sums of sizes
+_ROUNDING_BYTES = 0.01  # of sums of sizes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Run one rank's graph for all ranks of an axis at once, in one process, gradients included.
+"""Run one rank's graph for all ranks at once, in one process, gradients included.
 
 The graph is the same on every rank, so it is walked once with a list of tensors, one per rank, at every node; a
 collective is a function of that list, and its gradient is its transpose, as ``passes/collectives.py`` lists them.
@@ -6,7 +6,8 @@ collective is a function of that list, and its gradient is its transpose, as ``p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from passes.infer import META
 Ranks = list[Tensor]  # one tensor per rank
 
 
-def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks]) -> list[Any]:
-    """What the output node of ``graph`` returns on each rank; ``inputs`` has the ranks' tensors per placeholder."""
-    num_ranks = len(inputs[0]) if inputs else 1
+def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
+    """What the output node of ``graph`` returns on each rank.
+
+    ``axes`` has the mesh's sizes; ranks are counted with its last axis running fastest. ``inputs`` has, for each
+    placeholder, the tensors of all ranks.
+    """
+    num_ranks = math.prod(axes.values())
     env: dict[fx.Node, list[Any]] = {}
     values = iter(inputs)
 
@@ -33,23 +38,37 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks]) -> list[Any]:
         elif node.op == "output":
             return [on(r, node.args[0]) for r in range(num_ranks)]
         elif name := collective_name(node.target):
-            env[node] = _collective(name, node, env, num_ranks)
+            env[node] = _collective(name, node, env, axes)
         else:
             kwargs = {k: torch.device("cpu") if v == META else v for k, v in node.kwargs.items()}
             env[node] = [node.target(*on(r, node.args), **on(r, kwargs)) for r in range(num_ranks)]
+        if node.meta.get("grad_off"):
+            env[node] = [v.detach() for v in env[node]]
     raise AssertionError("a graph ends with its output")
 
 
-def _collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], num_ranks: int) -> list[Any]:
-    if name == "axis_index":
-        return [torch.tensor(r) for r in range(num_ranks)]
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
+    """The ranks that differ along ``axis`` alone, in its order."""
+    grid = torch.arange(math.prod(axes.values())).view(*axes.values())
+    lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
+    return lines
+
+
+def _collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: Mapping[str, int]) -> list[Any]:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    options = dict(zip(names[1:], node.args[1:], strict=True))
-    assert options["size"] == num_ranks, f"{node}: the axis has {num_ranks} ranks"
-    made: tuple[Tensor, ...] = _Collective.apply(name, options, *env[source])  # type: ignore[no-untyped-call]
-    return list(made)
+    options = dict(zip(names, node.args, strict=True))
+    assert options["size"] == axes[options["axis"]], f"{node}: the axes are {axes}"
+    made: dict[int, Tensor] = {}
+    for group in groups(axes, options["axis"]):
+        if name == "axis_index":
+            made |= {rank: torch.tensor(place) for place, rank in enumerate(group)}
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        operands = [env[source][r] for r in group]
+        results: tuple[Tensor, ...] = _Collective.apply(name, options, *operands)  # type: ignore[no-untyped-call]
+        made |= dict(zip(group, results, strict=True))
+    return [made[r] for r in range(len(made))]
 
 
 class _Collective(torch.autograd.Function):

@@ -104,7 +104,7 @@ class Judge:
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
         leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, self.needs, strict=True)]
         graph = graph_of(node, lambda graph, local: call(graph, _op(node), *local))
-        self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves])[0])
+        self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves], {AXIS: 1})[0])
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
         self.grads = gradients(self.results, leaves, self.grads_out)
@@ -129,8 +129,7 @@ class Judge:
         for ranks, need in zip(leaves, self.needs, strict=True):
             for t in ranks:
                 t.requires_grad_(need)
-        # A creation operator reads nothing; one idle input says how many ranks there are.
-        outputs = run_ranks(graph, leaves or [[torch.zeros(())] * num_ranks])
+        outputs = run_ranks(graph, leaves, {AXIS: num_ranks})
         values = [n.meta["val"] for n in graph.output_node().args[0]]  # type: ignore[union-attr]
         found: list[str] = []
         for i, (layout, expected) in enumerate(zip(strategy.results, self.results, strict=True)):

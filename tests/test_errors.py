@@ -1,0 +1,185 @@
+"""What users do wrong: each a typed error that says what was expected, what came and what to do, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import runtime
+from partitioner import (
+    CapacityError,
+    CaptureError,
+    ConstraintError,
+    Constraints,
+    InputsError,
+    PartitionError,
+    Plan,
+    PlanError,
+    PlanFileError,
+    Topology,
+    TopologyError,
+    partition,
+)
+
+
+class Tower(nn.Module):
+    """Four square layers and a mean loss."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+class Branching(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x.sum()
+
+
+def inputs(batch: int = 8, width: int = 12) -> tuple[Tensor, ...]:
+    return (torch.randn(batch, width),)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return partition(Tower(), Topology.local(2), inputs(), constraints=Constraints(pp=2))
+
+
+def attempt(model: nn.Module | None = None, given: Any = None, world: int = 4, **constraints: Any) -> Plan:
+    return partition(
+        model or Tower(),
+        Topology.local(world),
+        inputs() if given is None else given,
+        constraints=Constraints(**constraints),
+    )
+
+
+CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
+    "tp divides nothing": (ConstraintError, r"tp=5 divides no dimension.*12", lambda: attempt(world=5, tp=5)),
+    "more stages than calls": (PlanError, r"at most \d+ .*calls", lambda: attempt(world=16, pp=16)),
+    "world is not the topology's": (ConstraintError, r"makes 2 .*expected 4", lambda: attempt(pp=2, dp=1, tp=1)),
+    "mesh does not divide the world": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=3)),
+    "batch does not divide": (ConstraintError, r"batch of 7 does not split", lambda: attempt(given=inputs(7), dp=2)),
+    "microbatch does not divide": (ConstraintError, r"batch of 8", lambda: attempt(dp=2, microbatch_size=3)),
+    "negative tp": (ConstraintError, r"tp", lambda: Constraints(tp=-1)),
+    "misspelt constraint": (ConstraintError, r"tensor_parallel", lambda: Constraints(tensor_parallel=2)),
+    "unknown schedule": (ConstraintError, r"schedule", lambda: Constraints(schedule="zigzag")),
+    "pinned module is unknown": (ConstraintError, r"head", lambda: attempt(pp=2, stage_of={"head": -1})),
+    "pinned stage is unknown": (ConstraintError, r"layers\.0", lambda: attempt(pp=2, stage_of={"layers.0": 7})),
+    "inputs do not fit the model": (InputsError, r"Tower\.forward", lambda: attempt(given={"y": torch.ones(8, 12)})),
+    "inputs of a wrong width": (InputsError, r"test_errors\.py:\d+", lambda: attempt(given=inputs(width=5))),
+    "no inputs": (InputsError, r"pass inputs=", lambda: partition(Tower(), Topology.local(2))),
+    "no loss": (
+        InputsError,
+        r"needs a loss",
+        lambda: partition(nn.Linear(4, 4), Topology.local(2), (torch.ones(4, 4),)),
+    ),
+    "model does not export": (CaptureError, r"test_errors\.py:\d+", lambda: attempt(Branching())),
+    "topology is no topology": (InputsError, r"Topology\.local", lambda: partition(Tower(), 4, inputs())),  # type: ignore[arg-type]
+    "unknown objective": (
+        InputsError,
+        r"train, infer",
+        lambda: partition(Tower(), Topology.local(1), inputs(), objective="x"),
+    ),  # type: ignore[arg-type]
+    "unknown precision": (
+        InputsError,
+        r"bf16",
+        lambda: partition(Tower(), Topology.local(1), inputs(), precision="int3"),
+    ),
+    "unknown optimizer": (
+        ConstraintError,
+        r"adamw",
+        lambda: partition(Tower(), Topology.local(1), inputs(), optimizer="x"),
+    ),
+    "unknown preset": (TopologyError, r"dgx-h100", lambda: Topology.preset("dgx-z9")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_requests_are_refused(case: str) -> None:
+    kind, message, action = CASES[case]
+    with pytest.raises(kind, match=message):
+        action()
+
+
+def test_memory_that_does_not_suffice_names_stage_shortage_and_a_change() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(16)))
+    small = Topology.preset("dgx-v100", nodes=1)
+    with pytest.raises(CapacityError, match=r"stage \d") as error:
+        partition(model, small, (torch.empty(64, 32768, device="meta"),), loss=torch.sum)
+    assert error.value.missing_bytes > 0
+    assert "GiB" in str(error.value)
+
+
+def truncated(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def older(text: str) -> str:
+    return json.dumps({**json.loads(text), "version": 0})
+
+
+def edited(text: str) -> str:
+    content = json.loads(text)
+    content["program"]["num_microbatches"] += 1
+    return json.dumps(content)
+
+
+def foreign(text: str) -> str:
+    return json.dumps({"nodes": []})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(truncated, "truncated"), (older, "older"), (edited, "was changed"), (foreign, "not a plan file")],
+)
+def test_files_that_are_no_plan_are_refused(
+    plan: Plan, tmp_path: Path, change: Callable[[str], str], message: str
+) -> None:
+    path = plan.save(tmp_path / "plan.json")
+    assert Plan.load(path) == plan
+    path.write_text(change(path.read_text()))
+    with pytest.raises(PlanFileError, match=message):
+        Plan.load(path)
+    with pytest.raises(PartitionError):
+        runtime.Engine(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="cannot read"):
+        Plan.load(tmp_path / "nothing.json")
+
+
+def test_a_failed_save_leaves_the_last_good_file(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = plan.save(tmp_path / "plan.json")
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plan.save(path)
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_weights_of_another_model_are_refused(plan: Plan) -> None:
+    with pytest.raises(runtime.WeightsError, match=r"layers\.0\.weight"):
+        runtime.run_threads(plan, Tower(width=16), inputs())
+
+
+def test_another_batch_size_is_refused(plan: Plan) -> None:
+    with pytest.raises(runtime.BatchError, match=r"expected .*8.*12"):
+        runtime.run_threads(plan, Tower(), inputs(batch=4))

@@ -41,8 +41,9 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
 
     def evaluate(point: Point) -> Evaluated:
         solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
-        estimate = solved.estimate
-        return Evaluated(estimate.step_time, max(estimate.memory), solved, solved.stages.microbatch_s)
+        estimate, split = solved.estimate, solved.stages
+        least = estimate.step_time - (split.pipeline_s - split.least_s)
+        return Evaluated(estimate.step_time, max(estimate.memory), solved, split.microbatch_s, least)
 
     always = baselines(space, candidates, first.__getitem__, fits)
     result = search(candidates, bounds, evaluate, always=always.values(), progress=progress)

@@ -92,7 +92,7 @@ def test_prove_says_what_is_proven(made: Path):
 def test_verify_compares_with_the_model(made: Path, folder: Path):
     result = invoke("verify", made, f"{folder / 'model.py'}:make")
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1].startswith("Equal: 5 tensors compared")
+    assert result.stdout.splitlines()[-1].startswith("Equal: 6 tensors compared")
 
 
 def test_run_trains(made: Path, folder: Path):

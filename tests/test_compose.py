@@ -40,7 +40,7 @@ def block() -> Block:
     p = {name: placeholder(g, name, *shape) for name, shape in states.items()}
     tokens, targets = (placeholder(g, n, B, S, dtype=torch.int64) for n in ("tokens", "targets"))
     x = call(g, aten.embedding.default, (p["table"], tokens, 0))
-    position = call(g, aten.arange.default, (S,), {"device": META})
+    position = call(g, aten.arange.default, (S,), {"device": META, "dtype": torch.float64})
     position = call(g, aten.view.default, (call(g, aten.mul.Tensor, (position, 0.1)), [S, 1]))
     x = call(g, aten.add.Tensor, (x, position))
     square = call(g, aten.sum.dim_IntList, (call(g, aten.pow.Tensor_Scalar, (x, 2)), [-1], True))
@@ -134,7 +134,7 @@ def differences_on_ranks(block: Block, axes: dict[str, int], rng: random.Random)
 
     needs = [bool(p.meta["grad"]) for p in block.placeholders]
     tensors = [
-        torch.randn(p.meta["val"].shape, dtype=torch.float64) if need else torch.randint(0, V, (B, S))
+        torch.randn(p.meta["val"].shape, dtype=torch.float64) * 0.5 if need else torch.randint(0, V, (B, S))
         for p, need in zip(block.placeholders, needs, strict=True)
     ]
     inputs = [[t.clone().requires_grad_(need)] for t, need in zip(tensors, needs, strict=True)]

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import Term, run_symbolic
-from tiny_programs import even_stages, listing, tiny_model, tiny_program
 
 from partitioner.emit import emit
 from partitioner.emit_routes import EmitError
 from partitioner.schedules import SCHEDULES, Action, Schedule
 from runtime.program import Program
 from runtime.prove import prove
+from tests.symbolic import Term, run_symbolic
+from tests.tiny_programs import even_stages, listing, tiny_model, tiny_program
 
 
 def zero_bubble(num_stages: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mutations import Mutant, change, mutate, with_stage
-from symbolic import Crash, Hang, run_symbolic
-from tiny_programs import tiny_program
 
 from runtime.program import Instruction, Program, RankProgram
 from runtime.prove import ProofError, prove
+from tests.mutations import Mutant, change, mutate, with_stage
+from tests.symbolic import Crash, Hang, run_symbolic
+from tests.tiny_programs import tiny_program
 
 CONFIGS: list[dict[str, Any]] = [
     {"pp": 2, "dp": 2, "num_microbatches": 3},

@@ -119,7 +119,7 @@ def tiny_model(
     calls.append(Call("loss", "loss", (), ("y", "t", "count"), ("loss",)))
     per_sample = TensorSpec((B, H), torch.float32)
     whole = TensorSpec((B * num_pieces, H), torch.float32)
-    values = {v: per_sample for v in ("x", "t", "y", *(f"h{i}" for i in range(num_layers + 1)))}
+    values = dict.fromkeys(("x", "t", "y", *(f"h{i}" for i in range(num_layers + 1))), per_sample)
     values["mask"] = TensorSpec((B, 1), torch.float32)
     values["count"] = values["loss"] = TensorSpec((), torch.float32)
     model = FoldedModel(

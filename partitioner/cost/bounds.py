@@ -256,7 +256,7 @@ class ModelBounds:
         split = solve_stages(problem)
         backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
         after = float(self._after([point], backward)[0])
-        return max(float(self.times([point])[0]), (split.pipeline_s + after) * _ROUNDING)
+        return max(float(self.times([point])[0]), (split.least_s + after) * _ROUNDING)
 
     def with_floor(self, point: Point, microbatch_s: float) -> float:
         """The bound of ``point`` where one microbatch takes at least ``microbatch_s`` through all calls."""

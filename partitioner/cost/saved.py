@@ -15,18 +15,20 @@ from typing import Literal
 
 from torch import Tensor, fx
 
-from partitioner.cost.operators import is_view, operator_name
+from partitioner.cost.operators import VIEWS, is_view, operator_name
 from passes.blocks import Block
 from passes.collectives import collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
-Need = Literal["nothing", "operands", "others", "result", "both", "indices", "attention"]
+Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
 Value = tuple[fx.Node, int]  # a node's result, views traced back
 
 # What the gradient of an operator needs; what is not listed needs its operands.
 #   others     for each operand with a gradient the other ones (a product)
+#   quotient   the divisor; for its own gradient the dividend too
 #   indices    what is not differentiable: indices, masks, conditions, and results of that kind
+#   norm       operands, and two fp32 numbers per row: mean and reciprocal deviation
 #   attention  operands, result and the logarithm of the sum of exponents, one fp32 number per row
 _NEEDS: dict[str, Need] = {
     **dict.fromkeys(
@@ -43,7 +45,7 @@ _NEEDS: dict[str, Need] = {
         "exp expm1 sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax cumprod".split(),
         "result",
     ),
-    **dict.fromkeys("logsumexp amax amin max min norm linalg_vector_norm div prod".split(), "both"),
+    **dict.fromkeys("logsumexp amax amin max min norm linalg_vector_norm prod".split(), "both"),
     **dict.fromkeys(
         """where masked_fill embedding index_select gather index take_along_dim scatter scatter_add index_put index_add
         index_copy masked_select sort topk tril triu dropout native_dropout""".split(),
@@ -52,8 +54,9 @@ _NEEDS: dict[str, Need] = {
     **dict.fromkeys(
         """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm
         batch_norm""".split(),
-        "both",
+        "norm",
     ),
+    "div": "quotient",
     **dict.fromkeys(
         """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu""".split(),
@@ -113,30 +116,39 @@ def value_of(node: fx.Node) -> Value:
 
 def _needed(node: fx.Node) -> Iterator[Value]:
     """The values that the gradient of ``node`` reads."""
-    if is_view(node) or collective_name(node.target) is not None:
+    if operator_name(node) in VIEWS or node.target is operator.getitem or collective_name(node.target) is not None:
         return
     operands = operands_of(node)
     need = _NEEDS.get(operator_name(node), "operands")
-    if need in ("operands", "both", "attention"):
+    if need in ("operands", "both", "norm", "attention"):
         yield from (value_of(o) for o in operands)
     elif need == "others":
         marked = [needs_gradient(o) for o in operands]
         for place, operand in enumerate(operands):
             if sum(marked) > marked[place]:
                 yield value_of(operand)
+    elif need == "quotient" and len(operands) == 2:
+        yield value_of(operands[1])
+        if needs_gradient(operands[1]):
+            yield value_of(operands[0])
     elif need == "indices":
         yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
-    if need in ("result", "both", "attention"):
-        yield from ((node, i) for i in range(len(results_of(node))))
+    if need in ("result", "both", "attention", "norm"):
+        yield from ((node, i) for i in range(need == "norm", len(results_of(node))))
     elif need == "indices":
         yield from ((node, i) for i, r in enumerate(results_of(node)) if not differentiable(r))
 
 
 def _row_statistics(node: fx.Node) -> int:
-    """Bytes that a fused attention keeps besides operands and result, where it is one operator of one result."""
-    if _NEEDS.get(operator_name(node)) != "attention" or len(results_of(node)) > 1:
+    """Bytes of the numbers per row that an operator keeps and does not give as results of their own."""
+    need = _NEEDS.get(operator_name(node))
+    if need not in ("attention", "norm") or len(results_of(node)) > 1:
         return 0
-    return 4 * int(math.prod(tuple(node.meta["val"].shape)[:-1]))
+    shape: tuple[int, ...] = tuple(node.meta["val"].shape)
+    if need == "attention":
+        return 4 * math.prod(shape[:-1])
+    normalized = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else shape[-1:]
+    return 8 * math.prod(shape[: len(shape) - len(normalized)])
 
 
 def _nbytes(value: Value) -> int:

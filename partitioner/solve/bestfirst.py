@@ -29,12 +29,14 @@ class Evaluated:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
     ``microbatch_s``: seconds of one microbatch through all calls, which points of the same ``tp`` and microbatch share.
+    ``least``: what no plan of the point can go below, where that is less than ``step_time``.
     """
 
     step_time: float
     memory: int
     payload: Any = None
     microbatch_s: float | None = None
+    least: float | None = None
 
 
 class Bounds(Protocol):
@@ -249,6 +251,8 @@ def _certificate(state: _State) -> Certificate:
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     objective = state.best_time
     open_bounds = [row.bound for row in state.rows.values() if row.status == "bounded"]
+    solved = [row.evaluated for row in state.rows.values() if row.evaluated is not None]
+    open_bounds += [e.least for e in solved if e.least is not None]
     bound = min([objective, *open_bounds])
     rows = sorted(state.rows.values(), key=lambda r: (order[r.status], _seconds(r)))
     return Certificate(

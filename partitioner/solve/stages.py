@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from partitioner.solve.shortage import capacity_error
 from partitioner.solve.tables import TINY, StageCall, StageProblem, StageTables, min_max
 
+SLACK = 0.01  # of the optimum, spent on stages that are alike
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -41,13 +43,15 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The stages in order, and the seconds of a step's pipeline: the optimum, and thus its own bound.
+    """The stages in order, and the seconds of a step's pipeline.
 
-    ``microbatch_s``: of one microbatch through all calls, forward and backward, whatever the stages.
+    ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of one microbatch through all calls,
+    forward and backward, whatever the stages.
     """
 
     stages: tuple[StagePlan, ...]
     pipeline_s: float
+    least_s: float
     microbatch_s: float = 0.0
 
     @property
@@ -77,8 +81,10 @@ class _Splitter:
         free = self.path(np.inf)
         if free is None:
             return None
-        if m == 1 or self.problem.num_stages == 1:
-            return self.split(free)
+        if self.problem.num_stages == 1:
+            return self.split(free, self.cost(free))
+        if m == 1:
+            return self.split(self.balanced(free), self.cost(free))
         least_sum, lowest = self.total(free), self.lowest_limit()
         even = self.path(lowest)
         assert even is not None, lowest
@@ -96,7 +102,23 @@ class _Splitter:
             # with a smaller maximum than this one's the sum is no smaller
             least_sum = max(least_sum, self.total(cuts))
             ceiling = self.largest(cuts)
-        return self.split(best)
+        return self.split(self.balanced(best), best_cost)
+
+    def balanced(self, best: list[int]) -> list[int]:
+        """The cuts of the least maximum among those that cost hardly more than ``best``.
+
+        With few microbatches the time says little of where to cut, and memory and later schedules want stages alike.
+        """
+        low, high = self.lowest_limit(), self.largest(best)
+        limit, allowed = low, (1 + SLACK) * self.cost(best)
+        while high - low > SLACK * high:
+            cuts = self.path(limit)
+            if cuts is not None and self.cost(cuts) <= allowed:
+                best, high = cuts, self.largest(cuts)
+            else:
+                low = limit
+            limit = (low + high) / 2
+        return best
 
     def path(self, limit: float) -> list[int] | None:
         """The cuts of the least sum of times, none above ``limit``."""
@@ -132,12 +154,12 @@ class _Splitter:
     def cost(self, cuts: list[int]) -> float:
         return (self.problem.num_microbatches - 1) * self.largest(cuts) + self.total(cuts)
 
-    def split(self, cuts: list[int]) -> StageSplit:
+    def split(self, cuts: list[int], least_s: float) -> StageSplit:
         stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
         microbatch = self.tables.segments.forward_s[0, -1] + (
             self.tables.segments.backward_s[0, -1] if self.problem.train else 0.0
         )
-        return StageSplit(stages, self.cost(cuts), float(microbatch))
+        return StageSplit(stages, self.cost(cuts), least_s, float(microbatch))
 
     def plan(self, stage: int, start: int, stop: int) -> StagePlan:
         problem, tables, cut = self.problem, self.tables, self.tables.segments

@@ -255,11 +255,16 @@ def _block_s(step: Step, num_steps: int) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(steps: Mapping[str, Step], *, repetitions: int, block_s: float) -> dict[str, list[float]]:
+MIN_REPETITIONS = 5
+
+
+def interleaved(
+    steps: Mapping[str, Step], *, repetitions: int, block_s: float, budget_s: float
+) -> dict[str, list[float]]:
     """Seconds per step of each contender, one figure per repetition, as the slowest rank saw it.
 
     Contenders take turns in blocks of about ``block_s`` seconds, in an order that rotates, so that a machine that slows
-    down or speeds up does so for all of them.
+    down or speeds up does so for all of them. Fewer than ``repetitions`` are made where ``budget_s`` is over.
     """
     names = list(steps)
     for name in names:
@@ -269,13 +274,19 @@ def interleaved(steps: Mapping[str, Step], *, repetitions: int, block_s: float) 
     dist.all_reduce(first, dist.ReduceOp.MAX)
     num_steps = {name: max(1, round(block_s / s)) for name, s in zip(names, first.tolist(), strict=True)}
     times = torch.zeros(repetitions, len(names), dtype=torch.float64)
+    start, made = time.perf_counter(), 0
     for repetition in range(repetitions):
+        over = torch.tensor(int(time.perf_counter() - start > budget_s))
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        if over and repetition >= MIN_REPETITIONS:
+            break
+        made += 1
         for i in range(len(names)):
             index = (i + repetition) % len(names)
             name = names[index]
             times[repetition, index] = _block_s(steps[name], num_steps[name]) / num_steps[name]
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return {name: times[:, i].tolist() for i, name in enumerate(names)}
+    return {name: times[:made, i].tolist() for i, name in enumerate(names)}
 
 
 def median_ratio(ours: list[float], peer: list[float]) -> float:

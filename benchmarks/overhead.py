@@ -87,18 +87,18 @@ def _ours(work: common.Workload, path: str) -> common.Step:
     return lambda: engine.step(batch).item()
 
 
-def _measure(workload: str, plans: dict[str, str], rivals: list[str], repetitions: int, block_s: float) -> Outcome:
+def _measure(workload: str, plans: dict[str, str], rivals: list[str], repetitions: int, budget_s: float) -> Outcome:
     """What each of the two ranks runs."""
     work = common.WORKLOADS[workload]
     steps = {f"ours {name}": _ours(work, path) for name, path in plans.items()}
     steps |= {rival: peers.PEERS[rival](work) for rival in rivals}
     losses = {name: step() for name, step in steps.items()}
-    times = common.interleaved(steps, repetitions=repetitions, block_s=block_s)
+    times = common.interleaved(steps, repetitions=repetitions, block_s=0.1, budget_s=budget_s)
     expected = peers.single(work)() if dist.get_rank() == 0 else math.nan
     return Outcome(times, losses, expected)
 
 
-def run(job: Job, repetitions: int, block_s: float) -> Outcome:
+def run(job: Job, repetitions: int, budget_s: float) -> Outcome:
     """Plan, then measure on two ranks.
 
     Raises:
@@ -112,7 +112,7 @@ def run(job: Job, repetitions: int, block_s: float) -> Outcome:
             plan = partition(model, Topology.local(2), work.batch(), constraints=Constraints(**given))
             paths[name] = str(Path(folder) / f"{name}.json")
             plan.save(paths[name])
-        ranks = common.run_ranks(2, _measure, job.workload, paths, list(job.against), repetitions, block_s)
+        ranks = common.run_ranks(2, _measure, job.workload, paths, list(job.against), repetitions, budget_s)
     for rank, outcome in enumerate(ranks):
         for name, loss in outcome.losses.items():
             if not math.isclose(loss, ranks[0].expected_loss, rel_tol=1e-5):
@@ -139,14 +139,16 @@ def _table() -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Step time against hand-written peers and torch's own tools.")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the repetitions and of the time")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio is above its limit")
     options = parser.parse_args(arguments)
 
     console = Console()
-    measure: Callable[[Job], Outcome] = partial(run, repetitions=12 if options.quick else 48, block_s=0.1)
+    measure: Callable[[Job], Outcome] = partial(
+        run, repetitions=12 if options.quick else 48, budget_s=10 if options.quick else 45
+    )
     ratios: dict[str, float] = {}
     failures = 0
     table = _table()

@@ -6,8 +6,8 @@
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
 * ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
 
-Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of the
-whole batch, as ours does: DDP adds up its ranks' losses behind backward, pipelining hands on the last rank's at the end.
+Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of
+the whole batch, as ours does: DDP adds up its ranks' losses behind backward, pipelining hands on the last rank's.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from partitioner.topology import Topology
 from passes.blocks import FoldedModel
 from passes.microbatch import split_batch
 
-# Matrix products that tp leaves whole cost this many times their own time, and as many all-reduces, if all of them do.
+# What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time of
+# all products and this many all-reduces.
 _UNDIVIDED = 10.0
 _UNDIVIDED_EXCHANGES = 1000.0
 
@@ -134,7 +135,10 @@ class Evaluator:
         return self._locals[key]
 
     def _tensor_costs(self, split: FoldedModel, machine: Machine, num_microbatches: int) -> TensorCosts:
-        """Costs on ``tp``. A mesh with ``tp`` is there to divide the matrix products: leaving one whole is dear."""
+        """Costs on ``tp``. A mesh with ``tp`` is there to divide matrix products and weights: leaving one whole is dear.
+
+        Without that price the best use of any axis is to split the batch, which ``dp`` does already.
+        """
         group = machine.group("tp")
         flops = sum(
             split.num_calls(name) * matmul_flops(node)
@@ -142,6 +146,7 @@ class Evaluator:
             for node in block.graph.nodes
             if node.op == "call_function"
         )
+        trained = sum(s.spec.nbytes for s in split.states.values() if s.requires_grad)
         peak = machine.device.peak_of(self.job.precision)
         dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, machine.device.launch)
         return TensorCosts(
@@ -151,6 +156,7 @@ class Evaluator:
             num_microbatches=num_microbatches,
             sequence_parallel=self.job.constraints.sequence_parallel,
             undivided=dear / flops if flops else 0.0,
+            state_price=dear / trained if trained else 0.0,
         )
 
 

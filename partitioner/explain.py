@@ -26,7 +26,7 @@ from partitioner.explain_tables import (
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Candidate, Plan
 from partitioner.timing import stage_seconds
-from partitioner.units import bytes_text, count_text, percent, plural, ranges, seconds_text
+from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
 _KINDS = {
     "compute": "computation",
@@ -220,7 +220,7 @@ def baselines(plan: Plan) -> list[tuple[str, Candidate]]:
     solved = [c for c in ranked if c.mesh.get("tp", 1) == widest and c.status != "bounded"]
     megatron = min(solved, key=lambda c: (c.status == "infeasible", c.mesh.get("pp", 1)), default=None)
     if megatron and widest > 1:
-        found.append((f"Megatron's layout, tensor parallelism as wide as it goes (tp {widest})", megatron))
+        found.append(("Megatron's layout, tensor parallelism as wide as it goes", megatron))
     return found
 
 
@@ -231,8 +231,9 @@ def _fate(candidate: Candidate, chosen: float) -> str:
     if candidate.status == "infeasible":
         return f"does not fit{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
-        slower = candidate.step_time / chosen - 1 if chosen else 0.0
-        return f"takes {seconds_text(candidate.step_time)}, {percent(slower)} more{why}"
+        ratio = candidate.step_time / chosen if chosen else 1.0
+        more = f"{percent(ratio - 1)} more" if ratio < 2 else f"{digits(ratio, 2)} times as long"
+        return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
     return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"
 
 

@@ -153,6 +153,9 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,
         )
+    rest = len(plan.certificate.candidates) - most
+    if rest > 0:
+        table.add_row(f"and {rest} more")
     return indented(table)
 
 

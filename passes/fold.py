@@ -36,6 +36,7 @@ def fold(captured: Captured) -> FoldedModel:
     moved = _copy_returned_states(graph)
     free = _free_nodes(graph)
     moved |= _share_common(graph, free)
+    _mark_copied(graph)
 
     operators = [n for n in graph.nodes if n.op == "call_function"]
     units = segment([n for n in operators if n not in free], captured.classes)
@@ -168,12 +169,15 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
     return list(placed)
 
 
-def _is_copied(node: fx.Node) -> bool:
-    """Whether each reader makes the value itself: the places that random numbers are drawn by are as large as what they
-    are drawn for, and cheaper to make than to keep."""
-    if "copied" not in node.meta:
-        draws = torch.ops.partition.uniform.default
+def _mark_copied(graph: fx.Graph) -> None:
+    """Mark the values that each reader makes itself: the places that random numbers are drawn by are as large as what
+    they are drawn for, and cheaper to make than to keep."""
+    draws = torch.ops.partition.uniform.default
+    for node in reversed(graph.nodes):
         node.meta["copied"] = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
+
+
+def _is_copied(node: fx.Node) -> bool:
     return bool(node.meta["copied"])
 
 

@@ -24,9 +24,9 @@ _INHERITED = ("path", "source", "stack")
 class Builder:
     """Appends operators to ``graph``; they inherit ``path``, ``source`` and ``stack`` from the operator at hand."""
 
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.node: fx.Node | None = None
+    def __init__(self, graph: fx.Graph | None = None, node: fx.Node | None = None) -> None:
+        self.graph = graph if graph is not None else fx.Graph()
+        self.node = node
         self.constants: dict[str, Tensor] = {}
         self._placeholders: dict[str, fx.Node] = {}
 

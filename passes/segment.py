@@ -156,14 +156,14 @@ def _splittable(call: _Call) -> bool:
 
 
 def _longest_chain(call: _Call) -> int:
-    """How many of the children are alike, each feeding the next, and together most of the work."""
+    """How many of the children are like others, each feeding the next of its kind, and together most of the work."""
     groups: dict[int, list[_Call]] = {}
     for part in call.parts:
         groups.setdefault(hash(signature(part.nodes).key), []).append(part)
-    longest = 0
-    for group in groups.values():
-        if len(group) > max(1, longest) and sum(p.work for p in group) >= _DOMINANT * call.work and _chained(group):
-            longest = len(group)
+    repeated = [g for g in groups.values() if len(g) > 1 and _chained(g)]
+    longest = sum(map(len, repeated))
+    if sum(p.work for g in repeated for p in g) < _DOMINANT * call.work:
+        longest = 0
     return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
 
 

@@ -1,49 +1,97 @@
-"""On which mesh axes a value differs from rank to rank.
+"""Whether a value is the same on all ranks of a mesh axis, and whether collectives are given what they expect.
 
-A value that is said to be whole (``R``) on an axis must be the same on all of its ranks. Whether it is follows from the
-local graph alone: data and shards differ, what is gathered or reduced is alike again, and an operator's result differs
-where one of its operands does. So a collective that is missing, or runs over another axis, is seen without computing
-anything. (JAX checks ``shard_map`` the same way.)
+A value that is said to be whole (``R``) must be alike on all ranks. Whether it is follows from the local graph alone:
+shards and data differ, what is gathered or reduced is alike again, and an operator's result differs where one of its
+operands does. So a collective that is missing, is there twice, or runs over another axis is seen without computing
+anything. (JAX checks ``shard_map`` in this way.)
+
+``unknown`` is what is alike to look at but may be a shard or a partial sum all the same: a new or expanded tensor of a
+shard's size, or a whole value scaled by 1/n to be added up again.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from typing import Any, Literal
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.check import axis_of
 from passes.collectives import collective_name
 
-Axes = frozenset[str]
+Sameness = Literal["alike", "different", "unknown"]
 
-_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
-_DIFFERENT = frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"})
+_MAKES_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
+_MAKES_DIFFERENT = frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"})
+# What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
+_WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+_WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
-def varying_axes(graph: fx.Graph, given: Mapping[str, Axes]) -> dict[str, Axes]:
-    """The axes on which each node's value may differ. ``given``: those of the placeholders, by name."""
-    result: dict[str, Axes] = {}
+def sameness(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
+    """How each node's value compares over the ``size`` ranks of ``axis``. ``given``: the placeholders, by name."""
+    result: dict[str, Sameness] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            result[node.name] = given.get(node.name, frozenset())
+            result[node.name] = given.get(node.name, "alike")
         elif node.op == "call_function":
-            varying: Axes = frozenset().union(*(result[n.name] for n in node.all_input_nodes))
-            named = axis_of(node)
-            if named is not None:
-                kind = collective_name(node.target)
-                if kind in _ALIKE:
-                    varying -= {named[0]}
-                elif kind in _DIFFERENT:
-                    varying |= {named[0]}
-            result[node.name] = varying
+            result[node.name] = _of_operator(node, result, axis, size)
     return result
 
 
-def culprit(graph: fx.Graph, node: fx.Node, axis: str, varying: Mapping[str, Axes]) -> fx.Node:
-    """Where ``node``'s difference on ``axis`` comes from: its furthest ancestor that is an operator and differs."""
+def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
+    named = axis_of(node)
+    if named is not None and named[0] == axis:
+        kind = collective_name(node.target)
+        if kind in _MAKES_ALIKE:
+            return "alike"
+        if kind in _MAKES_DIFFERENT:
+            return "different"
+    operands = {known[n.name] for n in node.all_input_nodes}
+    if "different" in operands:
+        return "different"
+    if "unknown" in operands or _makes_elements(node) or _is_spread(node, size):
+        return "unknown"
+    return "alike"
+
+
+def _makes_elements(node: fx.Node) -> bool:
+    """Whether the result's size may come from a constant rather than from an operand."""
+    sizes = [v.numel() for n in node.all_input_nodes for v in _tensors(n.meta["val"])]
+    name = str(node.target)
+    made = sum(v.numel() for v in _tensors(node.meta["val"])) if node.target is not operator.getitem else 0
+    return not sizes or made > max(sizes) or ".new_" in name or "_like" in name
+
+
+def _is_spread(node: fx.Node, size: int) -> bool:
+    return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in _tensors(v)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def misuse(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
+    """The first collective over ``axis`` that is given what it makes no sense of, and why."""
+    for node in graph.nodes:
+        named = axis_of(node)
+        if named is None or named[0] != axis or not node.all_input_nodes:
+            continue
+        kind, operand = collective_name(node.target), known[node.all_input_nodes[0].name]
+        if kind in _WANTS_PARTS and operand == "alike":
+            return node, f"{kind} over {axis} of a value that is whole on every rank counts it {named[1]} times"
+        if kind in _WANTS_WHOLE and operand == "different":
+            return node, f"{kind} over {axis} of a value that differs from rank to rank"
+    return None
+
+
+def culprit(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
+    """Where a difference comes from: the furthest operator before ``node`` whose value differs."""
     while True:
-        operands = [n for n in node.all_input_nodes if n.op == "call_function" and axis in varying[n.name]]
-        if not operands:
+        before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]
+        if not before:
             return node
-        node = operands[0]
+        node = before[0]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.fastpath import FAST, INTO
+from runtime.fastpath import FAST, summed
 from runtime.overlap import aliases, families, overlapped
 
 META = torch.device("meta")
@@ -94,7 +94,7 @@ def compile_graph(
     num_sinks: int = 0,
 ) -> Compiled:
     """Compile ``graph``. The last ``num_sinks`` outputs are not returned but handed to ``sinks``, as soon as they are
-    known: ``sink.add(value)``, or ``sink.addmm(a, b)`` where the value is a matrix product of nothing else's use."""
+    known: ``sink.add(value)``; ``sink.addmm(a, b)`` and ``sink.sum(x, dims)`` where nothing else reads that value."""
     return _Writer(graph, name, bindings, device, num_sinks).compile()
 
 
@@ -104,13 +104,15 @@ class _Writer:
     ) -> None:
         self.graph = graph
         self.name = name
-        self.bindings = bindings
         self.device = device
         nodes = list(graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         results: tuple[Any, ...] = tuple(nodes[-1].args[0])
         split = len(results) - num_sinks
         self.returned, self.sunk = results[:split], results[split:]
+        self.sums = {n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := summed(n)) is not None}
+        # The sink sums up: to all others the summed value is the one before.
+        self.bindings = {**bindings, **{s: Alias() for n, s in self.sums.items() if s is not n}}
         self.num_sinks = num_sinks
         self.steps = overlapped([n for n in nodes if n.op == "call_function"], self.is_started)
         self.names: dict[fx.Node, str] = {}
@@ -234,14 +236,22 @@ class _Writer:
         return f"{self.constant(function, node)}({', '.join(arguments)})"
 
     def product(self, node: fx.Node, to: list[int]) -> bool:
-        """Let the sink multiply, where ``node`` is a matrix product that only the sink reads."""
-        sunk_only = all(u.op == "output" for u in node.users) and node not in self.returned
-        if node.target not in INTO or len(to) > 1 or not sunk_only:
+        """Let the sink multiply or sum up, where only the sink reads what ``node`` is."""
+        if len(to) > 1 or not self.sunk_only(node):
             return False
-        a, b = (self.render(x) for x in node.args[:2])
-        self.line(f"sink_{to[0]}.{INTO[node.target]}({a}, {b})", node)
+        if node in self.sums:
+            x, dims = self.sums[node].args[:2]
+            self.line(f"sink_{to[0]}.sum({self.render(x)}, {self.render(dims)})", node)
+        elif node.target is torch.ops.aten.mm.default:
+            a, b = (self.render(x) for x in node.args)
+            self.line(f"sink_{to[0]}.addmm({a}, {b})", node)
+        else:
+            return False
         self.names[node] = ""
         return True
+
+    def sunk_only(self, node: fx.Node) -> bool:
+        return node not in self.returned and all(user.op == "output" for user in node.users)
 
     def drop(self, nodes: Sequence[fx.Node]) -> None:
         names = [self.names[n] for n in nodes if self.names[n]]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 aten = torch.ops.aten
 
@@ -79,5 +80,21 @@ FAST: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: torch._softmax,
 }
 
-# Products that a gradient's sink can add up in place: operator -> the sink's method.
-INTO: dict[Any, str] = {aten.mm.default: "addmm"}
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def summed(node: fx.Node) -> fx.Node | None:
+    """The sum over some dims that ``node`` is, with or without a view that drops them: a bias's gradient."""
+    source = node.args[0] if node.target in _VIEWS else node
+    if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList or source.kwargs:
+        return None
+    if source is not node and len(source.users) > 1:
+        return None
+    x, dims = source.args[:2]
+    assert isinstance(x, fx.Node)
+    if not isinstance(dims, list | tuple) or not dims or "val" not in x.meta or "val" not in node.meta:
+        return None
+    shape = x.meta["val"].shape
+    dropped = {d % len(shape) for d in dims if isinstance(d, int)}
+    kept = [s for d, s in enumerate(shape) if d not in dropped]
+    return source if list(node.meta["val"].shape) == kept else None

@@ -36,6 +36,13 @@ class Sink:
         else:
             self.view.addmm_(a, b)
 
+    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+        if self.fresh:
+            torch.sum(x, dims, out=self.view)
+            self.fresh = False
+        else:
+            self.view.add_(torch.sum(x, dims))
+
     def settle(self) -> None:
         """A gradient that nothing was added to is zero."""
         if self.fresh:

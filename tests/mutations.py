@@ -21,7 +21,9 @@ class Mutant:
     @property
     def lists(self) -> Lists:
         ranks = range(self.program.world_size)
-        return {r: self.edited[r].instructions if r in self.edited else self.program.rank(r).instructions for r in ranks}
+        return {
+            r: self.edited[r].instructions if r in self.edited else self.program.rank(r).instructions for r in ranks
+        }
 
 
 def mutate(program: Program, random_: random.Random) -> Mutant:
@@ -174,7 +176,9 @@ def synced(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
 
 @edit()
 def operation(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
-    return {"op": r.choice(["LOAD", "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "FREE", "REDUCE", "STEP"])}
+    return {
+        "op": r.choice(["LOAD", "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "FREE", "REDUCE", "STEP"])
+    }
 
 
 @edit()
@@ -291,7 +295,9 @@ def batch_data(p: Program, r: random.Random) -> tuple[str, Program]:
     if r.random() < 0.5:
         inputs = list(p.inputs)
         k = r.randrange(len(inputs))
-        changes: dict[str, Any] = r.choice([{"shape": (3, 4)}, {"batch_dim": 1}, {"batch_dim": None}, {"dtype": "int64"}])
+        changes: dict[str, Any] = r.choice(
+            [{"shape": (3, 4)}, {"batch_dim": 1}, {"batch_dim": None}, {"dtype": "int64"}]
+        )
         inputs[k] = inputs[k].model_copy(update=changes)
         return f"input {k}: {changes}", p.model_copy(update={"inputs": tuple(inputs)})
     outputs = list(p.outputs)

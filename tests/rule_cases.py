@@ -258,6 +258,7 @@ ATTENTION = [
     case("scaled_dot_product_attention", f(2, 8, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), f(2, 8, 6, 6), enable_gqa=True),
     case("scaled_dot_product_attention", f(4, 6, 8), f(4, 6, 8), f(4, 6, 8)),
     case("scaled_dot_product_attention", f(2, 4, 6, 8), f(2, 1, 6, 8), f(2, 1, 6, 8)),
+    case("_scaled_dot_product_flash_attention_for_cpu", *(f(2, 4, 6, 8) for _ in range(3)), 0.0, True),
 ]
 NORMALISATION = [
     case("layer_norm", f(4, 6, 8), [8], f(8), f(8)),

@@ -50,8 +50,7 @@ def graph_collectives(
     pieces = differentiate(block, torch.device("cpu"), *needs)
     parts = {"F": pieces.forward, "B": pieces.backward, "I": pieces.backward_input, "W": pieces.backward_weight}
     return {
-        part: [(u.axis, (u.op, u.shape, u.dtype)) for u in collectives_of(piece.graph)]
-        for part, piece in parts.items()
+        part: [(u.axis, (u.op, u.shape, u.dtype)) for u in collectives_of(piece.graph)] for part, piece in parts.items()
     }
 
 
@@ -127,7 +126,9 @@ class Rank:
         return (
             tuple(program.values[v].requires_grad for v in call.inputs),
             tuple(
-                program.objective == "train" and program.states[s].kind == "parameter" and program.states[s].requires_grad
+                program.objective == "train"
+                and program.states[s].kind == "parameter"
+                and program.states[s].requires_grad
                 for s in call.states
             ),
             tuple(program.values[v].requires_grad for v in call.outputs),
@@ -149,9 +150,7 @@ class Rank:
 
     def apply(self, position: int, inputs: list[Term]) -> Generator[tuple[Any, ...], Any, Term]:
         call = self.stage.calls[position]
-        shards = tuple(
-            (s, self.at["tp"] if self.program.states[s].layout.startswith("S") else 0) for s in call.states
-        )
+        shards = tuple((s, self.at["tp"] if self.program.states[s].layout.startswith("S") else 0) for s in call.states)
         return (yield from self.collect(position, "F", term("call", call.block, shards, tuple(inputs))))
 
     def total_f(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:

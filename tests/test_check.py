@@ -12,7 +12,7 @@ from torch import fx
 from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block, check_model
 from passes.collectives import ops
-from passes.variance import varying_axes
+from passes.variance import misuse, sameness
 from tests.tiny_programs import Graph, layer_block, tiny_model
 
 aten = torch.ops.aten
@@ -108,10 +108,32 @@ def test_the_models_values_are_those_of_its_graphs():
 
 
 def test_what_differs_from_rank_to_rank():
-    """Shards differ, products of shards differ, sums over the axis are alike again; another axis stays as it was."""
+    """Shards differ, products of shards differ, sums over the axis are alike again."""
     block = layer_block(2)
-    tp = frozenset({"tp"})
-    axes = varying_axes(block.graph, {"up": tp, "down": tp, "h": frozenset({"dp"})})
-    assert axes["copy_default"] == {"dp"}
-    assert axes["mm_default"] == axes["mm_default_1"] == {"dp", "tp"}
-    assert axes["all_reduce_default"] == axes["add_tensor_1"] == {"dp"}
+    known = sameness(block.graph, {"up": "different", "down": "different"}, "tp", 2)
+    assert [known[n] for n in ("copy_default", "mm_default", "mm_default_1")] == ["alike", "different", "different"]
+    assert known["all_reduce_default"] == known["add_tensor_1"] == "alike"
+    assert misuse(block.graph, known, "tp") is None
+    over_dp = sameness(block.graph, {"up": "different", "down": "different"}, "dp", 2)
+    assert over_dp["add_tensor_1"] == "different"
+
+
+def test_a_whole_value_is_not_added_up_nor_a_part_cut():
+    g = Graph("twice", {}, {"x": (2, 4), "part": (2, 4)})
+    again = g(ops.all_reduce.default, g["x"], "tp", 2, "copy")
+    graph = g.block(again, g(ops.shard_slice.default, g["part"], 0, "tp", 2)).graph
+    found = misuse(graph, sameness(graph, {"part": "different"}, "tp", 2), "tp")
+    assert found == (again, "all_reduce over tp of a value that is whole on every rank counts it 2 times")
+    again.args = (again.args[0], "dp", 2, "copy")
+    found = misuse(graph, sameness(graph, {"part": "different"}, "tp", 2), "tp")
+    assert found is not None
+    assert found[1] == "shard_slice over tp of a value that differs from rank to rank"
+
+
+def test_new_expanded_and_spread_values_may_be_parts():
+    g = Graph("parts", {}, {"x": (1, 4)})
+    expanded = g(aten.expand.default, g["x"], (2, 4))
+    spread = g(aten.mul.Tensor, g["x"], 0.5)
+    ones = g(aten.ones_like.default, g["x"])
+    graph = g.block(*(g(ops.all_reduce.default, v, "tp", 2, "copy") for v in (expanded, spread, ones))).graph
+    assert misuse(graph, sameness(graph, {}, "tp", 2), "tp") is None

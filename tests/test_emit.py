@@ -123,7 +123,9 @@ def test_what_nobody_reads_is_kept_and_freed():
     model, layouts = tiny_model(2, num_pieces=2)
     state = model.states["layers.0.gain"]
     states = {**model.states, "unread": type(state)("unread", state.spec, "parameter", True)}
-    program = emit(model.with_(states=states), even_stages(model, 2), mesh={"pp": 2}, num_microbatches=2, layouts=layouts)
+    program = emit(
+        model.with_(states=states), even_stages(model, 2), mesh={"pp": 2}, num_microbatches=2, layouts=layouts
+    )
     assert program.states["unread"].stages == (0,)
     prove(program)
 

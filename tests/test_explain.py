@@ -63,7 +63,7 @@ def test_the_explanation_answers_its_questions(plan: Plan):
 def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
     text = explain(plan)
     assert "Plain data parallelism (dp 16): does not fit (stage 0 lacks 43 GiB)" in text
-    assert "(tp 8) (dp 2 × tp 8): takes 1.5 s, 22% more" in text
+    assert "as wide as it goes (dp 2 × tp 8): takes 1.5 s, 22% more" in text
     assert [name.split(",")[0] for name, _ in baselines(plan)] == ["Plain data parallelism", "Megatron's layout"]
 
 

@@ -7,7 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, divides, join_shards, local_shape, shard, take_shard
+from passes.layouts import (
+    PARTIAL,
+    READ_SHARDED,
+    REPLICATED,
+    Layout,
+    divides,
+    join_shards,
+    local_shape,
+    shard,
+    take_shard,
+)
 
 sections = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -47,7 +57,8 @@ def test_partial_sums_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape"), [(shard(0), (3, 4)), (shard(2), (4, 4)), (shard(1, (2, 3)), (4, 5)), (shard(1, (2, 2)), (4, 6))]
+    ("layout", "shape"),
+    [(shard(0), (3, 4)), (shard(2), (4, 4)), (shard(1, (2, 3)), (4, 5)), (shard(1, (2, 2)), (4, 6))],
 )
 def test_uneven_shards_do_not_divide(layout: Layout, shape: tuple[int, ...]) -> None:
     assert not divides(layout, shape, 2)

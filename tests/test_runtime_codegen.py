@@ -108,7 +108,8 @@ def test_an_operand_is_overwritten_only_where_nothing_else_reads_it(kept: bool):
         return (n["late"], made) if kept else (n["late"],)
 
     graph, nodes = graph_of(build)
-    results = compile_graph(graph, "block", {nodes["late"]: Started(late.start, late.scratch)}, CPU).function(ones(), ())
+    bindings = {nodes["late"]: Started(late.start, late.scratch)}
+    results = compile_graph(graph, "block", bindings, CPU).function(ones(), ())
     assert log == ["start" if kept else "start in place", "wait"]
     assert torch.equal(results[0], torch.full((4,), 4.0))
     if kept:
@@ -156,6 +157,23 @@ def test_gradients_go_to_their_sinks_as_soon_as_they_are_known():
     assert torch.equal(total, torch.full((2, 2), 2.0))
     assert torch.equal(sinks[0].view, torch.full((2, 2), 4.0))
     assert torch.equal(sinks[1].view, torch.full((2, 2), 2.0))
+
+
+def test_a_sum_that_only_a_sink_reads_is_summed_by_the_sink():
+    def build(graph: fx.Graph, n: dict[str, fx.Node]) -> Any:
+        n["a"].meta["val"] = torch.empty(2, 2, device="meta")
+        kept = graph.call_function(aten.sum.dim_IntList, (n["a"], [0], True))
+        flat = graph.call_function(aten.view.default, (kept, [2]))
+        flat.meta["val"] = torch.empty(2, device="meta")
+        return n["b"], flat
+
+    graph, _ = graph_of(build)
+    compiled = compile_graph(graph, "block", {}, CPU, num_sinks=1)
+    assert "sink_0.sum(v0, [0])" in body(compiled)
+    sink = Sink(torch.full((2,), 7.0))
+    for _ in range(2):
+        compiled.function(ones(), [sink])
+    assert torch.equal(sink.view, torch.full((2,), 4.0))
 
 
 def test_an_error_knows_its_node():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime import BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
-from runtime.program import Instruction, Program
+from runtime.program import Instruction, Program, Stage
 from runtime.threads import ThreadWorld
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
@@ -162,7 +162,7 @@ def test_another_batch_size_is_refused_with_both_sizes():
 def test_a_missing_input_is_named():
     inputs = net_inputs()
     del inputs["target"]
-    with pytest.raises(BatchError, match="input 'target' is missing.*the batch has x, weight"):
+    with pytest.raises(BatchError, match=r"input 'target' is missing.*the batch has x, weight"):
         Engine(program_of_net(), Net()).step(inputs)
 
 
@@ -195,13 +195,12 @@ def broken(program: Program, stage: int) -> Program:
 def infer_only(program: Program) -> Program:
     """The forward half of ``program``."""
     forward = ("LOAD", "TOTAL_F", "TOTAL", "RECV_F", "F", "SEND_F", "FREE")
-    stages = tuple(
-        s.model_copy(
-            update={"instructions": tuple(i for i in s.instructions if i.op in forward and not i.gradients), "buckets": ()}
-        )
-        for s in program.stages
-    )
-    return program.model_copy(update={"objective": "infer", "stages": stages})
+
+    def half(stage: Stage) -> Stage:
+        kept = tuple(i for i in stage.instructions if i.op in forward and not i.gradients)
+        return stage.model_copy(update={"instructions": kept, "buckets": ()})
+
+    return program.model_copy(update={"objective": "infer", "stages": tuple(map(half, program.stages))})
 
 
 def test_inference_gives_outputs_and_no_gradients():

@@ -90,9 +90,7 @@ def loss_block() -> Block:
     return g.block(g(aten.div.Tensor, g(aten.sum.default, g(aten.mul.Tensor, d, d)), g["count"]))
 
 
-def tiny_model(
-    num_layers: int = 4, tp: int = 1, num_pieces: int = 1, tied: bool = True
-) -> tuple[FoldedModel, Layouts]:
+def tiny_model(num_layers: int = 4, tp: int = 1, num_pieces: int = 1, tied: bool = True) -> tuple[FoldedModel, Layouts]:
     """The local model of one microbatch of ``num_pieces``, and its layouts."""
     mask = mask_block()
     cast = next(n for n in mask.graph.nodes if n.target == aten._to_copy.default)

@@ -52,19 +52,18 @@ class TensorCosts:
             seconds = operator_time(node, strategy, num_ranks, self.device, self.train)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
-            self._nodes[key] = seconds + self._lowering(node, strategy, num_ranks)
+            self._nodes[key] = seconds + self._lowering(node, strategy)
         return self._nodes[key]
 
-    def _lowering(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+    def _lowering(self, node: fx.Node, strategy: Strategy) -> float:
         if strategy.factor is None:
             return 0.0
         factors = factors_of(node)
         lowering = factors.lower.get(strategy.factor) if factors is not None else None
         if lowering is None:
             return 0.0
-        result = results_of(node)[0]
-        size = math.prod(local_shape(strategy.results[0], tuple(result.shape), num_ranks)) * result.dtype.itemsize
-        return sum(collective_time(name, size, self.group) for name in lowering.collectives)
+        itemsize = results_of(node)[0].dtype.itemsize
+        return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """One change of layout, forward and, where ``differentiable``, backward; ``math.inf`` where there is none."""

@@ -54,7 +54,8 @@ _ROUNDING = 1 - 1e-9
 @dataclass(frozen=True)
 class Work:
     """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
-    of the traffic of weights. ``views``: of copies that views make, which a sharded graph may be spared."""
+    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast, which a graph of
+    shards or of a single sample may be spared."""
 
     launches: float = 0.0
     batch: float = 0.0

@@ -45,7 +45,7 @@ class StagePlan:
 class StageSplit:
     """The stages in order, and the seconds of a step's pipeline.
 
-    ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of one microbatch through all calls,
+    ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of a microbatch through all calls,
     forward and backward, whatever the stages.
     """
 

@@ -48,14 +48,14 @@ class Strategy:
 class Lowering:
     """Another way to run an operator where one of its factors is sharded.
 
-    ``build`` appends the local operators, ``result`` is the layout of a result that lacks the factor, ``collectives``
-    names the collectives that ``build`` adds, each on a tensor of the (first) result's local size; ``sections``
-    says whether the factor may be sharded in sections.
+    ``build`` appends the local operators, ``result`` is the layout of a result that lacks the factor. ``collectives``
+    are those that ``build`` and its backward add: name, and elements of the first result's type that a rank puts in.
+    ``sections`` says whether the factor may be sharded in sections.
     """
 
     build: Callable[[Local], fx.Node]
     result: Layout
-    collectives: tuple[str, ...] = ()
+    collectives: tuple[tuple[str, int], ...] = ()
     sections: bool = False
 
 

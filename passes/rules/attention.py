@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.rules.algebra import NAMES, OpFactors, argument, everything_whole, operands_of, shape
+from passes.rules.algebra import NAMES, OpFactors, argument, everything_whole, operands_of, results_of, shape
 from passes.rules.registry import family
 
 
-@family("scaled_dot_product_attention")
+@family(
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+)  # fmt: skip
 def attention(node: fx.Node) -> OpFactors:
     """Batch dims and heads may be sharded, and query positions where no position is masked by its number.
 
     With grouped queries (``enable_gqa``) a query head is (kv rep): kv groups of rep heads that share one key head.
+    The fused kernels also return the logarithms of the softmax's sums, and their random state.
     """
     if argument(node, "dropout_p"):
         return everything_whole(node)
@@ -33,7 +37,9 @@ def attention(node: fx.Node) -> OpFactors:
         tuple(f if size > 1 else () for f, size in zip(pattern, shape(o), strict=True))
         for pattern, o in zip(patterns, operands_of(node), strict=True)
     )
-    result = tuple(
-        f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], node.meta["val"].shape, strict=True)
-    )
-    return OpFactors(sizes, operands, (result,), frozenset(whole))
+    result, *others = results_of(node)
+    made = tuple(f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], result.shape, strict=True))
+    if others:
+        whole.add("q")  # kernels pad the positions of their sums
+    sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
+    return OpFactors(sizes, operands, (made, *sums), frozenset(whole))

@@ -75,7 +75,8 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:
         ctx.name, ctx.options = name, options
-        return tuple(_FORWARD[name](list(ranks), options))
+        made = _FORWARD[name](list(ranks), options)
+        return tuple(made if name == "copy" else (t.clone(memory_format=torch.contiguous_format) for t in made))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -88,7 +89,7 @@ def _sum(ranks: Ranks, options: dict[str, Any]) -> Ranks:
 
 
 def _own(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    return [x.chunk(len(ranks), options["dim"])[r].clone() for r, x in enumerate(ranks)]
+    return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad(ranks: Ranks, options: dict[str, Any]) -> Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,11 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
     return as_dims(argument(node, "dim"), len(shape(operands_of(node)[0])))
 
 
+def _numel(node: fx.Node) -> int:
+    """Elements of the first result."""
+    return math.prod(results_of(node)[0].shape)
+
+
 def factors_along(node: fx.Node) -> frozenset[str]:
     return frozenset(NAMES[d] for d in dims_of(node))
 
@@ -75,7 +81,11 @@ def along_whole_dim(node: fx.Node) -> OpFactors:
 def softmax(node: fx.Node) -> OpFactors:
     """Along a sharded dim: the ranks agree on the largest, and add up their exponentials."""
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
-    lowering = Lowering(build, REPLICATED, ("all_reduce_max", "all_reduce"), sections=True)
+    rows = _numel(node) // max(1, math.prod(shape(operands_of(node)[0])[d] for d in dims_of(node)))
+    sent = [("all_reduce_max", rows), ("all_reduce", rows)]
+    if node.meta.get("grad", True):
+        sent.append(("all_reduce", rows))
+    lowering = Lowering(build, REPLICATED, tuple(sent), sections=True)
     return replace(along_whole_dim(node), whole=frozenset(), lower=dict.fromkeys(factors_along(node), lowering))
 
 
@@ -122,7 +132,7 @@ def amax(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the largest of the ranks' largest, where no gradient has to find its way back."""
     if node.meta.get("grad", True):
         return over_whole_dims(node)
-    lowering = Lowering(_largest_of_ranks, REPLICATED, ("all_reduce_max",), sections=True)
+    lowering = Lowering(_largest_of_ranks, REPLICATED, (("all_reduce_max", _numel(node)),), sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
 
 
@@ -137,7 +147,8 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 @family("logsumexp")
 def logsumexp(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the ranks agree on the largest, and add up their exponentials."""
-    lowering = Lowering(_logsumexp_sharded, REPLICATED, ("all_reduce_max", "all_reduce"), sections=True)
+    sent = (("all_reduce_max", _numel(node)), ("all_reduce", _numel(node)))
+    lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
 
 

@@ -1,0 +1,291 @@
+"""Costs: operators, collectives, what is kept, states, calls, and the bounds that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CASES
+from torch import Tensor, fx
+
+from partitioner.cost.axes import TensorCosts
+from partitioner.cost.bounds import block_work
+from partitioner.cost.calls import call_costs
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.compute import kernels_time, matmul_efficiency
+from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
+from partitioner.cost.saved import kept_by
+from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
+from partitioner.errors import ConstraintError
+from partitioner.topology import Topology, axis_group
+from passes.blocks import Block, State, TensorSpec
+from passes.capture import capture
+from passes.collectives import ops
+from passes.factors import Strategy
+from passes.fold import fold
+from passes.gradients import mark_block, mark_gradients
+from passes.infer import META, call
+from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.normalize import normalize
+
+aten = torch.ops.aten
+H100 = Topology.preset("dgx-h100", nodes=2)
+DEVICE = H100.device_type(0)
+NVLINK = axis_group(H100, {"tp": 8, "dp": 2}, "tp")
+ACROSS = axis_group(H100, {"tp": 16}, "tp")
+BF16 = torch.bfloat16
+
+
+def block(
+    build: Callable[..., fx.Node | tuple[fx.Node, ...]], states: dict[str, Tensor], inputs: dict[str, Tensor]
+) -> Block:
+    """A block whose graph ``build(call, *placeholders)`` writes; floating tensors need gradients."""
+    graph = fx.Graph()
+    nodes = []
+    for name, value in {**states, **inputs}.items():
+        node = graph.placeholder(name)
+        node.meta["val"] = value.to("meta")
+        nodes.append(node)
+    outputs = build(lambda target, *args, **kwargs: call(graph, target, args, kwargs), *nodes)
+    graph.output(outputs if isinstance(outputs, tuple) else (outputs,))
+    made = Block("block", graph, tuple(states), tuple(inputs))
+    mark_block(made, {n.name for n in nodes if n.meta["val"].is_floating_point()})
+    return made
+
+
+def kernels(node: fx.Node) -> tuple[list[Kernel], list[Kernel]]:
+    operands = [Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in node.all_input_nodes]
+    results = [Operand(tuple(node.meta["val"].shape), node.meta["val"].dtype)]
+    return forward_kernels(node, operands, results), backward_kernels(node, operands, results, [True] * len(operands))
+
+
+def last(made: Block) -> fx.Node:
+    return made.outputs[0]
+
+
+def test_a_product_is_two_products_backward():
+    made = block(
+        lambda f, w, x: f(aten.linear.default, x, w), {"w": torch.empty(512, 256)}, {"x": torch.empty(4, 64, 256)}
+    )
+    forward, backward = kernels(last(made))
+    assert [k.flops for k in forward] == [2 * 4 * 64 * 256 * 512]
+    assert sum(k.flops for k in backward) == 2 * forward[0].flops
+    assert forward[0].smallest == 256
+    assert forward[0].num_bytes == 4 * (4 * 64 * 256 + 512 * 256 + 4 * 64 * 512)
+
+
+def test_time_is_launch_and_work_and_traffic():
+    kernel = Kernel("matmul", 3.35e12 * 0.82, flops=989e12 * 0.85, smallest=4096, precision="bf16")
+    assert kernels_time([kernel], DEVICE) == pytest.approx(5e-6 + 1.0 + 1.0)
+    assert matmul_efficiency(8, DEVICE) < matmul_efficiency(16, DEVICE) == matmul_efficiency(1e9, DEVICE)
+
+
+def test_a_causal_mask_leaves_half_of_attention():
+    q = torch.empty(2, 8, 1024, 64, dtype=BF16)
+    attention = aten.scaled_dot_product_attention.default
+    full = block(lambda f, q, k, v: f(attention, q, k, v), {}, {"q": q, "k": q, "v": q})
+    causal = block(lambda f, q, k, v: f(attention, q, k, v, None, 0.0, True), {}, {"q": q, "k": q, "v": q})
+    whole, half = (kernels(last(b))[0][0].flops for b in (full, causal))
+    assert whole == 2 * 2 * 2 * 8 * 1024 * 1024 * 64
+    assert half == pytest.approx(whole / 2, rel=1e-3)
+
+
+def test_views_are_free_and_a_reshape_with_gaps_copies():
+    x = {"x": torch.empty(8, 16, 32)}
+    view = block(lambda f, x: f(aten.permute.default, x, [1, 0, 2]), {}, x)
+    copy = block(lambda f, x: f(aten.reshape.default, f(aten.permute.default, x, [1, 0, 2]), [16, 256]), {}, x)
+    assert kernels(last(view))[0] == []
+    assert kernels(last(copy))[0][0].num_bytes == 2 * 4 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize("group", [NVLINK, ACROSS], ids=["one node", "two nodes"])
+def test_an_all_reduce_moves_twice_as_much(group: object):
+    size = 1e9
+    both = collective_time("all_reduce", size, group) - collective_time("all_reduce", 0, group)  # type: ignore[arg-type]
+    one = collective_time("all_gather", size, group) - collective_time("all_gather", 0, group)  # type: ignore[arg-type]
+    assert both == pytest.approx(2 * one)
+
+
+def test_links_between_nodes_are_slower():
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert collective_time(op, 1e8, ACROSS) > collective_time(op, 1e8, NVLINK)
+    assert collective_time("all_reduce", 1e9, NVLINK) == pytest.approx(29e-6 + 2 * 7 / 8 * 1e9 / 345e9)
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12), st.sampled_from(["all_reduce", "all_gather", "all_to_all"]))
+def test_more_bytes_take_no_less_time_and_less_together(a: float, b: float, op: str):
+    """What the floors of the search build on: t(a) <= t(a + b) <= t(a) + t(b)."""
+    both = collective_time(op, a + b, ACROSS)
+    assert collective_time(op, a, ACROSS) <= both * (1 + 1e-12)
+    assert both <= (collective_time(op, a, ACROSS) + collective_time(op, b, ACROSS)) * (1 + 1e-12)
+
+
+def saved_by_autograd(made: Block) -> tuple[int, tuple[bool, ...]]:
+    """Bytes of the storages that autograd keeps while it runs the block, besides the inputs that it keeps."""
+    env: dict[fx.Node, object] = {}
+    for node in made.placeholders:
+        value = node.meta["val"]
+        real = (
+            torch.randn(value.shape, dtype=value.dtype)
+            if value.is_floating_point()
+            else torch.zeros_like(value, device="cpu")
+        )
+        env[node] = real.requires_grad_() if node.meta["grad"] else real
+    saved: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for node in made.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                kwargs = {k: torch.device("cpu") if v == META else v for k, v in kwargs.items()}
+                result = node.target(*args, **kwargs)
+                env[node] = result.detach() if node.meta.get("grad_off") else result
+    given_ = [env[n].untyped_storage().data_ptr() for n in made.placeholders]  # type: ignore[attr-defined]
+    inside = sum(size for pointer, size in saved.items() if pointer not in given_)
+    return inside, tuple(pointer in saved for pointer in given_[len(made.states) :])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "t5", "vit", "skip-mlp"])
+def test_what_is_kept_is_what_autograd_keeps(name: str):
+    case = CASES[name]
+    model = fold(normalize(capture(case.build(), case.inputs(8), loss=case.loss)))
+    mark_gradients(model)
+    for made in model.blocks.values():
+        inside, inputs = saved_by_autograd(made)
+        kept = kept_by(made)
+        assert kept.inside == pytest.approx(inside, rel=0.02, abs=64), made.name
+        assert kept.inputs == inputs, made.name
+
+
+def test_without_training_nothing_is_kept():
+    made = block(lambda f, w, x: f(aten.mm.default, x, w), {"w": torch.empty(8, 8)}, {"x": torch.empty(8, 8)})
+    assert kept_by(made, train=False).inside == 0
+    assert kept_by(made, train=False).inputs == (False,)
+    cost = call_costs(made, DEVICE, {}, train=False)
+    assert (cost.backward_s, cost.output_grads) == (0.0, (False,))
+
+
+@pytest.mark.parametrize(
+    ("collective", "args", "forward", "backward"),
+    [
+        (ops.all_gather.default, (1, "tp", 8, "reduce"), "all_gather", "reduce_scatter"),
+        (ops.all_gather.default, (1, "tp", 8, "slice"), "all_gather", None),
+        (ops.reduce_scatter.default, (1, "tp", 8), "reduce_scatter", "all_gather"),
+        (ops.all_reduce.default, ("tp", 8, "copy"), "all_reduce", None),
+        (ops.all_reduce.default, ("tp", 8, "reduce"), "all_reduce", "all_reduce"),
+        (ops.copy.default, ("tp", 8), None, "all_reduce"),
+        (ops.shard_slice.default, (1, "tp", 8), None, "all_gather"),
+        (ops.shard_narrow.default, (1, "tp", 8), None, None),
+    ],
+)
+def test_a_collective_is_transposed_backward(
+    collective: object, args: tuple[object, ...], forward: str | None, backward: str | None
+):
+    x = torch.empty(1, 4096, 4096, dtype=BF16)
+    made = block(lambda f, x: f(collective, x, *args), {}, {"x": x})
+    cost = call_costs(made, DEVICE, {"tp": NVLINK})
+    whole = x.nbytes * (8 if collective is ops.all_gather.default else 1)
+    assert cost.forward_comm_s == pytest.approx(collective_time(forward, whole, NVLINK) if forward else 0.0)
+    assert cost.backward_comm_s == pytest.approx(collective_time(backward, whole, NVLINK) if backward else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sent"),
+    [
+        (shard(0), shard(0), []),
+        (shard(0), shard(2), ["all_to_all", "all_to_all"]),
+        (shard(0), READ_SHARDED, ["all_gather", "reduce_scatter"]),
+        (REPLICATED, READ_SHARDED, ["all_reduce"]),
+        (READ_SHARDED, shard(1), []),
+        (PARTIAL, shard(0), ["reduce_scatter", "all_gather"]),
+        (PARTIAL, REPLICATED, ["all_reduce"]),
+        (READ_SHARDED, REPLICATED, None),
+        (shard(0), PARTIAL, None),
+    ],
+    ids=str,
+)
+def test_a_reshard_costs_its_collectives(source: Layout, target: Layout, sent: list[str] | None):
+    spec = TensorSpec((64, 512, 512), BF16)
+    cost = TensorCosts(DEVICE, NVLINK).reshard(spec, source, target, True)
+    if sent is None:
+        assert math.isinf(cost)
+        return
+    expected = sum(collective_time(op, spec.nbytes, NVLINK) for op in sent)
+    copies = 0.0 if not sent or target.dim in (0, -1) else len(sent) * (5e-6 + 2 * spec.nbytes / 3.35e12)
+    assert cost == pytest.approx(expected + copies, abs=6e-6)
+
+
+def test_sharded_work_takes_a_share_of_the_time():
+    big = {"x": torch.empty(8192, 8192, dtype=BF16)}
+    made = block(lambda f, w, x: f(aten.linear.default, x, w), {"w": big["x"]}, big)
+    node, costs = last(made), TensorCosts(DEVICE, NVLINK)
+    whole = costs.node(node, Strategy(None, (), (REPLICATED, REPLICATED), (REPLICATED,)), 8)
+    columns = costs.node(node, Strategy("n", (), (READ_SHARDED, shard(0)), (shard(1),)), 8)
+    assert whole / 8 < columns < whole / 6
+
+
+def test_a_state_read_as_a_partial_sum_pays_for_its_gradient():
+    costs = TensorCosts(DEVICE, NVLINK, num_microbatches=2)
+    spec = TensorSpec((4096, 4096), BF16)
+    extra = costs.state(spec, READ_SHARDED, 8) - costs.state(spec, REPLICATED, 8)
+    assert extra == pytest.approx(collective_time("all_reduce", spec.nbytes, NVLINK) / 2)
+    assert costs.state(spec, shard(0), 8) < costs.state(spec, REPLICATED, 8)
+    assert math.isinf(TensorCosts(DEVICE, NVLINK, sequence_parallel=False).boundary(spec, shard(0)))
+
+
+def test_adam_takes_sixteen_bytes_per_short_parameter():
+    states = {
+        "w": State("w", TensorSpec((64, 64), BF16), "parameter", True),
+        "frozen": State("frozen", TensorSpec((64, 64), BF16), "parameter", False),
+        "norm": State("norm", TensorSpec((64,), torch.float32), "parameter", True),
+    }
+    layouts = {"w": shard(0), "norm": READ_SHARDED}
+    costs = state_costs(states, layouts, {"dp": 2, "tp": 4})
+    assert costs["w"].total == 16 * 64 * 64 / 4
+    assert costs["w"].grad_axes == ("dp",)
+    assert costs["frozen"].total == 2 * 64 * 64
+    assert costs["norm"].total == 16 * 64
+    assert costs["norm"].grad_axes == ("dp", "tp")
+    assert state_costs(states, layouts, {"dp": 1, "tp": 4}, optimizer="sgd")["w"].total == 4 * 64 * 64 / 4
+    with pytest.raises(ConstraintError, match="unknown optimizer 'lion'; expected one of adamw"):
+        optimizer_bytes(1, 2, "lion")
+
+
+def test_reductions_hide_behind_the_backward():
+    work = Reduction(total_s=1.0, last_s=0.1)
+    assert work.exposed(math.inf, 1.0) == pytest.approx(0.1)
+    assert work.exposed(0.0, 1.13) == pytest.approx(1.0)
+    assert work.exposed(10.0, 1.13) == pytest.approx(0.1 + 0.13 * 0.9)
+    made = reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], {("dp",): NVLINK})
+    assert made.total_s > collective_time("all_reduce", 100e6, NVLINK)
+    assert made.last_s < made.total_s / 3
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_a_share_of_a_block_costs_no_less_than_its_bound(batch: int):
+    """A block's work scales linearly: what it takes for part of the batch is never below the bound for that part."""
+    case = CASES["llama"]
+    build = partial(capture, case.build())
+    whole, part = (fold(normalize(build(case.inputs(n)))) for n in (8, batch))
+    for model in (whole, part):
+        mark_gradients(model)
+    for name, made in whole.blocks.items():
+        bound = block_work(made, DEVICE).at(batch / 8, 1)
+        cost = call_costs(part.blocks[name], DEVICE, {})
+        assert bound.forward_s <= cost.forward_s * (1 + 1e-9), name
+        assert bound.backward_s <= cost.backward_s * (1 + 1e-9), name
+        assert bound.saved_bytes <= cost.saved_bytes + 1, name
+        if batch == 8:
+            assert bound.forward_s == pytest.approx(cost.forward_s)
+            assert bound.backward_s == pytest.approx(cost.backward_s)

@@ -9,7 +9,7 @@ from partitioner.errors import CapacityError, PlanError
 from partitioner.evaluate import Evaluator, Job, Solved
 from partitioner.plan import Certificate
 from partitioner.solve.bestfirst import Evaluated, Progress, search
-from partitioner.solve.points import Point, Space, baselines, points
+from partitioner.solve.points import Point, Space, baselines, left_out, points
 
 
 def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tuple[Solved, Certificate]:
@@ -46,5 +46,12 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         return Evaluated(estimate.step_time, max(estimate.memory), solved, split.microbatch_s, least)
 
     always = baselines(space, candidates, first.__getitem__, fits)
-    result = search(candidates, bounds, evaluate, always=always.values(), progress=progress)
+    result = search(
+        candidates,
+        bounds,
+        evaluate,
+        always=always.values(),
+        left_out=left_out(space, candidates),
+        progress=progress,
+    )
     return result.best.payload, result.certificate

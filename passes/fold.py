@@ -64,9 +64,11 @@ def fold(captured: Captured) -> FoldedModel:
 
 def _join_results(graph: fx.Graph) -> None:
     """Move the parts of operators with several results next to them."""
+    last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
-            node.args[0].append(node)
+            last.get(node.args[0], node.args[0]).append(node)
+            last[node.args[0]] = node
             node.meta.update({k: node.args[0].meta[k] for k in ("path", "stack") if k in node.args[0].meta})
 
 
@@ -170,11 +172,12 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Mark the values that each reader makes itself: the places that random numbers are drawn by are as large as what
-    they are drawn for, and cheaper to make than to keep."""
+    """Mark the values that each reader makes itself, since that is cheaper than to keep them: what has no operands, and
+    the places that random numbers are drawn by, which are as many as the numbers."""
     draws = torch.ops.partition.uniform.default
     for node in reversed(graph.nodes):
-        node.meta["copied"] = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
+        places = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
+        node.meta["copied"] = node.op == "call_function" and (places or not node.all_input_nodes)
 
 
 def _is_copied(node: fx.Node) -> bool:

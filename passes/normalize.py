@@ -16,9 +16,9 @@ from passes.blocks import State, TensorSpec
 from passes.capture import Captured
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
+from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM
-from passes.normalize_rows import unflatten_products
 from passes.normalize_shapes import SHAPES
 from passes.rewrite import placeholder_name, rewrite
 
@@ -31,7 +31,7 @@ def normalize(captured: Captured) -> Captured:
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     drop_constant_masks(graph, constants)
-    unflatten_products(graph)
+    unflatten(graph)
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}

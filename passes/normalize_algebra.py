@@ -152,6 +152,19 @@ def functional_batch_norm(
     return batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps), None, None
 
 
+def batch_norm_of_batch(
+    build: Builder,
+    x: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm that keeps no statistics."""
+    return batch_norm(build, x, weight, bias, None, None, True, momentum, eps), None, None
+
+
 ALGEBRA: dict[Any, Rule] = {
     aten.linear.default: linear,
     aten.addmm.default: add_product(aten.mm.default),
@@ -172,4 +185,5 @@ ALGEBRA: dict[Any, Rule] = {
     aten.var_mean.correction: var_mean,
     aten.batch_norm.default: batch_norm,
     aten._native_batch_norm_legit_no_training.default: functional_batch_norm,
+    aten._native_batch_norm_legit.no_stats: batch_norm_of_batch,
 }

@@ -94,6 +94,14 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
     return x if integral and type(other) is int and other == 0 else KEEP
 
 
+def overwritten(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
+    """What a tensor is after all of it was set to ``value``."""
+    if not isinstance(value, fx.Node):
+        return _full(build, value)
+    value = to_dtype(build, value, val(x).dtype)
+    return value if shape(value) == shape(x) else build(aten.expand.default, value, shape(x))
+
+
 # --- creation: nothing but ``full`` and ``arange``, on the rank's own device ------------------------------------------
 
 
@@ -198,7 +206,10 @@ SHAPES: dict[Any, Rule] = {
     aten.full.default: full,
     aten.full_like.default: full,
     aten.new_full.default: new_full,
-    aten.fill.Scalar: full,
+    aten.fill.Scalar: overwritten,
+    aten.fill.Tensor: overwritten,
+    aten.copy.default: overwritten,
+    aten.zero.default: zeros,
     aten.scalar_tensor.default: scalar_tensor,
     aten.arange.default: arange,
     aten.arange.start: arange,

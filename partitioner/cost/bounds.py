@@ -54,19 +54,19 @@ _ROUNDING = 1 - 1e-9
 @dataclass(frozen=True)
 class Work:
     """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
-    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast, which a graph of
-    shards or of a single sample may be spared."""
+    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast; a graph of
+    shards or of a single sample may do without."""
 
     launches: float = 0.0
     batch: float = 0.0
     weights: float = 0.0
     flops: float = 0.0
-    views: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
+    spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
-    def at(self, share: Number, tp: Number) -> Number:
-        """Seconds for this share of the batch, divided over ``tp`` ranks."""
+    def at(self, share: Number, tp: Number, several: Number) -> Number:
+        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample."""
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp
-        seconds += (tp == 1) * (self.views[0] + self.views[1] * share)
+        seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         return seconds
 
 
@@ -81,12 +81,12 @@ class BlockWork:
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
 
-    def at(self, share: float, tp: int) -> CallCost:
-        """The least that a call can cost one of ``tp`` ranks for this share of the batch."""
+    def at(self, share: float, tp: int, several: bool = True) -> CallCost:
+        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one."""
         scale = share / tp
         return CallCost(
-            forward_s=self.forward.at(share, float(tp)),
-            backward_s=self.backward.at(share, float(tp)),
+            forward_s=self.forward.at(share, float(tp), float(several)),
+            backward_s=self.backward.at(share, float(tp), float(several)),
             saved_bytes=self.kept.inside * scale,
             saved_inputs=self.kept.inputs,
             working_bytes=self.kept.working * share if tp == 1 else 0.0,
@@ -100,16 +100,17 @@ def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWor
     """The work of ``block``, a graph for the whole batch."""
     block = _copy(block)
     states = set(block.states)
-    ahead, back, views_ahead, views_back = (list[Kernel]() for _ in range(4))
+    ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
     for node in fuse_bias(block).graph.nodes:
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states)
-        (views_ahead if is_view else ahead).extend(forward_kernels(node, operands, results))
+        (spared_ahead if is_view else ahead).extend(forward_kernels(node, operands, results))
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
-            (views_back if is_view else back).extend(kernels)
+            for kernel in kernels:
+                (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += fan_out(node)
     inputs = {n.name: n.meta["val"] for n in block.placeholders}
     if train:
@@ -117,8 +118,8 @@ def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWor
             if n.name in states and needs_gradient(n):
                 back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
     return BlockWork(
-        forward=_work(ahead, views_ahead, device),
-        backward=_work(back, views_back, device),
+        forward=_work(ahead, spared_ahead, device),
+        backward=_work(back, spared_back, device),
         kept=kept_by(block, train),
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
@@ -132,7 +133,7 @@ def _copy(block: Block) -> Block:
     return Block(block.name, graph, block.states, block.inputs)
 
 
-def _work(kernels: Sequence[Kernel], views: Sequence[Kernel], device: DeviceType) -> Work:
+def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> Work:
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)
@@ -141,8 +142,8 @@ def _work(kernels: Sequence[Kernel], views: Sequence[Kernel], device: DeviceType
         batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
     launches = sum(k.launches for k in kernels) * device.launch
     copies = (
-        sum(k.launches for k in views) * device.launch,
-        sum(k.num_bytes / memory_rate(k.kind, device) for k in views),
+        sum(k.launches for k in spared) * device.launch,
+        sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),
     )
     return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
 
@@ -200,8 +201,9 @@ class ModelBounds:
         blocks = list(dict.fromkeys(self._placed))
         calls = np.array([self._placed.count(block) for block in blocks])
         share = size / self.global_batch
-        forward = np.stack([block.forward.at(share, tp) for block in blocks])
-        backward = np.stack([block.backward.at(share, tp) for block in blocks])
+        several = (size > 1).astype(np.float64)
+        forward = np.stack([block.forward.at(share, tp, several) for block in blocks])
+        backward = np.stack([block.backward.at(share, tp, several) for block in blocks])
         total = calls @ (forward + backward)
         slowest = np.maximum(total / pp, (forward + backward).max(axis=0))
         after = self._after(points, calls @ backward)
@@ -240,8 +242,8 @@ class ModelBounds:
         """
         key = (point.microbatch_size, point.tp)
         if key not in self._calls:
-            share = point.microbatch_size / self.global_batch
-            self._calls[key] = {name: block.at(share, point.tp) for name, block in self.blocks.items()}
+            share, several = point.microbatch_size / self.global_batch, point.microbatch_size > 1
+            self._calls[key] = {n: block.at(share, point.tp, several) for n, block in self.blocks.items()}
         calls = self._calls[key]
         problem = stage_problem(
             self.model,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -103,6 +103,7 @@ def search(
     evaluate: Callable[[Point], Evaluated],
     *,
     always: Iterable[Point | None] = (),
+    left_out: Mapping[Point, str] | None = None,
     floor: Callable[[int, int], float | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     time_limit_s: float = float("inf"),
@@ -113,6 +114,7 @@ def search(
     Args:
         evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
         always: points that are evaluated whatever their bounds, first.
+        left_out: points that are no candidates but are to be reported, and why.
         floor: of (tp, microbatch size), the least seconds of one microbatch through all calls under any sharding,
             collectives included; ``None`` where it is not known. It is asked only for the largest microbatches.
         tolerance: stop when no bound is better than the best plan by more than this share.
@@ -138,6 +140,8 @@ def search(
         interrupted = True
     if state.best is None:
         raise _nothing(state, interrupted)
+    for point, reason in (left_out or {}).items():
+        state.rows.setdefault(point, _Row(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"

@@ -128,5 +128,15 @@ def baselines(
     return {"data parallel": _least(plain, bound, fits), "megatron": _least(megatron, bound, fits)}
 
 
+def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
+    """Plain data parallelism with the reason why it is no candidate, if it is none."""
+    if any(p.pp == p.tp == 1 for p in candidates):
+        return {}
+    point = Point(1, space.world_size, 1, 1, space.constraints.schedule or "1f1b")
+    if space.global_batch % space.world_size:
+        return {point: f"the global batch of {space.global_batch} does not split over dp={space.world_size}"}
+    return {point: "excluded by the constraints"}
+
+
 def _least(choices: Iterable[Point], bound: Callable[[Point], float], fits: Callable[[Point], bool]) -> Point | None:
     return min(choices, key=lambda p: (not fits(p), bound(p)), default=None)

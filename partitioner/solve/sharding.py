@@ -17,6 +17,7 @@ block's port ties together, because blocks repeat, are one node. All block types
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from partitioner.solve.share import matmul_flops
 from passes.blocks import Block, FoldedModel, TensorSpec
 from passes.factors import Strategy, factors_of, operands_of, results_of
 from passes.layouts import PARTIAL, REPLICATED, Layout
-from passes.shard import BlockSharding
+from passes.shard import RESHARDS, BlockSharding
 
 DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
@@ -135,6 +136,7 @@ class _ShardingProblem:
         self.model, self.num_ranks, self.costs, self.rules = model, num_ranks, costs, rules
         self.builder = ProblemBuilder()
         self.reshards = Reshards(costs.reshard)
+        self.state_reshards = Reshards(self._state_reshard)
         self.weights = {name: float(model.num_calls(name)) for name in model.blocks}
         self.operators: dict[str, dict[fx.Node, tuple[int, list[Strategy]]]] = {}
         self.ties: list[tuple[Tie, int, list[Layout]]] = []
@@ -185,7 +187,16 @@ class _ShardingProblem:
             source = Source(variable, [s.results[value.index] for s in choices])
         askers = [*self._operators_reading(name, value), *self._ties_reading(name, value)]
         label = f"{name}/{value.source.name}"
-        connect(self.builder, self.reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
+        is_state = value.source.op == "placeholder" and value.source.name in block.states
+        reshards = self.state_reshards if is_state else self.reshards
+        connect(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
+
+    def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """A state is read as it is kept: gathering weights for every microbatch is what sharding over ``dp`` is for."""
+        change = RESHARDS.get((source.kind, target.kind))
+        if change is None or change.forward is not None:
+            return math.inf
+        return self.costs.reshard(spec, source, target, differentiable)
 
     def _operators_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
         for reader in value.readers:

@@ -30,7 +30,7 @@ def _input_problem(program: Program, given: InputData) -> str:
             return f"of shape {given.shape} cannot be split into {pieces} microbatches on dim {given.batch_dim}"
         shape[given.batch_dim] //= pieces
     layout, tp = Layout.parse(value.layout), program.mesh.get("tp", 1)
-    if not (layout.is_shard or layout.kind == "R") or not divides(layout, tuple(shape), tp):
+    if layout.kind == "P" or not divides(layout, tuple(shape), tp):
         return f"of shape {tuple(shape)} for one microbatch cannot be {layout} over tp={tp}"
     part = local_shape(layout, tuple(shape), tp)
     if (part, given.dtype) != (value.shape, value.dtype):

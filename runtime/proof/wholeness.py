@@ -51,15 +51,23 @@ def _key(facts: ProgramFacts, call: CallData) -> object:
     return call.block, facts.needs(call), states, values
 
 
-def _of_layout(layout: str) -> Sameness:
-    return "different" if Layout.parse(layout).is_shard else "alike"
+_VALUES: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "alike", "P": "different"}
+_GRADIENTS: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "different", "P": "alike"}
+
+
+def _value(layout: str) -> Sameness:
+    return _VALUES[Layout.parse(layout).kind]
+
+
+def _gradient(layout: str) -> Sameness:
+    return _GRADIENTS[Layout.parse(layout).kind]
 
 
 def _given(facts: ProgramFacts, call: CallData) -> list[Sameness]:
     """A call's states and inputs over ``tp``, in the order of the placeholders."""
     program = facts.program
     layouts = [program.states[n].layout for n in call.states] + [program.values[n].layout for n in call.inputs]
-    return [_of_layout(layout) for layout in layouts]
+    return [_value(layout) for layout in layouts]
 
 
 def _forward(facts: ProgramFacts, call: CallData) -> None:
@@ -68,13 +76,13 @@ def _forward(facts: ProgramFacts, call: CallData) -> None:
     known = sameness(block.graph, given, TP, program.mesh[TP])
     _refuse_misuse(call, block.graph, known)
     for value, node in zip(call.outputs, block.outputs, strict=True):
-        if _of_layout(program.values[value].layout) == "alike" and known[node.name] == "different":
+        if _value(program.values[value].layout) == "alike" and known[node.name] == "different":
             message = f"{call.path!r}: the value {value!r} is said to be whole over tp, but differs from rank to rank"
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 
 def _backward(facts: ProgramFacts, call: CallData) -> None:
-    """The gradient of what is whole (``R``) is whole, given that those of the outputs are as their layouts say."""
+    """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[TP]
     forward = sameness(
@@ -83,17 +91,16 @@ def _backward(facts: ProgramFacts, call: CallData) -> None:
     saved = _results(pieces.forward.graph)[pieces.num_outputs :]
     given = {name: forward[node.name] for name, node in zip(pieces.saved, saved, strict=True) if node is not None}
     seeds = pieces.backward.inputs[len(pieces.saved) :]
-    given.update(
-        {n: _of_layout(program.values[call.outputs[k]].layout) for n, k in zip(seeds, pieces.grad_outputs, strict=True)}
-    )
+    for name, k in zip(seeds, pieces.grad_outputs, strict=True):
+        given[name] = _gradient(program.values[call.outputs[k]].layout)
     known = sameness(pieces.backward.graph, given, TP, size)
     _refuse_misuse(call, pieces.backward.graph, known)
-    whole = [(call.inputs[i], program.values[call.inputs[i]].layout == "R") for i in pieces.grad_inputs]
+    whole = [(call.inputs[i], _gradient(program.values[call.inputs[i]].layout)) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
-        whole.append((call.states[i], state.layout == "R" and TP not in state.grad_axes))
-    for (name, must), node in zip(whole, _results(pieces.backward.graph), strict=True):
-        if must and node is not None and known[node.name] == "different":
+        whole.append((call.states[i], "different" if TP in state.grad_axes else _gradient(state.layout)))
+    for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
+        if wanted == "alike" and node is not None and known[node.name] == "different":
             message = f"{call.path!r}: the gradient of {name!r} should be whole over tp, but differs from rank to rank"
             raise Refusal("structure", message, node=culprit(node, known).name)
 

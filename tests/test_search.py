@@ -1,0 +1,236 @@
+"""The search: its points, best bound first, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES
+from numpy.typing import NDArray
+
+from partitioner.batch import shard_batch
+from partitioner.constraints import Constraints
+from partitioner.cost.bounds import ModelBounds
+from partitioner.errors import CapacityError, ConstraintError, PlanError
+from partitioner.evaluate import Evaluator, Job
+from partitioner.explore import explore
+from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
+from partitioner.solve.points import Point, Space, baselines, left_out, points
+from partitioner.topology import Topology
+from passes.capture import capture
+from passes.fold import fold
+from passes.gradients import mark_gradients
+from passes.normalize import normalize
+
+
+class Table:
+    """Bounds and times by hand: each point's bound is a share of its time."""
+
+    def __init__(self, times: dict[Point, float], share: float = 0.9) -> None:
+        self.real, self.share = times, share
+        self.evaluated: list[Point] = []
+
+    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        return np.array([self.real[p] * self.share / 2 for p in points])
+
+    def refine(self, point: Point) -> float:
+        return self.real[point] * self.share
+
+    def with_floor(self, point: Point, microbatch_s: float) -> float:
+        return microbatch_s
+
+    def evaluate(self, point: Point) -> Evaluated:
+        self.evaluated.append(point)
+        return Evaluated(self.real[point], 100, str(point))
+
+
+def grid(count: int) -> list[Point]:
+    return [Point(1, 1, k + 1, 1) for k in range(count)]
+
+
+def run(table: Table, evaluate: Callable[[Point], Evaluated] | None = None, **more: Any) -> SearchResult:
+    return search(list(table.real), table, evaluate or table.evaluate, **more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.floats(0, 1))
+def test_the_best_point_is_found_and_certified(times: list[float], share: float):
+    table = Table(dict(zip(grid(len(times)), times, strict=True)), share)
+    result = run(table)
+    assert result.best.step_time == min(times)
+    assert (result.certificate.bound, result.certificate.gap) == (min(times), 0.0)
+    assert result.certificate.candidates[0].status == "chosen"
+    assert len(result.certificate.candidates) == len(times)
+
+
+def test_a_point_whose_bound_is_worse_is_never_evaluated():
+    table = Table(dict(zip(grid(4), [4.0, 1.0, 1.05, 2.0], strict=True)))
+    result = run(table)
+    assert table.evaluated == [grid(4)[1], grid(4)[2]]
+    assert [c.status for c in result.certificate.candidates] == ["chosen", "solved", "bounded", "bounded"]
+
+
+def test_what_is_always_evaluated_is_in_the_report_with_its_time():
+    table = Table(dict(zip(grid(3), [4.0, 1.0, 2.0], strict=True)))
+    result = run(table, always=[grid(3)[0], None], left_out={Point(9, 1, 1, 1): "excluded"})
+    rows = {c.mesh["tp"]: c for c in result.certificate.candidates if c.mesh["pp"] == 1}
+    assert (rows[1].status, rows[1].step_time) == ("solved", 4.0)
+    assert result.certificate.candidates[-1].reason == "excluded"
+
+
+def test_a_floor_of_one_point_bounds_smaller_microbatches():
+    large, small = Point(1, 1, 2, 8), Point(1, 1, 2, 2)
+    table = Table({large: 1.0, small: 9.0}, share=0.05)
+
+    def evaluate(point: Point) -> Evaluated:
+        table.evaluated.append(point)
+        return Evaluated(table.real[point], 0, None, microbatch_s=8.0)
+
+    assert run(table, evaluate).num_evaluated == 1
+    assert table.evaluated == [large]
+
+
+def test_a_tolerance_stops_early_and_is_told():
+    table = Table(dict(zip(grid(2), [1.0, 1.05], strict=True)))
+    result = run(table, tolerance=0.2)
+    assert result.num_evaluated == 1
+    assert result.certificate.gap == pytest.approx(0.055)
+
+
+def test_an_interruption_returns_the_best_so_far():
+    table = Table(dict(zip(grid(3), [1.0, 0.9, 0.95], strict=True)), share=0.5)
+
+    def evaluate(point: Point) -> Evaluated:
+        if table.evaluated:
+            raise KeyboardInterrupt
+        return table.evaluate(point)
+
+    result = run(table, evaluate)
+    assert result.interrupted
+    assert result.certificate.bound < result.certificate.objective
+    with pytest.raises(KeyboardInterrupt):
+        run(table, evaluate)
+    assert run(table, time_limit_s=-1.0, always=grid(1)).point == grid(1)[0]
+
+
+def test_progress_is_told_before_each_evaluation():
+    seen: list[Progress] = []
+    run(Table(dict(zip(grid(3), [3.0, 2.0, 1.9], strict=True))), progress=seen.append)
+    assert [(p.num_evaluated, p.best) for p in seen] == [(0, None), (1, 1.9)]
+
+
+def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
+    table = Table(dict(zip(grid(3), [1.0, 2.0, 3.0], strict=True)))
+    lacking = {1: 30, 2: 10, 3: 20}
+
+    def evaluate(point: Point) -> Evaluated:
+        raise CapacityError(f"{lacking[point.tp]} B too much", missing_bytes=lacking[point.tp], advise=lambda: "tp=4")
+
+    with pytest.raises(CapacityError, match="10 B too much; nearest change that fits: tp=4"):
+        run(table, evaluate)
+
+    def refuse(point: Point) -> Evaluated:
+        if point.tp == 1:
+            raise PlanError("no way")
+        return table.evaluate(point)
+
+    rows = run(table, refuse).certificate.candidates
+    assert (rows[-1].status, rows[-1].reason) == ("infeasible", "no way")
+    with pytest.raises(PlanError, match="none of the 1 candidates has a plan: no way"):
+        run(Table({grid(1)[0]: 1.0}), refuse)
+
+
+def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned: Any) -> Space:
+    return Space(Topology.parse(world), batch, calls, frozenset([4096, 14336]), Constraints(**pinned))
+
+
+def test_points_are_all_that_divide():
+    found = points(space())
+    assert all(p.pp * p.dp * p.tp == 64 and 512 % (p.dp * p.microbatch_size) == 0 for p in found)
+    assert {p.tp for p in found} == {1, 2, 4, 8}  # within a node
+    assert max(p.pp for p in found) == 32  # calls for every stage
+    assert {p.tp for p in points(space(tp=16))} == {16}
+    assert points(space(pp=2, dp=4, tp=8, microbatch_size=2, schedule="gpipe")) == [Point(2, 4, 8, 2, "gpipe")]
+
+
+@pytest.mark.parametrize(
+    ("pinned", "message"),
+    [
+        ({"pp": 3}, "pp=3 makes 3, which does not divide the 64 devices"),
+        ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
+        ({"dp": 32, "microbatch_size": 32}, "global batch of 512 does not split by dp=32 x microbatch_size=32 = 1024"),
+        ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
+        ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
+        ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe' or '1f1b'"),
+        ({"stages": 2}, "unknown constraint 'stages'; expected pp, dp"),
+    ],
+)
+def test_constraints_that_cannot_hold(pinned: dict[str, Any], message: str):
+    with pytest.raises(ConstraintError, match=message):
+        points(space(**pinned))
+
+
+def test_a_tensor_axis_must_divide_something():
+    with pytest.raises(ConstraintError, match=r"tp=8 divides no dimension of any weight \(sizes 12, 20\)"):
+        points(Space(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("cp", 2), ("ep", 2), ("zero", 1), ("virtual_stages", 2)])
+def test_what_this_version_cannot_execute_is_refused(field: str, value: int):
+    with pytest.raises(PlanError, match=f"{field}={value} cannot be executed in this version"):
+        Constraints(**{field: value})
+
+
+def test_no_point_is_explained():
+    with pytest.raises(
+        PlanError, match="no mesh of 7 ranks fits: dp must divide the global batch of 4, pp is at most 4"
+    ):
+        points(Space(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
+
+
+def test_the_baselines_are_data_parallelism_and_the_textbook():
+    candidates = points(space())
+    table = Table({p: float(p.microbatch_size) for p in candidates})
+    found = baselines(space(), candidates, lambda p: table.real[p], lambda p: p.pp >= 4 or p.tp == 1)
+    assert found == {"data parallel": Point(1, 64, 1, 1), "megatron": Point(4, 2, 8, 1)}
+    assert left_out(space(), candidates) == {}
+    pinned = space(tp=8)
+    assert left_out(pinned, points(pinned)) == {Point(1, 64, 1, 1): "excluded by the constraints"}
+    odd = space(batch=96)
+    assert list(left_out(odd, points(odd)).values()) == ["the global batch of 96 does not split over dp=64"]
+
+
+def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
+    case = CASES[name]
+    model = fold(normalize(capture(case.build(), case.inputs(batch), loss=case.loss)))
+    mark_gradients(model)
+    return Job(model, shard_batch(model, batch), batch, topology, Constraints(**pinned), True, "adamw", "fp32")
+
+
+def test_no_plan_is_below_its_bounds():
+    """The certificate rests on this: every point's bounds hold for what the evaluator makes of it."""
+    work = job("llama", Topology.preset("dgx-h100"))
+    bounds = ModelBounds(work.model, 8, work.topology, precision="fp32")
+    candidates = points(Space(work.topology, 8, bounds.num_calls, bounds.dims))
+    evaluator = Evaluator(work)
+    first = bounds.times(candidates)
+    for point, quick in list(zip(candidates, first.tolist(), strict=True))[::8]:
+        solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
+        split, step = solved.stages, solved.estimate.step_time
+        least = step - (split.pipeline_s - split.least_s)
+        assert quick <= bounds.refine(point) <= least, point
+        assert bounds.with_floor(point, split.microbatch_s) <= least, point
+        assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
+
+
+def test_a_model_is_searched_to_the_end():
+    solved, certificate = explore(job("llama", Topology.local(4)))
+    assert certificate.gap < 0.02
+    assert solved.estimate.step_time == pytest.approx(certificate.objective)
+    rows = {(c.mesh["pp"], c.mesh["tp"]) for c in certificate.candidates if c.status in ("chosen", "solved")}
+    assert (1, 1) in rows  # plain data parallelism
+    assert (1, 4) in rows  # tensor parallelism as wide as the machine

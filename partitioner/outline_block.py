@@ -32,6 +32,7 @@ _PHRASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("aten.matmul.default", 1): ("row-parallel", "column-parallel"),
     ("aten.addmm.default", 2): ("row-parallel", "column-parallel"),
     ("aten.bmm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
+    ("partition.expert_mm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
     ("aten._grouped_mm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
     ("aten.embedding.default", 0): ("vocabulary-parallel", "hidden-parallel"),
     ("aten.conv1d.default", 1): ("output-channel-parallel", "input-channel-parallel"),

@@ -177,7 +177,8 @@ def _mark_copied(graph: fx.Graph) -> None:
     draws = torch.ops.partition.uniform.default
     for node in reversed(graph.nodes):
         places = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
-        node.meta["copied"] = node.op == "call_function" and (places or not node.all_input_nodes)
+        returned = any(u.op == "output" for u in node.users)
+        node.meta["copied"] = node.op == "call_function" and not returned and (places or not node.all_input_nodes)
 
 
 def _is_copied(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM
 from passes.normalize_shapes import SHAPES
 from passes.rewrite import placeholder_name, rewrite
+from passes.unsort import unsort
 
 RULES = {**SHAPES, **ALGEBRA, **LOSSES, **RANDOM}
 
@@ -31,6 +32,7 @@ def normalize(captured: Captured) -> Captured:
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     drop_constant_masks(graph, constants)
+    unsort(graph)
     unflatten(graph)
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None

@@ -115,7 +115,8 @@ def target_of(name: str) -> Any:
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):
-        importlib.import_module("passes.random")
+        for module in ("passes.random", "passes.experts"):
+            importlib.import_module(module)
     target: Any = torch.ops
     try:
         for part in name.split("."):

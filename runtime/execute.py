@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from passes.layouts import Layout, take_shard
-from passes.serialize import dtype_of
 from runtime.bind import Binder, Library
 from runtime.calls import BoundCall, Environment
 from runtime.errors import InstructionError
 from runtime.failures import failure_of
 from runtime.gradients import Gradients
-from runtime.groups import Communicator, Pending
+from runtime.groups import Communicator
+from runtime.losses import LossSum
 from runtime.program import InputData, Instruction, RankProgram
 from runtime.transfers import RECEIVING, Receive, Sender, Slot, early_starts, slots_read
 
-_NARROW = frozenset({torch.float16, torch.bfloat16})
 Action = Callable[[], None]
 
 
@@ -30,7 +29,7 @@ class Executor:
     """Runs one rank's program: ``run(inputs)`` is one step.
 
     ``states`` are the rank's shards by name. With ``keep``, the model's results that this rank makes are collected in
-    ``outputs``: value -> microbatch -> tensor. ``loss`` is the whole loss, on every rank; ``None`` if there is none.
+    ``outputs``: value -> microbatch -> tensor. ``loss`` is the whole loss, on every rank; ``None`` without one.
     """
 
     def __init__(
@@ -51,11 +50,8 @@ class Executor:
         self.sender = Sender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
-        self.loss: Tensor | None = None
         self._inputs: Mapping[str, Tensor] = {}
-        self._loss_group = communicator.group(rank.group("pp", "dp"))
-        self._loss_pending: Pending | None = None
-        self._losses_left = 0
+        self._loss = None if self.program.loss is None else LossSum(rank, communicator)
         self._produced = {o.value for o in self.program.outputs if o.stage == rank.stage_index} if keep else set()
         watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
         if self.program.loss is not None:
@@ -66,13 +62,18 @@ class Executor:
         ]
         self.actions = self._compile()
 
+    @property
+    def loss(self) -> Tensor | None:
+        return None if self._loss is None else self._loss.value
+
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """One step on the whole global batch, by value name. Raises :class:`InstructionError`."""
         self._inputs = inputs
-        self.outputs, self.totals, self.loss, self._loss_pending = {}, {}, None, None
-        self._losses_left = self.program.num_microbatches
+        self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
+        if self._loss is not None:
+            self._loss.begin()
         index = 0
         try:
             with torch.no_grad():
@@ -91,6 +92,8 @@ class Executor:
         starts = early_starts(instructions)
         open_: dict[Slot, int] = {}
         actions: list[tuple[int, Action]] = []
+        if self._loss is not None:
+            actions.append((0, self._loss.start))
 
         def finish(index: int) -> None:
             actions.append((index, receives[index].finish))
@@ -131,20 +134,8 @@ class Executor:
     def _add_loss(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._produced:
             self._collect(microbatch, name, value)
-        value = value.float() if value.dtype in _NARROW else value
-        self.loss = value.clone() if self.loss is None else self.loss + value
-        self._losses_left -= 1
-        if self._losses_left == 0 and len(self.program.stages) == 1:
-            self._reduce_loss()
-
-    def _reduce_loss(self) -> None:
-        """The loss is a sum over microbatches and dp; stages without it add nothing and learn it so."""
-        if self.loss is None:
-            assert self.program.loss is not None
-            dtype = dtype_of(self.program.values[self.program.loss].dtype)
-            dtype = torch.float32 if dtype in _NARROW else dtype
-            self.loss = torch.zeros((), dtype=dtype, device=self.env.device)
-        self._loss_pending = self._loss_group.all_reduce(self.loss)
+        assert self._loss is not None
+        self._loss.add(value)
 
     # One method for every instruction: what it does, as a function of no arguments.
 
@@ -251,13 +242,10 @@ class Executor:
         return self.gradients.finish
 
     def _finish(self) -> None:
-        if self.program.loss is not None:
-            if self._loss_pending is None:
-                self._reduce_loss()
-            assert self._loss_pending is not None
-            self.loss = self._loss_pending.wait()
         self.gradients.finish()
         self.sender.finish()
+        if self._loss is not None:
+            self._loss.finish()
 
 
 def _microbatch(instruction: Instruction) -> int:

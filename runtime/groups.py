@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-CHANNELS = {"F": 0, "B": 1}  # activations and gradients never wait for each other
+CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never wait for each other
 
 
 class Work(Protocol):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from runtime.groups import Link
+from runtime.losses import loss_edges
 from runtime.program import AXES, Program, RankProgram
 
-# The loss is summed over stages and data; norms over stages and shards; checkpoints gather shards.
-_ALWAYS = (("pp", "dp"), ("pp", "tp"), ("tp",))
+# The loss is summed over data; norms over stages and shards; checkpoints gather shards.
+_ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
 
 
 def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
@@ -45,7 +46,7 @@ def _shared(program: Program) -> set[tuple[int, ...]]:
 
 def links_of(rank: RankProgram) -> list[Link]:
     """The pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
-    edges = {
+    edges = loss_edges(rank.program) | {
         (stage, i.peer, i.op[-1])
         for stage, held in enumerate(rank.program.stages)
         for i in held.instructions

@@ -217,6 +217,22 @@ def test_a_model_without_parameters():
     assert len(model.calls) == 1
 
 
+def test_constants_are_made_where_they_are_read():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(linear() for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for layer in self.layers:
+                x = layer(x) * torch.arange(8)
+            return x.sum(), torch.ones(3)
+
+    model = assert_equal_to_model(Model(), (numbers(2, 8),), lambda o: o[0])
+    assert all(len(c.inputs) == 1 for c in model.calls if not c.shared)
+    assert len(calls_of(model, "layers.*")) == 3
+
+
 def test_an_output_in_the_middle_and_several_outputs():
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -21,6 +21,7 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel, TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import READ_SHARDED, REPLICATED, Layout, local_shape
+from passes.rules import Lowering
 from passes.shard import RESHARDS
 
 
@@ -49,17 +50,16 @@ class TensorCosts:
         """One call of an operator, forward and backward, with the collectives of its special lowering."""
         key = (node, strategy)
         if key not in self._nodes:
+            lowering = _lowering(node, strategy)
             seconds = operator_time(node, strategy, num_ranks, self.device, self.train)
+            if lowering is not None and lowering.divides_work:
+                seconds /= num_ranks
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
-            self._nodes[key] = seconds + self._lowering(node, strategy)
+            self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
 
-    def _lowering(self, node: fx.Node, strategy: Strategy) -> float:
-        if strategy.factor is None:
-            return 0.0
-        factors = factors_of(node)
-        lowering = factors.lower.get(strategy.factor) if factors is not None else None
+    def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:
             return 0.0
         itemsize = results_of(node)[0].dtype.itemsize
@@ -106,6 +106,12 @@ class TensorCosts:
         specs = [state.spec for state in model.states.values()]
         held = sum(max(free.state(spec, layout, self.group.size) for layout in layouts) for spec in specs)
         return held + sum(free.boundary(spec, REPLICATED) for spec in model.values.values())
+
+
+def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:
+    """The special lowering by which ``strategy`` runs, if any."""
+    factors = factors_of(node) if strategy.factor is not None else None
+    return None if factors is None or strategy.factor is None else factors.lower.get(strategy.factor)
 
 
 def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:

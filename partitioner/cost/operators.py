@@ -120,7 +120,7 @@ def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
 
 # Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
 _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "_grouped_mm"), (0, 1, _contraction)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "_grouped_mm", "expert_mm"), (0, 1, _contraction)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
     "linear": (0, 1, _linear),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _convolution)),

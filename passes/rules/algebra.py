@@ -50,13 +50,15 @@ class Lowering:
 
     ``build`` appends the local operators, ``result`` is the layout of a result that lacks the factor. ``collectives``
     are those that ``build`` and its backward add: name, and elements of the first result's type that a rank puts in.
-    ``sections`` says whether the factor may be sharded in sections.
+    ``sections`` says whether the factor may be sharded in sections, ``divides_work`` whether each rank has its share of
+    the work though its tensors alone do not tell.
     """
 
     build: Callable[[Local], fx.Node]
     result: Layout
     collectives: tuple[tuple[str, int], ...] = ()
     sections: bool = False
+    divides_work: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,21 @@ from passes.rules.registry import family
 aten = torch.ops.aten
 
 
+@family("partition::expert_mm")
+def product_by_expert(node: fx.Node) -> OpFactors:
+    """Rows t with k features, experts e of matrices k n. Where experts are sharded, the rows of the other ranks' experts
+    are zero, a partial sum."""
+    lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
+    return named(node, ["tk", "ekn", "t"], ["tn"], linear=each(0, 1), lower=lower)
+
+
+def _of_own_experts(local: Local) -> fx.Node:
+    x, weight, expert = local.operands
+    rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
+    first = local.call(aten.mul.Tensor, rank, shape(weight)[0])
+    return local.copy(expert=local.call(aten.sub.Tensor, expert, first))
+
+
 @family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
     """Rows t with k features, experts e of matrices k n, and where each expert's rows end.
@@ -38,7 +53,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
         return named(node, ["etk", "ekn"], ["etn"], linear=each(0, 1))
     if ranks != (2, 3, 1):
         return None
-    lower = {"e": Lowering(_own_experts, PARTIAL)}
+    lower = {"e": Lowering(_own_experts, PARTIAL, divides_work=True)}
     # The ends are needed of all experts, so they have no factor.
     patterns = [("t", "k"), ("e", "k", "n"), (None,)]
     return named(node, patterns, [("t", "n")], whole=frozenset("t"), linear=each(0, 1), lower=lower)

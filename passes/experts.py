@@ -1,0 +1,99 @@
+"""Products of rows with the matrix of their expert, as one operator on rows in any order.
+
+Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded,
+rows in their own order can: that is the form that the rules see, and the sorting is within the operator.
+``passes/unsort.py`` rewrites the one into the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.collectives import NAMESPACE, _library
+
+aten = torch.ops.aten
+_ALIGNED_BYTES = 16  # what grouped products ask of the strides of their operands
+
+
+def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """``x[i] @ weight[expert[i]]``: x ``[t, k]``, weight ``[e, k, n]``, expert ``[t]``; result ``[t, n]``.
+
+    The result is zero for rows whose expert is none of the e.
+    """
+    order, ends = _by_expert(expert, weight.shape[0])
+    rows = x.index_select(0, order)
+    if _has_kernel(rows, weight):
+        made = torch._grouped_mm(rows, weight, offs=ends)
+        made.masked_fill_((torch.arange(len(rows), device=x.device) >= ends[-1]).unsqueeze(1), 0)
+    else:
+        made = rows.new_zeros(len(rows), weight.shape[2])
+        for e, (start, end) in enumerate(_groups(ends)):
+            torch.mm(rows[start:end], weight[e], out=made[start:end])
+    return torch.empty_like(made).index_copy_(0, order, made)
+
+
+def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+    """The gradient of ``weight``: for each expert, the sum of ``outer(x[i], grad[i])`` over its rows, ``[e, k, n]``."""
+    order, ends = _by_expert(expert, num_experts)
+    rows, grads = x.index_select(0, order), grad.index_select(0, order)
+    if _has_kernel(rows, grads):
+        return torch._grouped_mm(rows.t(), grads, offs=ends)
+    made = rows.new_zeros(num_experts, rows.shape[1], grads.shape[1])
+    for e, (start, end) in enumerate(_groups(ends)):
+        torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
+    return made
+
+
+def _by_expert(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order that brings the experts' rows together, and where each expert's rows end; others come last."""
+    others = (expert < 0) | (expert >= num_experts)
+    experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=expert.device, dtype=experts.dtype), right=True)
+    return order, ends.to(torch.int32)
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    sizes = (a.shape[-1], b.shape[-1])
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and all(s * 2 % _ALIGNED_BYTES == 0 for s in sizes)
+
+
+def _groups(ends: Tensor) -> list[tuple[int, int]]:
+    borders = [0, *ends.tolist()]
+    return list(zip(borders[:-1], borders[1:], strict=True))
+
+
+_library.define("expert_mm(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+_library.define("expert_mm_weight(Tensor x, Tensor grad, Tensor expert, int num_experts) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("expert_mm", expert_mm, _device)
+    _library.impl("expert_mm_weight", expert_mm_weight, _device)
+ops = torch.ops.partition
+
+
+def _fake(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _fake_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+    return x.new_empty(num_experts, x.shape[1], grad.shape[1])
+
+
+torch.library.register_fake(f"{NAMESPACE}::expert_mm", _fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::expert_mm_weight", _fake_weight, lib=_library)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, expert = ctx.saved_tensors
+    of_x = ops.expert_mm(grad, weight.transpose(1, 2), expert) if ctx.needs_input_grad[0] else None
+    of_weight = ops.expert_mm_weight(x, grad, expert, weight.shape[0]) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::expert_mm", _backward, setup_context=_setup, lib=_library)

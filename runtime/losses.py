@@ -1,0 +1,94 @@
+"""The whole loss, on every rank: added up over microbatches and ``dp``, and passed on from stage to stage.
+
+It travels behind the rest of the step: reduced while backward runs, sent to the neighbouring stages, each of which has
+posted its receive at the start and only picks it up at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from passes.serialize import dtype_of
+from runtime.groups import Communicator, Pending, Work
+from runtime.program import Program, RankProgram
+
+CHANNEL = "L"
+_NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
+
+
+class LossSum:
+    """The loss of the step under way; ``value`` is whole after :meth:`finish`."""
+
+    def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
+        program = rank.program
+        assert program.loss is not None
+        self.communicator = communicator
+        self.count = program.num_microbatches
+        dtype = dtype_of(program.values[program.loss].dtype)
+        self.dtype = torch.float32 if dtype in _NARROW else dtype
+        self.group = communicator.group(rank.group("dp"))
+        source, targets = neighbours(rank.stage_index, loss_stage(program), len(program.stages))
+        self.source = None if source is None else rank.peer(source)
+        self.targets = [rank.peer(t) for t in targets]
+        self.begin()
+
+    def begin(self) -> None:
+        self.value: Tensor | None = None
+        self._left = self.count
+        self._pending: Pending | None = None
+        self._receive: Work | None = None
+        self._sends: list[Work] = []
+
+    def start(self) -> None:
+        """Post the receive, on a stage that does not compute the loss."""
+        if self.source is not None:
+            self.value = torch.empty((), dtype=self.dtype, device=self.communicator.device)
+            self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
+
+    def add(self, value: Tensor) -> None:
+        """The loss of one microbatch; the last one starts the sum over ``dp``."""
+        value = value.to(self.dtype)
+        self.value = value.clone() if self.value is None else self.value + value
+        self._left -= 1
+        if self._left == 0:
+            self._pending = self.group.all_reduce(self.value)
+            if self.group.size == 1:
+                self._send()
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            self.value = self._pending.wait()
+        if self._receive is not None:
+            self._receive.wait()
+        if not self._sends:
+            self._send()
+        for work in self._sends:
+            work.wait()
+
+    def _send(self) -> None:
+        assert self.value is not None, "the program's loss is computed on no stage"
+        self._sends = [self.communicator.send(self.value, target, CHANNEL) for target in self.targets]
+
+
+def loss_stage(program: Program) -> int:
+    """The stage that computes the loss."""
+    return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
+
+
+def neighbours(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
+    """From which stage ``stage`` learns what ``source`` knows, and to which ones it passes it on."""
+    below = [stage - 1] if 0 < stage <= source else []
+    above = [stage + 1] if source <= stage < num_stages - 1 else []
+    if stage == source:
+        return None, below + above
+    return (stage + 1, below) if stage < source else (stage - 1, above)
+
+
+def loss_edges(program: Program) -> set[tuple[int, int, str]]:
+    """(from stage, to stage, channel) of all that the loss travels on."""
+    if program.loss is None or len(program.stages) == 1:
+        return set()
+    source, count = loss_stage(program), len(program.stages)
+    return {(stage, target, CHANNEL) for stage in range(count) for target in neighbours(stage, source, count)[1]}
+

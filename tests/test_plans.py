@@ -1,0 +1,141 @@
+"""Whole plans: the layouts that the planner finds by itself, the shortest call, and what a plan says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import runtime
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.planfile import plan_schema
+from passes.layouts import Layout
+
+HIDDEN, SEQUENCE, VOCAB = 2048, 2048, 32000
+
+
+def meta_llama() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=VOCAB,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def meta_gpt2() -> nn.Module:
+    sizes = {"n_embd": HIDDEN, "n_layer": 4, "n_head": 16, "n_positions": SEQUENCE, "vocab_size": VOCAB}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config).to(torch.bfloat16)
+
+
+def plan_of(model: nn.Module, tp: int) -> Plan:
+    tokens = torch.empty(16, SEQUENCE, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
+    constraints = Constraints(pp=1, dp=8 // tp, tp=tp, microbatch_size=1)
+    return partition(model, Topology.preset("dgx-h100"), inputs, constraints=constraints)
+
+
+def weights(plan: Plan, ending: str) -> set[str]:
+    """The layouts over ``tp`` of the weights whose names end so."""
+    found = {s.layout for name, s in plan.program.states.items() if name.endswith(ending)}
+    assert found, ending
+    return found
+
+
+def between_layers(plan: Plan, path: str) -> set[str]:
+    return {v.layout for name, v in plan.program.values.items() if path in name and v.requires_grad}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_llama_is_column_then_row_parallel_with_a_sharded_sequence(tp: int) -> None:
+    plan = plan_of(meta_llama(), tp)
+    for column in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        assert weights(plan, f"{column}.weight") == {"S0"}
+    for row in ("o_proj", "down_proj"):
+        assert weights(plan, f"{row}.weight") == {"S1"}
+    assert weights(plan, "layernorm.weight") == {"R'"}
+    assert weights(plan, "lm_head.weight") == {"S0"}
+    assert between_layers(plan, "model.layers.") == {"S1"}  # batch, sequence, hidden
+    assert plan.shares.matmul_sharded >= 0.95
+    assert "100%" in plan.summary()
+
+
+def test_gpt2_cuts_its_fused_projection_and_its_tied_vocabulary() -> None:
+    plan = plan_of(meta_gpt2(), 4)
+    assert weights(plan, "attn.c_attn.weight") == {str(Layout("S", 1, (HIDDEN, HIDDEN, HIDDEN)))}
+    assert weights(plan, "attn.c_attn.bias") == {str(Layout("S", 0, (HIDDEN, HIDDEN, HIDDEN)))}
+    assert weights(plan, "attn.c_proj.weight") == weights(plan, "mlp.c_proj.weight") == {"S0"}
+    assert weights(plan, "mlp.c_fc.weight") == {"S1"}
+    assert weights(plan, "wte.weight") == {"S0"}  # the vocabulary, in embedding and head alike
+    assert between_layers(plan, "transformer.h.") == {"S1"}
+    assert plan.shares.matmul_sharded >= 0.95
+
+
+def test_the_shortest_call_plans_a_hugging_face_model() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    plan = partition(model, Topology.local(2))
+    assert plan.program.loss is not None
+    assert plan.certificate.gap == pytest.approx(0.0, abs=0.02)
+
+
+def test_the_shortest_call_plans_an_exported_program() -> None:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.mse_loss(self.stack(x), y)
+
+    model = Regression()
+    batch = (torch.randn(8, 8), torch.randn(8, 8))
+    plan = partition(torch.export.export(model, batch), Topology.local(2))
+    run = runtime.run_threads(plan, model, batch)
+    assert run.loss is not None
+    torch.testing.assert_close(run.loss, model(*batch).detach())
+
+
+def test_dropout_draws_the_same_for_every_plan() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=8)).train()
+    tokens = torch.randint(0, 64, (8, 8))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    losses = []
+    for pp, dp, tp in ((1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)):
+        constraints = Constraints(pp=pp, dp=dp, tp=tp, microbatch_size=2)
+        plan = partition(model, Topology.local(pp * dp * tp), inputs, constraints=constraints)
+        check = plan.verify(model, inputs)  # the model draws by place as well
+        assert check.ok, check
+        losses.append(runtime.run_threads(plan, model, inputs, seed=3).loss)
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0])
+    other = runtime.run_threads(plan, model, inputs, seed=4).loss
+    assert other is not None
+    assert not torch.allclose(other, losses[0])
+
+
+def test_a_plan_says_what_each_rank_does(tmp_path: Path) -> None:
+    plan = plan_of(meta_llama(), 4)
+    files = plan.export_ranks(tmp_path)
+    assert len(files) == 8
+    content = json.loads(files[5].read_text())
+    assert content["rank"] == 5
+    assert content["coordinates"]["tp"] == 1
+    assert content["groups"]["tp"] == [4, 5, 6, 7]
+    schema = plan_schema()
+    written = json.loads(plan.save(tmp_path / "plan.json").read_text())
+    assert set(schema["required"]) <= set(written) <= set(schema["properties"])

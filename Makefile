@@ -19,7 +19,7 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE  ?= 1
 
-.PHONY: setup demo test test-all lint format bench clean
+.PHONY: setup demo test test-all lint format bench images clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/overhead.py --json $(ARGS)
+
+images: $(STAMP)
+	@$(BIN)/python docs/images/draw.py
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
+from passes.blocks import TensorSpec
 from passes.errors import InputsError
 from passes.export import cast, export, make_twin
 from passes.functionalize import flatten_program
@@ -78,10 +79,12 @@ def capture(
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
     captured = assemble(flatten_program(program), canonical, with_loss=loss is not None)
     captured = captured.with_(notes=notes, constants=captured.constants | kept)
-    if dtype is not None and isinstance(model, ExportedProgram):
-        captured = _cast(captured, dtype)
     if precision == "fp64":
+        captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
         retype(captured.graph, torch.float64)
+    elif dtype is not None and isinstance(model, ExportedProgram):
+        captured = _cast(captured, dtype, ("parameter", "buffer"))
+        propagate(captured.graph)
     return captured
 
 
@@ -165,13 +168,17 @@ def _is_static(program: ExportedProgram) -> bool:
     return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
 
 
-def _cast(captured: Captured, dtype: torch.dtype) -> Captured:
-    """Parameters, buffers and inputs in ``dtype``, and what follows from them."""
+def _cast(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
+    """Inputs, and states of ``kinds``, in ``dtype``; the graph's operators are left as they are."""
+
+    def recast(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=cast(spec.dtype, dtype))
+
+    states = {k: replace(s, spec=recast(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
+    inputs = [replace(i, spec=recast(i.spec)) for i in captured.inputs]
+    specs = {k: s.spec for k, s in states.items()} | {i.value: i.spec for i in inputs}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            node.meta["val"] = node.meta["val"].to(cast(node.meta["val"].dtype, dtype))
-    propagate(captured.graph)
-    states = {k: replace(s, spec=replace(s.spec, dtype=cast(s.spec.dtype, dtype))) for k, s in captured.states.items()}
-    inputs = [replace(i, spec=replace(i.spec, dtype=cast(i.spec.dtype, dtype))) for i in captured.inputs]
-    constants = {k: c.to(cast(c.dtype, dtype)) for k, c in captured.constants.items()}
+            node.meta["val"] = specs[captured.placeholders[node.name]].meta()
+    constants = {k: c.to(specs[k].dtype) for k, c in captured.constants.items()}
     return captured.with_(states=states, inputs=inputs, constants=constants)

@@ -7,6 +7,7 @@ rows in their own order can: that is the form that the rules see, and the sortin
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
 
 def _groups(ends: Tensor) -> list[tuple[int, int]]:
     borders = [0, *ends.tolist()]
-    return list(zip(borders[:-1], borders[1:], strict=True))
+    return list(pairwise(borders))
 
 
 _library.define("expert_mm(Tensor x, Tensor weight, Tensor expert) -> Tensor")

@@ -67,7 +67,7 @@ def make_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU, cast(value.dtype, dtype))
+                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -122,7 +122,7 @@ class _Inliner:
     def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
             value = env[n]
-            return self.without_grad(value) if not grad and value in self.needs_grad else value
+            return self.without_grad(value, node) if not grad and value in self.needs_grad else value
 
         made = self.graph.node_copy(node, operand)
         made.target = _PURE.get(node.target, node.target)
@@ -130,12 +130,12 @@ class _Inliner:
             self.needs_grad.add(made)
         return made
 
-    def without_grad(self, value: fx.Node) -> fx.Node:
+    def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         if not _floating(value):
             return value
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
-            self.detached[value].meta.update(value.meta)
+            self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
         return self.detached[value]
 
 

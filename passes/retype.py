@@ -31,4 +31,16 @@ def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
         elif node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, retyped)
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
+            if _takes_default(node):
+                node.kwargs = {**node.kwargs, "dtype": dtype}
     propagate(graph)
+
+
+def _takes_default(node: fx.Node) -> bool:
+    """Whether a floating value is made of torch's default type, since none is given."""
+    value = node.meta.get("val")
+    if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    named = schema is not None and any(a.name == "dtype" for a in schema.arguments)
+    return named and node.kwargs.get("dtype") is None

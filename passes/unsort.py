@@ -161,7 +161,7 @@ class _Unsorter:
         return False
 
     def _is_keys(self, node: Any) -> bool:
-        return _uncast(node) is _uncast(self.keys)
+        return _same(_uncast(node), _uncast(self.keys))
 
     def _added(self, node: fx.Node, build: Builder) -> _Twin | None:
         """Sorted rows added up at sorted places."""
@@ -254,6 +254,16 @@ def _uncast(node: fx.Node) -> fx.Node:
     while node.target in _CASTS:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one value, be it computed twice."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
+        return a is b or (computed and _same(a.args, b.args))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and bool(a == b)
 
 
 def _counts(node: Any, num: int) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from passes.check import axis_of
 from passes.collectives import collective_name
@@ -58,10 +59,14 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 def _makes_elements(node: fx.Node) -> bool:
     """Whether the result's size may come from a constant rather than from an operand."""
+    if node.target is operator.getitem:
+        return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _tensors(n.meta["val"])]
     name = str(node.target)
-    made = sum(v.numel() for v in _tensors(node.meta["val"])) if node.target is not operator.getitem else 0
-    return not sizes or made > max(sizes) or ".new_" in name or "_like" in name
+    if not sizes or ".new_" in name or "_like" in name:
+        return True
+    constants = any(isinstance(a, int) for a in pytree.tree_leaves((node.args, node.kwargs)))
+    return constants and max(v.numel() for v in _tensors(node.meta["val"])) > max(sizes)
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:

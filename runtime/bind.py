@@ -161,11 +161,12 @@ def _start_gather(group: Group, dim: int, x: Tensor) -> Pending:
 
 
 def _scatter(group: Group, dim: int, **_: Any) -> Binding:
-    return Started(partial(_start_scatter, group, dim, False), partial(_start_scatter, group, dim, True))
+    start = partial(_start_scatter, group, dim)
+    return Started(start, start)
 
 
-def _start_scatter(group: Group, dim: int, scratch: bool, x: Tensor) -> Pending:
-    return group.reduce_scatter(x, dim % x.dim(), scratch)
+def _start_scatter(group: Group, dim: int, x: Tensor) -> Pending:
+    return group.reduce_scatter(x, dim % x.dim())
 
 
 def _reduce(group: Group, **_: Any) -> Binding:

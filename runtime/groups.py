@@ -6,7 +6,7 @@ starts at once and is finished by ``wait``; operations on one group are entered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -45,8 +45,8 @@ class Group(Protocol):
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         """The ranks' ``x``, one after the other along ``dim``."""
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
-        """This rank's part along ``dim`` of the sum of the ranks' ``x``; with ``scratch``, ``x`` may be overwritten."""
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        """This rank's part along ``dim`` of the sum of the ranks' ``x``."""
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Part ``i`` of ``x`` on ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
@@ -102,7 +102,7 @@ class SoloGroup:
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         return Finished(x)
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return Finished(x)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
@@ -110,24 +110,28 @@ class SoloGroup:
 
 
 class _Started:
-    """A torch ``Work``, the tensor that it fills, and what is to be done with it afterwards."""
+    """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
 
-    __slots__ = ("dim", "kept", "place", "result", "work")
+    ``kept`` lives until the transfer ends: Gloo does not hold what it reads from.
+    """
+
+    __slots__ = ("dim", "finish", "kept", "result", "works")
 
     def __init__(
-        self, work: Any, result: Tensor, dim: int = 0, place: tuple[int, int] | None = None, kept: object = None
+        self,
+        works: Sequence[Work],
+        result: Tensor,
+        finish: Callable[[Tensor, int], Tensor] | None = None,
+        dim: int = 0,
+        kept: object = None,
     ) -> None:
-        self.work, self.result, self.dim, self.place, self.kept = work, result, dim, place, kept
+        self.works, self.result, self.finish, self.dim, self.kept = works, result, finish, dim, kept
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        for work in self.works:
+            work.wait()
         self.kept = None
-        if self.place is not None:  # a part of what was summed up: a copy, so that the rest can go
-            return self.result.narrow(self.dim, *self.place).clone(memory_format=torch.contiguous_format)
-        return _join(self.result, self.dim) if self.dim >= 0 else self.result
-
-
-WHOLE = -1  # as _Started.dim: the result is complete as it is
+        return self.result if self.finish is None else self.finish(self.result, self.dim)
 
 
 def _parts(x: Tensor, dim: int, size: int) -> Tensor:
@@ -139,6 +143,10 @@ def _parts(x: Tensor, dim: int, size: int) -> Tensor:
 def _join(parts: Tensor, dim: int) -> Tensor:
     """The inverse of :func:`_parts`: ``[size, ...]`` joined along ``dim``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _total(parts: Tensor, dim: int) -> Tensor:
+    return parts.sum(0, dtype=parts.dtype)
 
 
 class TorchGroup:
@@ -153,39 +161,45 @@ class TorchGroup:
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        work = self.backend.allreduce([x], self._max if maximum else self._sum)
-        return _Started(work, x, WHOLE)
+        return _Started([self.backend.allreduce([x], self._max if maximum else self._sum)], x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         parts = _parts(x, split_dim, self.size)
         out = torch.empty_like(parts)
-        work = self.backend.alltoall_base(out, parts, [], [])
-        return _Started(work, out, concat_dim, kept=parts)
+        return _Started([self.backend.alltoall_base(out, parts, [], [])], out, _join, concat_dim, parts)
 
 
 class GlooGroup(TorchGroup):
-    """Gloo writes to strided tensors, and reduces and scatters by reducing all."""
+    """Gloo's own gathering copies twice, and its scattering reduction is a whole all-reduce.
+
+    A broadcast from every rank, and an exchange of parts that each adds up, take 0.3 to 0.9 of the time on two and on
+    four ranks (measured from 8 KB to 4 MB with torch 2.13).
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend)
+        self._from = [dist.BroadcastOptions() for _ in range(self.size)]
+        for rank, options in enumerate(self._from):
+            options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
-        shape = list(x.shape)
-        shape[dim] *= self.size
-        out = x.new_empty(shape)
-        work = self.backend.allgather([list(out.chunk(self.size, dim))], [x])
-        return _Started(work, out, WHOLE, kept=x)
+        out = x.new_empty((self.size, *x.shape))
+        parts = list(out.unbind(0))
+        parts[self.index].copy_(x)
+        works = [self.backend.broadcast([part], how) for part, how in zip(parts, self._from, strict=True)]
+        return _Started(works, out, _join, dim)
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
-        if not (scratch and x.is_contiguous()):
-            x = x.clone(memory_format=torch.contiguous_format)
-        length = x.shape[dim] // self.size
-        work = self.backend.allreduce([x], self._sum)
-        return _Started(work, x, dim, (self.index * length, length))
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        parts = _parts(x, dim, self.size)
+        out = torch.empty_like(parts)
+        return _Started([self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts)
 
 
 class NcclGroup(TorchGroup):
@@ -194,14 +208,12 @@ class NcclGroup(TorchGroup):
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        work = self.backend._allgather_base(out, x)
-        return _Started(work, out, dim, kept=x)
+        return _Started([self.backend._allgather_base(out, x)], out, _join, dim, x)
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         parts = _parts(x, dim, self.size)
         out = torch.empty_like(parts[0])
-        work = self.backend._reduce_scatter_base(out, parts)
-        return _Started(work, out, WHOLE, kept=parts)
+        return _Started([self.backend._reduce_scatter_base(out, parts)], out, kept=parts)
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down.

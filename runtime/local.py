@@ -26,6 +26,7 @@ from runtime.program import Program
 from runtime.state import check_weights
 from runtime.threads import ThreadWorld
 from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of
+from runtime.worker import run_program
 
 Model = nn.Module | Mapping[str, Tensor] | str | Path
 _SHARED_MEMORY = Path("/dev/shm")
@@ -70,16 +71,12 @@ def run_local(
         (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
         torch.save(by_path, folder / "inputs.pt")
         results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
-        request = {
-            "program": str(folder / "program.json"),
-            "weights": str(_written(program, weights, folder / "weights.safetensors")),
-            "inputs": str(folder / "inputs.pt"),
-            "seed": seed,
-            "outputs": outputs,
-            "grads": grads,
-            "steps": 1,
-        }
-        pool.run(request, results, timeout)
+        files = [
+            folder / "program.json",
+            _written(program, weights, folder / "weights.safetensors"),
+            folder / "inputs.pt",
+        ]
+        pool.call(run_program, *map(str, files), results, seed, outputs, grads, timeout=timeout)
         parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
     return joined(program, parts, _unread(program, model))
 

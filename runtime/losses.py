@@ -91,4 +91,3 @@ def loss_edges(program: Program) -> set[tuple[int, int, str]]:
         return set()
     source, count = loss_stage(program), len(program.stages)
     return {(stage, target, CHANNEL) for stage in range(count) for target in neighbours(stage, source, count)[1]}
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +44,10 @@ class LocalRanks:
     ) -> None:
         self.close()
 
-    def run(self, request: dict[str, Any], results: list[str], timeout: float) -> None:
-        """Send every rank ``request`` with its own entry of ``results``; return when all are done.
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+        """``function(*arguments)`` on every rank, inside the process group; what each returned.
+
+        The function must be importable by name, and what it is given and returns be picklable.
 
         Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
         seconds; all ranks are gone then.
@@ -53,9 +56,9 @@ class LocalRanks:
         if not self._children:
             self._start(timeout)
         try:
-            for child, result in zip(self._children, results, strict=False):
-                child.connection.send(("run", {**request, "result": result}))
-            self._collect("done", len(results), deadline, timeout)
+            for child in self._children:
+                child.connection.send(("call", (function, arguments)))
+            return self._collect("done", deadline, timeout)
         except BaseException:
             self.kill()
             raise
@@ -74,20 +77,22 @@ class LocalRanks:
         try:
             for rank in range(self.num_ranks):
                 self._children.append(self._server.fork({"rank": rank, **arguments}))
-            self._collect("ready", self.num_ranks, time.monotonic() + _START_S, _START_S)
+            self._collect("ready", time.monotonic() + _START_S, _START_S)
         except BaseException:
             self.kill()
             raise
 
-    def _collect(self, kind: str, count: int, deadline: float, timeout: float) -> None:
-        """Wait until the first ``count`` ranks have answered ``kind``."""
-        waiting = set(range(count))
+    def _collect(self, kind: str, deadline: float, timeout: float) -> list[Any]:
+        """What each rank answered, when all have."""
+        waiting = set(range(self.num_ranks))
+        results: dict[int, Any] = {}
         failures: list[Failure] = []
         while waiting:
             left = deadline - time.monotonic()
             answers = self._answers(waiting, left if not failures else min(left, _GRACE_S))
             for rank, (answer, content) in answers.items():
                 waiting.discard(rank)
+                results[rank] = content
                 if answer == "failed":
                     failures.append(Failure.from_data(content))
             if not answers and failures:
@@ -95,7 +100,8 @@ class LocalRanks:
             if not answers:
                 raise RankTimeout(self._late(waiting, kind, timeout))
         if failures:
-            raise RankError(tuple(failures), count)
+            raise RankError(tuple(failures), self.num_ranks)
+        return [results[rank] for rank in range(self.num_ranks)]
 
     def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
         """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""

@@ -141,7 +141,7 @@ class ThreadGroup:
 
         return self._meet("all_gather", x, compute, dim)
 
-    def reduce_scatter(self, x: Tensor, dim: int, scratch: bool = False) -> Pending:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
             return [part.contiguous() for part in _total(entries, False).chunk(self.size, dim)]
 

@@ -25,6 +25,8 @@ from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.weights import FileWeights
 
+Request = tuple[Callable[..., Any], tuple[Any, ...]]
+
 
 def main(
     connection: Connection, rank: int, world_size: int, store: str, threads: int, debug: bool, timeout_s: float
@@ -39,7 +41,7 @@ def main(
         with send_lock:
             connection.send((kind, content))
 
-    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    requests: queue.Queue[Request | None] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, requests, answer, threading.get_ident()), daemon=True).start()
     try:
         dist.init_process_group(
@@ -53,9 +55,9 @@ def main(
     except Exception as error:
         answer("failed", _failure(error, rank).to_data())
     while (request := requests.get()) is not None:
+        function, arguments = request
         try:
-            _run(**request)
-            answer("done", None)
+            answer("done", function(*arguments))
         except Exception as error:
             answer("failed", _failure(error, rank).to_data())
     sys.stdout.flush()
@@ -65,7 +67,7 @@ def main(
 
 def _listen(
     connection: Connection,
-    requests: queue.Queue[dict[str, Any] | None],
+    requests: queue.Queue[Request | None],
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
@@ -96,20 +98,19 @@ def _where(thread: int) -> str:
     return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
 
 
-def _run(
-    program: str, weights: str, inputs: str, result: str, seed: int, outputs: bool, grads: bool, steps: int
+def run_program(
+    program: str, weights: str, inputs: str, results: list[str], seed: int, outputs: bool, grads: bool
 ) -> None:
-    """One run: ``program``, ``weights`` and ``inputs`` are files, and so is ``result``, which it writes."""
+    """One step. ``program``, ``weights`` and ``inputs`` are files, and so are ``results``: this rank writes its own."""
     parsed = Program.model_validate_json(Path(program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return
     communicator = TorchCommunicator(parsed.world_size, default_device())
     batch = torch.load(inputs, weights_only=True)
     engine = Engine(parsed, FileWeights(Path(weights)), seed=seed, keep_outputs=outputs, communicator=communicator)
-    for _ in range(steps):
-        engine.step(batch)
+    engine.step(batch)
     part = part_of(engine, outputs, grads)
-    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, result)
+    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[dist.get_rank()])
 
 
 def _failure(error: Exception, rank: int) -> Failure:

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+import passes.experts  # noqa: F401  (registers its operators)
+
 aten = torch.ops.aten
 
 
 def operator(name: str) -> Any:
     """``mm`` is ``aten.mm.default``, ``sum.dim_IntList`` that overload."""
     name, _, overload = name.partition(".")
-    return getattr(getattr(aten, name), overload or "default")
+    packet = getattr(torch.ops.partition, name[11:]) if name.startswith("partition::") else getattr(aten, name)
+    return getattr(packet, overload or "default")
 
 
 def f(*shape: int) -> torch.Tensor:
@@ -307,6 +310,7 @@ LOSS = [
     case("cosine_similarity", f(4, 6), f(4, 6), 1),
 ]
 EXPERTS = [
+    case("partition::expert_mm", f(8, 4), f(4, 4, 6), i(4, 8)),
     case("_grouped_mm", f(8, 32).bfloat16(), f(4, 32, 32).bfloat16(), torch.tensor([3, 3, 5, 8], dtype=torch.int32)),
     case("_grouped_mm", f(4, 8, 32).bfloat16(), f(4, 32, 32).bfloat16()),
     case("histc", positive(8, 6), 4, 0, 1, grad=False),

@@ -41,8 +41,8 @@ def test_readme_names_only_files_that_exist():
 
 
 @pytest.mark.parametrize("name", ["plain_module", "hf_llama", "t5"])
-def test_example_runs(name: str, tmp_path: Path):
-    assert "1x" in execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path) or True
+def test_example_prints_its_plan(name: str, tmp_path: Path):
+    assert "proven optimal under the cost model" in execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
 
 
 def test_a_rule_shards_the_users_operator(tmp_path: Path):

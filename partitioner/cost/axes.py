@@ -7,7 +7,7 @@ passes between calls.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
@@ -18,9 +18,9 @@ from partitioner.cost.operators import Operand, backward_kernels, forward_kernel
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
-from passes.blocks import FoldedModel, TensorSpec
+from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
-from passes.layouts import READ_SHARDED, REPLICATED, Layout, local_shape
+from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
 from passes.shard import RESHARDS
 
@@ -98,14 +98,6 @@ class TensorCosts:
             return math.inf
         local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
         return 2.0 * local / self.device.memory_bandwidth
-
-    def besides(self, model: FoldedModel) -> float:
-        """The most that states and values between calls can add to an objective: what is left is calls alone."""
-        free = replace(self, sequence_parallel=None, _nodes={})
-        layouts = (REPLICATED, READ_SHARDED)
-        specs = [state.spec for state in model.states.values()]
-        held = sum(max(free.state(spec, layout, self.group.size) for layout in layouts) for spec in specs)
-        return held + sum(free.boundary(spec, REPLICATED) for spec in model.values.values())
 
 
 def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:

@@ -37,8 +37,8 @@ _NEEDS: dict[str, Need] = {
         "nothing",
     ),
     **dict.fromkeys(
-        """mul mm bmm mv dot matmul _grouped_mm expert_mm addmm addmv baddbmm linear einsum convolution conv1d conv2d conv3d
-        lerp""".split(),
+        """mul mm bmm mv dot matmul _grouped_mm expert_mm addmm addmv baddbmm linear einsum convolution conv1d conv2d
+        conv3d lerp""".split(),
         "others",
     ),
     **dict.fromkeys(

@@ -1,10 +1,10 @@
 """Best bound first over the points: evaluate until no bound beats the best plan found.
 
-A point's bound is made tighter in steps, each dearer than the one before and taken only when the point comes up: an
-estimate of all points at once, the stages of a relaxed problem, and a floor under a microbatch's time that takes
-communication into account. Only then is the point evaluated. Floors come from points that were evaluated before: per
-sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus something that
-grows no faster than the batch, and whatever divides the smaller batch divides the larger.
+A point's bound is made tighter in steps, each taken only when the point comes up: an estimate of all points at once,
+the stages of a relaxed problem, and a floor under a microbatch's time that takes communication into account. Only then
+is the point evaluated. Floors come from points that were evaluated before: per sample a smaller microbatch takes no
+less time than a larger one, since each cost is a start-up plus something that grows no faster than the batch, and
+whatever divides the smaller batch divides the larger.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def search(
     *,
     always: Iterable[Point | None] = (),
     left_out: Mapping[Point, str] | None = None,
-    floor: Callable[[int, int], float | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     time_limit_s: float = float("inf"),
     tolerance: float = 0.0,
@@ -115,8 +114,6 @@ def search(
         evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
         always: points that are evaluated whatever their bounds, first.
         left_out: points that are no candidates but are to be reported, and why.
-        floor: of (tp, microbatch size), the least seconds of one microbatch through all calls under any sharding,
-            collectives included; ``None`` where it is not known. It is asked only for the largest microbatches.
         tolerance: stop when no bound is better than the best plan by more than this share.
         progress: called before each evaluation.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
@@ -133,7 +130,7 @@ def search(
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, floor, progress, deadline, tolerance)
+        interrupted = _best_first(state, bounds, evaluate, progress, deadline, tolerance)
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -152,36 +149,27 @@ def _best_first(
     state: _State,
     bounds: Bounds,
     evaluate: Callable[[Point], Evaluated],
-    floor: Callable[[int, int], float | None] | None,
     progress: Callable[[Progress], None] | None,
     deadline: float,
     tolerance: float,
 ) -> bool:
     """Runs until nothing beats the best plan; whether it stopped before."""
-    steps: list[Callable[[Point], float]] = [bounds.refine]
-    if floor is not None:
-        steps.append(lambda p: _ask_floor(state, bounds, floor, p))
-    heap = [(row.bound, p, 0) for p, row in state.rows.items() if row.evaluated is None and row.error is None]
+    heap = [(row.bound, p, False) for p, row in state.rows.items() if row.evaluated is None and row.error is None]
     heapq.heapify(heap)
     while heap and heap[0][0] < state.best_time * (1 - tolerance):
         if time.monotonic() > deadline:
             return True
-        bound, point, step = heapq.heappop(heap)
-        if step == len(steps):
-            floored = _known_floor(state, bounds, point)
-            if floored > bound:
-                state.rows[point].bound = floored
-                heapq.heappush(heap, (floored, point, step))
-            else:
-                _evaluate(state, point, evaluate, progress, len(heap) + 1)
-            continue
+        bound, point, refined = heapq.heappop(heap)
         try:
-            bound = max(bound, steps[step](point))
+            tighter = max(bound, _known_floor(state, bounds, point) if refined else bounds.refine(point))
         except PartitionError as error:
             _infeasible(state.rows[point], error)
             continue
-        state.rows[point].bound = bound
-        heapq.heappush(heap, (bound, point, step + 1))
+        if refined and tighter == bound:
+            _evaluate(state, point, evaluate, progress, len(heap) + 1)
+        else:
+            state.rows[point].bound = tighter
+            heapq.heappush(heap, (tighter, point, True))
     return False
 
 
@@ -212,15 +200,6 @@ def _evaluate(
 def _infeasible(row: _Row, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
-
-
-def _ask_floor(state: _State, bounds: Bounds, floor: Callable[[int, int], float | None], point: Point) -> float:
-    """The bound from the floor of the largest microbatch that says something of the point's."""
-    sizes = {p.microbatch_size for p in state.rows if p.tp == point.tp and _says_of(p.microbatch_size, point)}
-    large = point.tp, max(sizes)
-    if large not in state.floors:
-        state.floors[large] = floor(*large)
-    return _known_floor(state, bounds, point)
 
 
 def _known_floor(state: _State, bounds: Bounds, point: Point) -> float:

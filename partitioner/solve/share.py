@@ -36,7 +36,8 @@ def _convolution(operands: list[Shape], result: Shape) -> float:
 
 # Floating-point operations of one call, from the shapes of its operands and of its first result.
 FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "matmul", "_grouped_mm", "partition::expert_mm"), _contraction),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "matmul"), _contraction),
+    **dict.fromkeys(("_grouped_mm", "partition::expert_mm"), _contraction),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _with_addend),
     "addbmm": _batches_added,
     "scaled_dot_product_attention": _attention,

@@ -13,12 +13,8 @@ from partitioner.topology.parts import Link
 from partitioner.units import bytes_text
 
 
-def least_shortage(problem: StageProblem) -> tuple[float, int, list[int]]:
-    """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
-    return _shortage(StageTables(problem))
-
-
 def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:
+    """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
     excess = [m - c for m, c in zip(tables.least_memory, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
     lacking = [float(excess[s][cuts[s], cuts[s + 1]]) for s in range(len(excess))]

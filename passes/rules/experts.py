@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 @family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Rows t with k features, experts e of matrices k n. Where experts are sharded, the rows of the other ranks' experts
-    are zero, a partial sum."""
+    """Rows t with k features, experts e of matrices k n. Where experts are sharded, the rows of the other ranks'
+    experts are zero, a partial sum."""
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return named(node, ["tk", "ekn", "t"], ["tn"], linear=each(0, 1), lower=lower)
 
 
 def _of_own_experts(local: Local) -> fx.Node:
-    x, weight, expert = local.operands
+    _, weight, expert = local.operands
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     first = local.call(aten.mul.Tensor, rank, shape(weight)[0])
     return local.copy(expert=local.call(aten.sub.Tensor, expert, first))

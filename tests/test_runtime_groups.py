@@ -1,0 +1,133 @@
+"""Collectives: threads and Gloo give what their definition says, on any dim and type; links keep their order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.errors import CommunicationError
+from runtime.groups import Communicator, Link, TorchCommunicator
+from runtime.pool import LocalRanks
+from runtime.threads import ThreadWorld
+
+RANKS = (0, 1)
+
+
+def operand(rank: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that is not dense, another one on each rank."""
+    return (torch.arange(32).reshape(4, 2, 4) * (rank + 1)).to(dtype).transpose(0, 2)
+
+
+def collectives(communicator: Communicator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every collective on every dim."""
+    communicator.prepare([RANKS], [Link(0, 1, "F"), Link(1, 0, "B"), Link(0, 1, "B")])
+    group = communicator.group(RANKS)
+    x = operand(communicator.rank, dtype)
+    found = {
+        "sum": group.all_reduce(x.contiguous()).wait(),
+        "max": group.all_reduce(x.contiguous(), maximum=True).wait(),
+    }
+    for dim in range(3):
+        found[f"gather {dim}"] = group.all_gather(x, dim).wait()
+        found[f"scatter {dim}"] = group.reduce_scatter(x, dim).wait()
+        for other in range(3):
+            found[f"exchange {dim} {other}"] = group.all_to_all(x, dim, other).wait()
+    return found
+
+
+def expected(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    parts = [operand(r, dtype) for r in RANKS]
+    found = {"sum": parts[0] + parts[1], "max": torch.maximum(*parts)}
+    for dim in range(3):
+        found[f"gather {dim}"] = torch.cat(parts, dim)
+        found[f"scatter {dim}"] = (parts[0] + parts[1]).chunk(2, dim)[rank]
+        for other in range(3):
+            found[f"exchange {dim} {other}"] = torch.cat([p.chunk(2, dim)[rank] for p in parts], other)
+    return found
+
+
+def in_order(communicator: Communicator) -> list[float]:
+    """Rank 0 sends 0, 1, 2 on one channel and 10 on another; rank 1 receives the other channel's first."""
+    communicator.prepare([RANKS], [Link(0, 1, "F"), Link(1, 0, "B"), Link(0, 1, "B")])
+    if communicator.rank == 0:
+        works = [communicator.send(torch.tensor([float(i)]), 1, "F") for i in range(3)]
+        works.append(communicator.send(torch.tensor([10.0]), 1, "B"))
+        for work in works:
+            work.wait()
+        return []
+    buffers = [torch.zeros(1) for _ in range(4)]
+    works = [communicator.recv(b, 0, "F") for b in buffers[:3]]
+    communicator.recv(buffers[3], 0, "B").wait()
+    for work in reversed(works):
+        work.wait()
+    return [b.item() for b in buffers]
+
+
+def on_threads(work: Callable[[Communicator], Any]) -> list[Any]:
+    world = ThreadWorld(2, timeout=20)
+    results: list[Any] = [None, None]
+    threads = [threading.Thread(target=lambda r=r: results.__setitem__(r, work(world.communicator(r)))) for r in RANKS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def collectives_on_gloo(dtype: torch.dtype) -> dict[str, Tensor]:
+    return collectives(TorchCommunicator(2, torch.device("cpu")), dtype)
+
+
+def in_order_on_gloo() -> list[float]:
+    return in_order(TorchCommunicator(2, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(2, debug=True) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32], ids=str)
+def test_threads(dtype: torch.dtype):
+    for rank, found in enumerate(on_threads(lambda c: collectives(c, dtype))):
+        same(found, expected(rank, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+def test_gloo(ranks: LocalRanks, dtype: torch.dtype):
+    for rank, found in enumerate(ranks.call(collectives_on_gloo, dtype)):
+        same(found, expected(rank, dtype))
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_channel_keeps_its_order_and_waits_for_no_other(ranks: LocalRanks):
+    assert on_threads(in_order)[1] == [0.0, 1.0, 2.0, 10.0]
+    assert ranks.call(in_order_on_gloo)[1] == [0.0, 1.0, 2.0, 10.0]
+
+
+def test_threads_that_do_not_agree_are_told_both_sides():
+    world = ThreadWorld(2, timeout=20)
+    groups = [world.communicator(rank).group(RANKS) for rank in RANKS]
+    groups[0].all_reduce(torch.zeros(2))
+    with pytest.raises(CommunicationError, match=r"enters all_gather.*the others are in all_reduce.* of \[2\]"):
+        groups[1].all_gather(torch.zeros(2), 0)
+
+
+def test_a_failure_releases_those_that_wait():
+    world = ThreadWorld(2, timeout=60)
+    pending = world.communicator(0).group(RANKS).all_reduce(torch.zeros(2))
+    threading.Timer(0.1, world.abort, ["rank 1 has failed"]).start()
+    with pytest.raises(CommunicationError, match="rank 1 has failed"):
+        pending.wait()

@@ -22,6 +22,7 @@ import runtime
 from partitioner import Plan, Topology, partition
 
 BATCH, SEQ, VOCAB = 8, 64, 512
+LEARNING_RATE = 3e-3
 
 
 def build() -> nn.Module:
@@ -50,7 +51,7 @@ def batch(step: int) -> dict[str, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--folder", type=Path, default=Path("out/train"))
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     options = parser.parse_args()

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from torch import fx
 
+from partitioner.cost.operators import is_view
 from partitioner.solve.sharding import DATA, ShardingSolution, solve_sharding
 from partitioner.solve.share import matmul_flops
 from passes.blocks import FoldedModel, ModelInput, TensorSpec
@@ -33,7 +34,9 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
         return global_batch
     sizes = [i.spec.shape[0] for i in model.inputs if i.spec.shape]
     if not sizes:
-        raise InputsError("no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch")
+        raise InputsError(
+            "no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch"
+        )
     return sizes[0]
 
 
@@ -72,7 +75,9 @@ def _work(model: FoldedModel) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def node_work(node: fx.Node) -> float:
-    """Matrix-multiply FLOPs plus elements made: enough to tell much from little."""
+    """Matrix-multiply FLOPs plus elements made: enough to tell much from little. A view is no work."""
+    if is_view(node):
+        return 0.0
     return float(matmul_flops(node) + sum(r.numel() for r in results_of(node)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,8 +20,8 @@ from partitioner.topology import Topology
 from passes.blocks import FoldedModel
 from passes.microbatch import split_batch
 
-# What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time of
-# all products and this many all-reduces.
+# What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
+# of all products and this many all-reduces.
 _UNDIVIDED = 10.0
 _UNDIVIDED_EXCHANGES = 1000.0
 
@@ -90,9 +89,7 @@ class Evaluator:
                 name: call_costs(block, machine.device, machine.groups, train=job.train)
                 for name, block in local.model.blocks.items()
             }
-        states = state_costs(
-            local.model.states, local.sharding.states, mesh, optimizer=job.optimizer, train=job.train
-        )
+        states = state_costs(local.model.states, local.sharding.states, mesh, optimizer=job.optimizer, train=job.train)
         problem = stage_problem(
             local.model,
             self._costs[key],
@@ -135,7 +132,7 @@ class Evaluator:
         return self._locals[key]
 
     def _tensor_costs(self, split: FoldedModel, machine: Machine, num_microbatches: int) -> TensorCosts:
-        """Costs on ``tp``. A mesh with ``tp`` is there to divide matrix products and weights: leaving one whole is dear.
+        """Costs on ``tp``, which is there to divide matrix products and weights: leaving one whole is dear.
 
         Without that price the best use of any axis is to split the batch, which ``dp`` does already.
         """
@@ -158,5 +155,3 @@ class Evaluator:
             undivided=dear / flops if flops else 0.0,
             state_price=dear / trained if trained else 0.0,
         )
-
-

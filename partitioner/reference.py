@@ -34,9 +34,33 @@ class Reference:
 class _Float64(TorchDispatchMode):
     """Every operator that asks for a narrower floating type gets float64."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(_widen, (args, kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped_mm(*args)
         return func(*args, **kwargs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+    """``torch._grouped_mm``, whose kernels know no float64: groups of rows, of columns, or of what is summed over."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = list(enumerate(slice(start, end) for start, end in zip([0, *ends], ends, strict=False)))
+    if a.dim() == b.dim() == 2:
+        return torch.stack([a[:, g] @ b[g] for _, g in groups])
+    if a.dim() == 2:
+        made = a.new_zeros(a.shape[0], b.shape[2])
+        for e, g in groups:
+            made[g] = a[g] @ b[e]
+        return made
+    made = a.new_zeros(a.shape[1], b.shape[1])
+    for e, g in groups:
+        made[:, g] = a[e] @ b[:, g]
+    return made
 
 
 def _widen(value: Any) -> Any:

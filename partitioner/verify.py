@@ -21,7 +21,7 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``output ...``, ``grad ...``)."""
+    """How far the programs are from the model. ``errors``: relative, by name: ``loss``, ``output ...``, ``grad ...``."""
 
     ok: bool
     max_error: float
@@ -43,7 +43,7 @@ def verify(
 ) -> Verification:
     """Compare outputs, loss and every gradient. ``loss``: what was given to ``partition``.
 
-    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where ``model`` or ``inputs`` are not the plan's.
+    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's.
     """
     program: Program = plan.program
     train = program.objective == "train"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any, Self
 
 from runtime.errors import Failure, RankError, RankTimeout
 from runtime.forkserver import Child, ForkServer, fork_server
+from runtime.messages import get, put
 
 _START_S = 60.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
@@ -52,12 +55,13 @@ class LocalRanks:
         Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
         seconds; all ranks are gone then.
         """
+        request = pickle.dumps((function, arguments))
         deadline = time.monotonic() + timeout
         if not self._children:
             self._start(timeout)
         try:
             for child in self._children:
-                child.connection.send(("call", (function, arguments)))
+                put(child.connection, "call", request)
             return self._collect("done", deadline, timeout)
         except BaseException:
             self.kill()
@@ -73,6 +77,7 @@ class LocalRanks:
             "threads": threads,
             "debug": self.debug,
             "timeout_s": max(timeout, _START_S),
+            "path": sys.path,
         }
         try:
             for rank in range(self.num_ranks):
@@ -110,7 +115,7 @@ class LocalRanks:
         for ready in wait([self._children[r].connection for r in ranks], max(timeout, 0.0)):
             rank = connections[id(ready)]
             try:
-                found[rank] = self._children[rank].connection.recv()
+                found[rank] = get(self._children[rank].connection)
             except (EOFError, OSError):
                 found[rank] = "failed", self._death(rank).to_data()
         return found
@@ -128,7 +133,7 @@ class LocalRanks:
     def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
         """What the ranks that have not answered are doing."""
         for rank in ranks:
-            self._children[rank].connection.send(("where", None))
+            put(self._children[rank].connection, "where")
         places: dict[int, str] = {}
         deadline = time.monotonic() + _LATE_S
         while len(places) < len(ranks) and time.monotonic() < deadline:
@@ -151,7 +156,7 @@ class LocalRanks:
         """Let the ranks leave, and make sure that they do."""
         for child in self._children:
             try:
-                child.connection.send(("leave", None))
+                put(child.connection, "leave")
             except OSError:
                 continue
         for child in self._children:

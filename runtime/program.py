@@ -21,7 +21,21 @@ AXES = ("pp", "dp", "cp", "tp", "ep")  # outermost first: neighbouring ranks dif
 FORMAT_VERSION = 1
 
 Op = Literal[
-    "LOAD", "TOTAL_F", "TOTAL", "RECV_F", "F", "SEND_F", "RECV_B", "B", "I", "W", "SEND_B", "REDUCE", "SYNC", "FREE", "STEP"
+    "LOAD",
+    "TOTAL_F",
+    "TOTAL",
+    "RECV_F",
+    "F",
+    "SEND_F",
+    "RECV_B",
+    "B",
+    "I",
+    "W",
+    "SEND_B",
+    "REDUCE",
+    "SYNC",
+    "FREE",
+    "STEP",
 ]
 
 
@@ -147,7 +161,7 @@ class InputData(Data):
 
 
 class OutputData(Data):
-    """A leaf of the model's result. ``batch``: ``S<dim>`` joined, ``P`` added up, ``R`` the same in every microbatch."""
+    """A leaf of the model's result. ``batch``: ``S<dim>`` joined, ``P`` added up, ``R`` alike in every microbatch."""
 
     path: str
     value: str | None = None
@@ -264,9 +278,7 @@ class RankProgram(Data):
     @cached_property
     def states(self) -> dict[str, Layout]:
         """The states that this rank holds, and their layout over ``tp``."""
-        return {
-            name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages
-        }
+        return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:
         return self.model_copy(update={"own": instructions})

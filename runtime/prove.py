@@ -8,7 +8,8 @@
   gradient that is taken before all that flows into it has arrived;
 * a state whose gradient is not added up exactly once over its stages and over the axes that it needs;
 * ranks that disagree on a collective, a send or a receive, or that wait for each other for ever;
-* a value or gradient that is said to be whole over ``tp`` but differs from rank to rank;
+* a value or gradient that is said to be whole over ``tp`` but differs from rank to rank, a collective of a graph that
+  is given a whole value where it wants parts, or parts where it wants the whole;
 * a rank that needs more memory than it may have, where limits are given.
 
 What it refuses although it might run to the same end: anything that is done twice (loaded, run, freed, reduced,

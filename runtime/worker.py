@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -22,16 +23,26 @@ from runtime.errors import Failure, InstructionError
 from runtime.execute import Executor
 from runtime.failures import instruction_text, is_secondary
 from runtime.groups import TorchCommunicator
+from runtime.messages import get, put
 from runtime.program import Program
 from runtime.weights import FileWeights
 
-Request = tuple[Callable[..., Any], tuple[Any, ...]]
-
 
 def main(
-    connection: Connection, rank: int, world_size: int, store: str, threads: int, debug: bool, timeout_s: float
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    threads: int,
+    debug: bool,
+    timeout_s: float,
+    path: list[str],
 ) -> None:
-    """Join the others, then serve requests until the other side closes the connection."""
+    """Join the others, then serve requests until the other side closes the connection.
+
+    ``path``: the owner's ``sys.path``, so that what it names is found.
+    """
+    sys.path[:] = path
     torch.set_num_threads(threads)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if debug else "OFF"
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
@@ -39,9 +50,9 @@ def main(
 
     def answer(kind: str, content: Any) -> None:
         with send_lock:
-            connection.send((kind, content))
+            put(connection, kind, content)
 
-    requests: queue.Queue[Request | None] = queue.Queue()
+    requests: queue.Queue[bytes | None] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, requests, answer, threading.get_ident()), daemon=True).start()
     try:
         dist.init_process_group(
@@ -55,8 +66,8 @@ def main(
     except Exception as error:
         answer("failed", _failure(error, rank).to_data())
     while (request := requests.get()) is not None:
-        function, arguments = request
         try:
+            function, arguments = pickle.loads(request)  # here: what it imports may fail
             answer("done", function(*arguments))
         except Exception as error:
             answer("failed", _failure(error, rank).to_data())
@@ -67,14 +78,14 @@ def main(
 
 def _listen(
     connection: Connection,
-    requests: queue.Queue[Request | None],
+    requests: queue.Queue[bytes | None],
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
     """Pass requests on; say where the main thread is, when asked, even while it hangs."""
     while True:
         try:
-            kind, content = connection.recv()
+            kind, content = get(connection)
         except (EOFError, OSError):
             os._exit(0)
         if kind == "where":

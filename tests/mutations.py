@@ -1,4 +1,4 @@
-"""Random small damage to a valid program: to the list of one rank, to that of a whole stage, or to the program's data."""
+"""Random small damage to a valid program: to one rank's list, to that of a whole stage, or to the program's data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class Mutant:
 
     @property
     def lists(self) -> Lists:
-        ranks = range(self.program.world_size)
-        return {
-            r: self.edited[r].instructions if r in self.edited else self.program.rank(r).instructions for r in ranks
-        }
+        ranks = {r: self.program.rank(r) for r in range(self.program.world_size)} | self.edited
+        return {r: rank.instructions for r, rank in ranks.items()}
 
 
 def mutate(program: Program, random_: random.Random) -> Mutant:
@@ -192,28 +190,25 @@ def gradients(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
 
 
 LIST_MUTATIONS = {
-    f.__name__ if hasattr(f, "__name__") and f.__name__ != "mutation" else name: f
-    for name, f in {
-        "swap": swap,
-        "swap neighbours": swap_neighbours,
-        "drop": drop,
-        "duplicate": duplicate,
-        "repeat": repeat,
-        "move": move,
-        "free early": free_early,
-        "peer": peer,
-        "microbatch": microbatch,
-        "calls": calls,
-        "bucket": bucket,
-        "axes": axes,
-        "fewer values": fewer_values,
-        "other values": other_values,
-        "shuffled values": shuffled_values,
-        "synced states": synced,
-        "operation": operation,
-        "stage": stage_number,
-        "gradients": gradients,
-    }.items()
+    "swap": swap,
+    "swap neighbours": swap_neighbours,
+    "drop": drop,
+    "duplicate": duplicate,
+    "repeat": repeat,
+    "move": move,
+    "free early": free_early,
+    "peer": peer,
+    "microbatch": microbatch,
+    "calls": calls,
+    "bucket": bucket,
+    "axes": axes,
+    "fewer values": fewer_values,
+    "other values": other_values,
+    "shuffled values": shuffled_values,
+    "synced states": synced,
+    "operation": operation,
+    "stage": stage_number,
+    "gradients": gradients,
 }
 
 

@@ -123,14 +123,10 @@ class Rank:
 
     def flags(self, position: int) -> tuple[tuple[bool, ...], ...]:
         call, program = self.stage.calls[position], self.program
+        states = [program.states[s] for s in call.states]
         return (
             tuple(program.values[v].requires_grad for v in call.inputs),
-            tuple(
-                program.objective == "train"
-                and program.states[s].kind == "parameter"
-                and program.states[s].requires_grad
-                for s in call.states
-            ),
+            tuple(program.objective == "train" and s.kind == "parameter" and s.requires_grad for s in states),
             tuple(program.values[v].requires_grad for v in call.outputs),
         )
 
@@ -205,10 +201,9 @@ class Rank:
                     if need:
                         self.gradients.setdefault((value, i.microbatch), Counter())[term("for input", made, k)] += 1
             if part != "I":
-                whole = made if part == "B" else made
                 for k, (state, need) in enumerate(zip(call.states, needs_states, strict=True)):
                     if need:
-                        self.states[state][term("for state", whole, k)] += 1
+                        self.states[state][term("for state", made, k)] += 1
 
     def gradient(self, value: str, microbatch: int) -> Term:
         parts = Counter(self.gradients.get((value, microbatch), Counter()))

@@ -85,7 +85,7 @@ def test_the_last_backward_is_cut_so_that_reductions_start_behind_it():
     tail = [i for i in program.stages[0].instructions if i.op in ("B", "REDUCE", "STEP")]
     shown = [f"B{i.microbatch}{list(i.calls)}" if i.calls else str(i) for i in tail]
     assert shown == ["B0[2, 7]", "B1[4, 7]", "0REDUCE:0", "B1[3, 4]", "0REDUCE:1", "B1[2, 3]", "0REDUCE:2", "0STEP"]
-    assert [b.states for b in program.stages[0].buckets][0] == ("head.w", "layers.1.up", "layers.1.down")
+    assert program.stages[0].buckets[0].states == ("head.w", "layers.1.up", "layers.1.down")
 
 
 def test_a_small_model_has_one_bucket_for_each_group():

@@ -1,4 +1,4 @@
-"""What users do wrong: each a typed error that says what was expected, what came and what to do, before anything runs."""
+"""What users do wrong: a typed error that says what was expected, what came and what to do, before anything runs."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from examples.train import LEARNING_RATE, batch, build
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -51,17 +54,26 @@ def test_a_rule_shards_the_users_operator(tmp_path: Path):
     assert "example.swiglu" not in after
 
 
-def test_training_resumes_under_another_plan(tmp_path: Path):
+def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
     def train(processes: int, *arguments: str) -> list[float]:
-        script = str(ROOT / "examples" / "train.py")
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-        printed = execute(*launcher, script, "--folder", "train", *arguments, cwd=tmp_path)
+        script = str(ROOT / "examples" / "train.py")
+        printed = execute(*launcher, script, "--steps", "3", "--folder", "train", *arguments, cwd=tmp_path)
         return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
-    whole = train(4, "--steps", "6", "--folder", "whole")
-    first = train(4, "--steps", "3")
-    rest = train(2, "--steps", "3", "--resume")
-    assert first + rest == pytest.approx(whole, rel=1e-3)
+    losses = train(4) + train(2, "--resume")
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    expected = []
+    for step in range(6):
+        loss = model(**batch(step)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def partition(
     optimizer: str = "adamw",
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """Plan how ``model`` runs on ``topology``: a program for every rank; together they compute what the model computes.
+    """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
 
     Args:
         model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program.

@@ -21,7 +21,7 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the programs are from the model. ``errors``: relative, by name: ``loss``, ``output ...``, ``grad ...``."""
+    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``)."""
 
     ok: bool
     max_error: float

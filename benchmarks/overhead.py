@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio is above its limit")
     options = parser.parse_args(arguments)
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     measure: Callable[[Job], Outcome] = partial(
         run, repetitions=12 if options.quick else 48, budget_s=10 if options.quick else 45
     )

@@ -200,7 +200,6 @@ def show(name: str, out: Show) -> bool:
 
 def main() -> int:
     start = time.perf_counter()
-    torch.set_num_threads(os.cpu_count() or 1)
     out = Show()
     results = {name: show(name, out) for name in MODELS}
     out.console.rule()

@@ -42,8 +42,8 @@ def partition(
 
     Args:
         model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program.
-        inputs: one whole global batch; a tuple is positional, a dict keyword arguments. ``None``: the exported program's
-            own, or a Hugging Face model's dummy inputs.
+        inputs: one whole global batch; a tuple is positional, a dict keyword arguments. ``None``: the exported
+            program's own, or a Hugging Face model's dummy inputs.
         global_batch: the inputs' batch is only a sample of this many.
         loss: makes the scalar loss of the model's output; ``None``: the output is, or has, the loss.
         constraints: what is given is fixed.

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import fx
 
 from passes.blocks import Block
-from passes.gradients import differentiable
+from passes.gradients import differentiable, stops_gradient
 
 
 class Run(Protocol):
@@ -36,7 +36,7 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
         reached[node] = frozenset([position] if differentiable(node.meta["val"]) else [])
     for node in block.graph.nodes:
         if node.op == "call_function":
-            stops = node.meta.get("grad_off", False) or not differentiable(node.meta["val"])
+            stops = stops_gradient(node) or not differentiable(node.meta["val"])
             reached[node] = frozenset() if stops else frozenset().union(*(reached[n] for n in node.all_input_nodes))
     return tuple(tuple(sorted(reached[n])) for n in block.outputs)
 

@@ -52,7 +52,7 @@ class Differentiated:
     ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``.
 
-    ``saved`` are joint node names; a state or an input that is saved stands there under its placeholder's name.
+    ``saved`` are names of joint nodes; a state or an input that is saved is one of ``forward.inputs``.
     Positions count the block's outputs, inputs and states. A gradient may be ``None``: zero.
     """
 
@@ -110,7 +110,7 @@ def _empty(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Interpret ``graph``; operators on ``meta`` run on ``device``, and a value marked ``grad_off`` stops gradients."""
+    """Interpret ``graph``; operators on ``meta`` run on ``device``."""
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list
             where = {k: node.meta.get(k, "") for k in ("path", "source")}
             with fx.traceback.annotate(where):
                 result = node.target(*args, **kwargs)
-            env[node] = result.detach() if node.meta.get("grad_off") and isinstance(result, Tensor) else result
+            env[node] = result
     raise AssertionError("a block's graph ends in an output node")
 
 

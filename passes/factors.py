@@ -70,7 +70,7 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
     nodes = operands_of(node)
     factors = factors_of(node)
     carries = needs_gradient(node)
-    reads = tuple(READ_SHARDED if carries and needs_gradient(o) else REPLICATED for o in nodes)
+    reads = tuple(READ_SHARDED if needs_gradient(o) else REPLICATED for o in nodes)
     makes = tuple(READ_SHARDED if carries and differentiable(r) else REPLICATED for r in results_of(node))
     found = [Strategy(None, (), (REPLICATED,) * len(nodes), (REPLICATED,) * len(makes))]
     if READ_SHARDED in reads:

@@ -9,9 +9,15 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block, FoldedModel
+
+
+def stops_gradient(node: fx.Node) -> bool:
+    """Whether no gradient passes ``node``, whatever reads it."""
+    return bool(node.target == torch.ops.aten.detach.default)
 
 
 def differentiable(value: Any) -> bool:
@@ -29,7 +35,7 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
         elif node.op == "call_function":
             node.meta["grad"] = (
                 differentiable(node.meta["val"])
-                and not node.meta.get("grad_off", False)
+                and not stops_gradient(node)
                 and any(n.meta["grad"] for n in node.all_input_nodes)
             )
             if node.target is operator.getitem:

@@ -28,7 +28,7 @@ def run_graph(graph: fx.Graph, arguments: Sequence[Tensor], device: torch.device
                 for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()
             }
             result = node.target(*args, **kwargs)
-            env[node] = result.detach() if node.meta.get("grad_off") and isinstance(result, Tensor) else result
+            env[node] = result
     raise AssertionError("a graph ends in an output node")
 
 

@@ -45,7 +45,7 @@ def signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Sign
     rows = []
     for node in nodes:
         kwargs = tuple([(k, encode(v)) for k, v in sorted(node.kwargs.items())]) if node.kwargs else ()
-        rows.append((node.target, encode(node.args), kwargs, bool(node.meta.get("grad_off"))))
+        rows.append((node.target, encode(node.args), kwargs))
         index[node] = len(index)
     key = (
         tuple(rows),

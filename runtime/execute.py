@@ -7,6 +7,7 @@ early and finished at the first instruction that reads them. A step is then a lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from runtime.gradients import Gradients
 from runtime.groups import Communicator
 from runtime.losses import LossSum
 from runtime.program import InputData, Instruction, RankProgram
-from runtime.transfers import RECEIVING, Receive, Sender, Slot, early_starts, slots_read
+from runtime.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
 
 Action = Callable[[], None]
 
@@ -90,6 +91,7 @@ class Executor:
         instructions = self.rank.instructions
         receives = {i: self._receive(ins) for i, ins in enumerate(instructions) if self._arrives(ins)}
         starts = early_starts(instructions)
+        arrived = arrivals(self.rank)
         open_: dict[Slot, int] = {}
         actions: list[tuple[int, Action]] = []
         if self._loss is not None:
@@ -97,6 +99,7 @@ class Executor:
 
         def finish(index: int) -> None:
             actions.append((index, receives[index].finish))
+            actions.extend((index, partial(self.sender.release, *sent)) for sent in arrived.get(index, ()))
             for slot in receives[index].slots:
                 open_.pop(slot, None)
 

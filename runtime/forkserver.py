@@ -107,6 +107,7 @@ def serve(fd: int) -> None:
     """The server's loop on its end of the socket, until the client's end is closed."""
     from runtime import worker
 
+    worker.preload()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then closes the socket
     requests = socket.socket(fileno=fd)
     statuses: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,9 @@ from runtime.program import Instruction, RankProgram, Stage
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
 RECEIVING = frozenset({"RECV_F", "RECV_B"})
+SENDING = frozenset({"SEND_F", "SEND_B"})
 Slot = tuple[str, int, str]  # "F" (a value) or "B" (its gradient), microbatch, name
+Direction = tuple[int, str]  # a stage, and the channel to it
 
 
 class Receive:
@@ -64,27 +67,82 @@ class Sender:
         self.rank = rank
         self.env = env
         self.communicator = communicator
-        self._under_way: list[tuple[Work, Tensor]] = []
+        self._under_way: dict[Direction, deque[tuple[Work, Tensor]]] = {}
+        self._released: dict[Direction, int] = {}
 
     def action(self, instruction: Instruction) -> Callable[[], None]:
         assert instruction.peer is not None
         assert instruction.microbatch is not None
         channel, microbatch, values = instruction.op[-1], instruction.microbatch, instruction.values
         target = self.rank.peer(instruction.peer)
+        under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
             held = self.env.values[microbatch]
             for value in values:
                 tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)
                 tensor = tensor.contiguous()
-                self._under_way.append((self.communicator.send(tensor, target, channel), tensor))
+                under_way.append((self.communicator.send(tensor, target, channel), tensor))
 
         return send
 
+    def release(self, direction: Direction, count: int) -> None:
+        """Forget the first ``count`` tensors of the step that went in ``direction``: they have arrived."""
+        under_way = self._under_way[direction]
+        for _ in range(count - self._released.get(direction, 0)):
+            under_way.popleft()[0].wait()
+        self._released[direction] = max(count, self._released.get(direction, 0))
+
     def finish(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for work, _ in under_way:
-            work.wait()
+        for under_way in self._under_way.values():
+            while under_way:
+                under_way.popleft()[0].wait()
+        self._released.clear()
+
+
+def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
+    """For each of ``rank``'s receives, the sends that it proves to have arrived: ``(direction, how many tensors)``.
+
+    What a peer sends after it has read what it got shows that it got it. Gloo does not tell whether a send has ended,
+    and to wait for all until the end of the step would keep every microbatch's gradients.
+    """
+    found: dict[int, list[tuple[Direction, int]]] = {}
+    stages = rank.program.stages
+    me = rank.stage_index
+    for peer in {i.peer for i in rank.instructions if i.op in SENDING and i.peer not in (None, me)}:
+        assert peer is not None
+        theirs = stages[peer].instructions
+        reads = _first_reads(stages[peer], me)
+        answers = {
+            c: [j for j, i in enumerate(theirs) if i.op == f"SEND_{c}" and i.peer == me for _ in i.values]
+            for c in ("F", "B")
+        }
+        taken = {"F": 0, "B": 0}
+        for index, instruction in enumerate(rank.instructions):
+            if instruction.op not in RECEIVING or instruction.peer != peer:
+                continue
+            channel = instruction.op[-1]
+            taken[channel] += len(instruction.values)
+            sent_at = answers[channel][taken[channel] - 1] if 0 < taken[channel] <= len(answers[channel]) else -1
+            for sent, places in reads.items():
+                count = sum(size for read_at, size in places if read_at < sent_at)
+                if count:
+                    found.setdefault(index, []).append(((peer, sent), count))
+    return found
+
+
+def _first_reads(stage: Stage, source: int) -> dict[str, list[tuple[int, int]]]:
+    """For each channel, the receives of ``stage`` from ``source`` in order: (where it is first read, its tensors)."""
+    reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
+    for index, instruction in enumerate(stage.instructions):
+        if instruction.op in RECEIVING and instruction.peer == source:
+            channel = instruction.op[-1]
+            slots = {(channel, instruction.microbatch, v) for v in instruction.values}
+            later = enumerate(stage.instructions[index + 1 :], index + 1)
+            read_at = next((j for j, i in later if slots & set(slots_read(i, stage))), len(stage.instructions))
+            latest = max([read_at, *(place for place, _ in reads[channel])])  # a channel is released in its order
+            reads[channel].append((latest, len(instruction.values)))
+    return reads
 
 
 def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:

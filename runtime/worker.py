@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from runtime.collect import part_of
 from runtime.engine import Engine, default_device
@@ -26,6 +28,12 @@ from runtime.groups import TorchCommunicator
 from runtime.messages import get, put
 from runtime.program import Program
 from runtime.weights import FileWeights
+
+
+def preload() -> None:
+    """Import what torch leaves to the first trace; but touch no autograd, whose engine does not survive a fork."""
+    with FakeTensorMode(), torch.no_grad():
+        make_fx(torch.neg)(torch.empty(1))
 
 
 def main(

@@ -150,7 +150,7 @@ def saved_by_autograd(made: Block) -> tuple[int, tuple[bool, ...]]:
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
                 kwargs = {k: torch.device("cpu") if v == META else v for k, v in kwargs.items()}
                 result = node.target(*args, **kwargs)
-                env[node] = result.detach() if node.meta.get("grad_off") else result
+                env[node] = result
     given_ = [env[n].untyped_storage().data_ptr() for n in made.placeholders]  # type: ignore[attr-defined]
     inside = sum(size for pointer, size in saved.items() if pointer not in given_)
     return inside, tuple(pointer in saved for pointer in given_[len(made.states) :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,6 +75,15 @@ def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
         optimizer.step()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_benchmark_ends_with_one_line_of_json(tmp_path: Path):
+    printed = execute(
+        str(ROOT / "benchmarks" / "overhead.py"), "--quick", "--json", "--only", "dp2/mlp64", cwd=tmp_path
+    )
+    ratios = json.loads(printed.splitlines()[-1])["ratios"]
+    assert list(ratios) == ["dp2/mlp64/ddp"]
 
 
 @pytest.mark.slow

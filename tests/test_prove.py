@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_a_thousand_damaged_programs(seed: int):
         assert error.instruction, mutant.what
         assert 0 <= error.rank < programs[k].world_size
         assert outcome != results[k] or is_documented(error), f"{mutant.what} is harmless, but refused: {error}"
+
+
+def test_a_thousand_ranks_take_seconds():
+    """16 stages of 4 calls, 16 x 4 ranks each, 32 microbatches; one rank's list is its own."""
+    program = tiny_program(16, 16, 4, 32, num_layers=61)
+    own = edited(program, 5, lambda code: code.insert(-1, code.pop(place(code, "0FREE31"))))
+    start = time.process_time()
+    assert prove(program).ranks == prove(program, own).ranks == 1024
+    assert time.process_time() - start < 30
 
 
 def run(mutant: Mutant) -> Any:

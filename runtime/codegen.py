@@ -285,8 +285,7 @@ class _Writer:
 
 def _word(node: fx.Node | None) -> str:
     """What a traceback calls a node's function: ``mm``."""
-    return (
-        "constant"
-        if node is None
-        else re.sub(r"\W", "_", str(node.target).split(".")[-2] if "." in str(node.target) else node.name)
-    )
+    if node is None:
+        return "constant"
+    parts = str(node.target).split(".")  # aten.mm.default
+    return re.sub(r"\W", "_", parts[1] if len(parts) == 3 else node.name)

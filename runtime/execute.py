@@ -57,7 +57,6 @@ class Executor:
         watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss
-        self.watched = watched
         self.calls = [
             BoundCall(self.binder, self.env, i, states, gradients.sinks, watched) for i in range(len(rank.stage.calls))
         ]

@@ -251,12 +251,22 @@ class TorchCommunicator:
             key = self._key(link)
             if key not in _links:
                 _links[key] = self._open((key.source, key.target), f"link {key.channel}")
+                if self._on_gpu:
+                    self._connect(_links[key], key)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) > 1 and ranks not in _made:
             backend = self._open(ranks, "group")
             _made[ranks] = NcclGroup(backend) if self._on_gpu else GlooGroup(backend)
+            if self._on_gpu:
+                _made[ranks].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
         return self.group(ranks)
+
+    def _connect(self, backend: Any, link: Link) -> None:
+        """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
+        one = torch.zeros(1, device=self.device)
+        transfer = backend.send if link.source == self.rank else backend.recv
+        transfer([one], int(link.source == self.rank), 0).wait()
 
     def _key(self, link: Link) -> Link:
         """The link whose backend carries ``link``. Gloo has tags, one per channel, and serves both directions at once;

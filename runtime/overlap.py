@@ -8,7 +8,6 @@ their order: all ranks that run the graph enter them alike.
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -84,13 +83,19 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+# Operators made of others that always give a tensor of their own; of the rest, some give back what they got (type_as).
+_FRESH = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
+
+
 def aliases(node: fx.Node) -> bool:
     """Whether ``node``'s value may share memory with its first operand's."""
-    if node.target is operator.getitem:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return any(r.alias_info is not None for r in node.target._schema.returns)
-    return True
+    if any(r.alias_info is not None for r in target._schema.returns):
+        return True
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return bool(composite) and target not in _FRESH
 
 
 def families(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:

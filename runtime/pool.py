@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -17,7 +18,7 @@ from runtime.errors import Failure, RankError, RankTimeout
 from runtime.forkserver import Child, ForkServer, fork_server
 from runtime.messages import get, put
 
-_START_S = 60.0  # for all ranks to have found each other
+_START_S = 120.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
 _LATE_S = 1.0  # to say where they are, after the time is out
 
@@ -56,12 +57,13 @@ class LocalRanks:
         seconds; all ranks are gone then.
         """
         request = pickle.dumps((function, arguments))
-        deadline = time.monotonic() + timeout
         if not self._children:
             self._start(timeout)
+        deadline = time.monotonic() + timeout
         try:
             for child in self._children:
-                put(child.connection, "call", request)
+                with contextlib.suppress(OSError):  # it has died, and is found to have below
+                    put(child.connection, "call", request)
             return self._collect("done", deadline, timeout)
         except BaseException:
             self.kill()
@@ -133,7 +135,8 @@ class LocalRanks:
     def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
         """What the ranks that have not answered are doing."""
         for rank in ranks:
-            put(self._children[rank].connection, "where")
+            with contextlib.suppress(OSError):
+                put(self._children[rank].connection, "where")
         places: dict[int, str] = {}
         deadline = time.monotonic() + _LATE_S
         while len(places) < len(ranks) and time.monotonic() < deadline:
@@ -155,10 +158,8 @@ class LocalRanks:
     def close(self) -> None:
         """Let the ranks leave, and make sure that they do."""
         for child in self._children:
-            try:
+            with contextlib.suppress(OSError):
                 put(child.connection, "leave")
-            except OSError:
-                continue
         for child in self._children:
             child.connection.poll(5.0)
         self.kill()

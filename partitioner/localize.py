@@ -1,8 +1,4 @@
-"""From the folded model to what one rank runs: the batch split, then ``tp`` sharded.
-
-Everything here is per block type and cached: candidates of the search that share a microbatch share the split model,
-and those that share ``tp`` as well share the solved sharding.
-"""
+"""From the model of one microbatch to what one rank runs: ``tp`` sharded, and where everything lives."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sh
 from passes.blocks import FoldedModel, TensorSpec
 from passes.fuse import fuse_bias
 from passes.layouts import REPLICATED, Layout, local_shape
-from passes.microbatch import split_batch
 from passes.shard import shard_block
 
 
@@ -23,14 +18,6 @@ class LocalModel:
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
     sharding: ShardingSolution
-
-
-def local_model(
-    model: FoldedModel, batch: ShardingSolution, num_microbatches: int, dp: int, tp: int, costs: ShardingCosts
-) -> LocalModel:
-    """The model of one microbatch on one rank, sharded over ``tp`` at the least cost."""
-    split = split_batch(model, batch.blocks, batch.values, num_microbatches, dp)
-    return shard_tensors(split, tp, costs)
 
 
 def shard_tensors(split: FoldedModel, tp: int, costs: ShardingCosts) -> LocalModel:

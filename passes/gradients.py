@@ -72,27 +72,3 @@ def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
 def _trainable(model: FoldedModel, name: str) -> bool:
     state = model.states.get(name)
     return state is not None and state.kind == "parameter" and state.requires_grad
-
-
-def useful_gradients(model: FoldedModel, needed: set[str]) -> set[str]:
-    """Of the values that need a gradient, those from which the loss is reached: the others' gradient is zero."""
-    if model.loss is None:
-        return set()
-    live = {model.loss}
-    for call in reversed(model.calls):
-        block = model.blocks[call.block]
-        outputs = [n for n, v in zip(block.outputs, call.outputs, strict=True) if v in live and v in needed]
-        reached = _ancestors(outputs)
-        live |= {v for p, v in zip(block.inputs, call.inputs, strict=True) if p in reached and v in needed}
-    return live & (needed | {model.loss})
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[str]:
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node.meta.get("grad", True):
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return {n.name for n in seen}

@@ -73,7 +73,7 @@ class Engine:
         self.steps = 0
         source = None if weights is None else weights_of(weights)
         self._shards = load_states(self.rank_program, source, self.device)
-        if isinstance(source, FileWeights):
+        if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
         self._parameters = parameters_of(self.rank_program, self._shards)

@@ -126,6 +126,8 @@ def run_threads(
         thread.start()
     for thread in threads:
         thread.join()
+    if isinstance(weights, FileWeights) and weights is not model:
+        weights.close()
     if failures:
         raise RankError(tuple(failures), program.world_size)
     return joined(program, [parts[r] for r in sorted(parts)], _unread(program, model))

@@ -118,8 +118,10 @@ class FileWeights:
         return None
 
     def close(self) -> None:
-        self._stack.close()
-        self._open.clear()
+        """Close the files; reading opens them again."""
+        with self._lock:
+            self._stack.close()
+            self._open.clear()
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(name)

@@ -27,7 +27,6 @@ from runtime.failures import instruction_text, is_secondary
 from runtime.groups import TorchCommunicator
 from runtime.messages import get, put
 from runtime.program import Program
-from runtime.weights import FileWeights
 
 
 def preload() -> None:
@@ -126,7 +125,7 @@ def run_program(
         return
     communicator = TorchCommunicator(parsed.world_size, default_device())
     batch = torch.load(inputs, weights_only=True)
-    engine = Engine(parsed, FileWeights(Path(weights)), seed=seed, keep_outputs=outputs, communicator=communicator)
+    engine = Engine(parsed, weights, seed=seed, keep_outputs=outputs, communicator=communicator)
     engine.step(batch)
     part = part_of(engine, outputs, grads)
     torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[dist.get_rank()])

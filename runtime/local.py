@@ -126,7 +126,7 @@ def run_threads(
         thread.start()
     for thread in threads:
         thread.join()
-    if isinstance(weights, FileWeights) and weights is not model:
+    if isinstance(weights, FileWeights):
         weights.close()
     if failures:
         raise RankError(tuple(failures), program.world_size)

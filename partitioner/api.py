@@ -10,19 +10,17 @@ from torch.export import ExportedProgram
 
 from partitioner.batch import batch_size, shard_batch
 from partitioner.constraints import Constraints
-from partitioner.emit import emit
 from partitioner.evaluate import Job
 from partitioner.explore import explore
-from partitioner.localize import layouts_of
+from partitioner.finish import emit_program, planned_only
 from partitioner.plan import Plan, operator_share
-from partitioner.requests import check_request, check_work, precision_of
+from partitioner.requests import check_request, check_work, precision_of, type_of
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from passes.capture import capture
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.normalize import normalize
-from runtime.prove import prove
 
 
 def partition(
@@ -47,13 +45,16 @@ def partition(
         global_batch: the inputs' batch is only a sample of this many.
         loss: makes the scalar loss of the model's output; ``None``: the output is, or has, the loss.
         constraints: what is given is fixed.
-        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
+            for products with weights; planned only.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
     constraints = constraints or Constraints()
     check_request(topology, constraints, objective, optimizer)
-    captured = capture(model, inputs, loss=loss, global_batch=global_batch, precision=precision, objective=objective)
+    captured = capture(
+        model, inputs, loss=loss, global_batch=global_batch, precision=type_of(precision), objective=objective
+    )
     folded = fold(normalize(captured))
     train = objective == "train"
     batch = batch_size(folded, global_batch)
@@ -61,23 +62,14 @@ def partition(
     mark_gradients(folded, train)
 
     by_sample = shard_batch(folded, batch)
-    job = Job(folded, by_sample, batch, topology, constraints, train, optimizer, precision_of(folded))
+    job = Job(folded, by_sample, batch, topology, constraints, train, optimizer, precision_of(folded, precision))
     chosen, certificate = explore(job, progress)
-    program = emit(
-        chosen.local.model,
-        chosen.stage_of_call,
-        mesh=chosen.mesh,
-        num_microbatches=chosen.num_microbatches,
-        schedule=chosen.schedule,
-        objective=objective,
-        layouts=layouts_of(chosen.local, by_sample),
-        recompute=chosen.recompute,
-    )
-    prove(program)
+    beyond = planned_only(chosen.point, constraints, job.precision)
+    program = None if beyond else emit_program(job, chosen)
     return Plan(
         program=program,
         topology=topology,
-        devices=tuple(range(program.world_size)),
+        devices=tuple(range(topology.num_devices)),
         constraints=constraints,
         estimate=chosen.estimate,
         certificate=certificate,
@@ -86,4 +78,7 @@ def partition(
         precision=precision,
         optimizer=optimizer,
         notes=folded.notes,
+        objective=objective,
+        global_batch=batch,
+        planned_only=beyond,
     )

@@ -10,19 +10,22 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from partitioner.errors import ConstraintError, PlanError
+from partitioner.errors import ConstraintError
 from runtime.program import AXES
 
-Recompute = Literal["none", "full"]
-Schedule = Literal["gpipe", "1f1b"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 
-# Field -> the largest value that this version executes, and what to do instead.
-_LIMITS: dict[str, tuple[int, str]] = {
-    "cp": (1, "sequences are sharded over tp instead (sequence_parallel)"),
-    "ep": (1, "experts are sharded over tp instead"),
-    "zero": (0, "parameters and optimizer states are whole on every data-parallel rank; raise tp or pp to divide them"),
-    "virtual_stages": (1, "every pipeline rank holds one run of consecutive blocks"),
+# Field -> the values that this version executes; others are planned when asked for, and the plan says so.
+_EXECUTED: dict[str, tuple[Any, ...]] = {
+    "cp": (None, 1),
+    "ep": (None, 1),
+    "etp": (None, 1),
+    "zero": (None, 0),
+    "virtual_stages": (None, 1),
+    "schedule": (None, "gpipe", "1f1b"),
+    "recompute": (None, "none", "full"),
+    "overlap": (None, True),
 }
 
 
@@ -32,10 +35,12 @@ class Constraints(BaseModel):
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
     rank and microbatch. ``stage_of``: module path prefix -> pipeline stage, negative from the end.
     ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded where that is
-    cheaper. ``zero``: the stage of state sharding over ``dp``.
+    cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``. ``ep`` ranks of dp x cp x tp share the
+    experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores only.
+    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation.
+    ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
 
-    Raises :class:`ConstraintError` for a malformed value and :class:`PlanError` for one that this version cannot
-    execute.
+    Raises :class:`ConstraintError` for a malformed value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,12 +50,15 @@ class Constraints(BaseModel):
     cp: PositiveInt | None = None
     tp: PositiveInt | None = None
     ep: PositiveInt | None = None
+    etp: PositiveInt | None = None
     microbatch_size: PositiveInt | None = None
     schedule: Schedule | None = None
     virtual_stages: PositiveInt | None = None
     recompute: Recompute | None = None
     zero: int | None = Field(default=None, ge=0, le=3)
     sequence_parallel: bool | None = None
+    overlap: bool | None = None
+    ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
 
     def __init__(self, **data: Any) -> None:
@@ -58,22 +66,24 @@ class Constraints(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise ConstraintError(_explain(error)) from error
-        for name, (limit, instead) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and value > limit:
-                raise PlanError(f"{name}={value} cannot be executed in this version (at most {limit}): {instead}")
+
+    @property
+    def planned_only(self) -> tuple[str, ...]:
+        """What of it this version plans but does not execute, as ``name=value``."""
+        given = ((name, getattr(self, name), values) for name, values in _EXECUTED.items())
+        return tuple(f"{name}={value}" for name, value, values in given if value not in values)
 
     @property
     def pinned(self) -> dict[str, int]:
-        """The mesh axes that are fixed."""
-        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None}
+        """The mesh axes that are fixed and whose sizes multiply: all but ``ep``, which is folded over the others."""
+        return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def check_world(self, world_size: int) -> None:
         """Raise :class:`ConstraintError` unless the pinned axes fit ``world_size`` ranks."""
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
-        if all(axis in pinned for axis in ("pp", "dp", "tp")):
+        if all(axis in pinned for axis in ("pp", "dp", "tp")) and not (self.ahead and self.cp is None):
             if product != world_size:
                 raise ConstraintError(
                     f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or free one"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.cost.axes import TensorCosts
 from partitioner.cost.calls import CallCost, call_costs
 from partitioner.cost.estimate import Machine, estimate, stage_problem
+from partitioner.cost.spread import expert_region
 from partitioner.cost.states import state_costs
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
+from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.solve.share import matmul_flops
 from partitioner.solve.stages import StageSplit, solve_stages
@@ -39,6 +41,25 @@ class Job:
     optimizer: str
     precision: str  # of most of the work: "bf16", "fp32", ...
 
+    def machine(self, point: Point) -> Machine:
+        """The topology with the point's mesh laid over it."""
+        overlap = self.constraints.overlap is not False
+        return Machine(self.topology, point.mesh, self.precision, point.expert_tp, point.zero, overlap)
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The states that are experts' weights."""
+        regions = {name: expert_region(block) for name, block in self.model.blocks.items()}
+        found = set()
+        for call in self.model.calls:
+            read = dict(zip(self.model.blocks[call.block].states, call.states, strict=True))
+            found |= {read[placeholder] for placeholder in regions[call.block].states}
+        return frozenset(found)
+
+    @property
+    def num_experts(self) -> int:
+        return max((self.model.states[name].spec.shape[0] for name in self.experts), default=0)
+
     @cached_property
     def flops(self) -> float:
         """FLOPs of the matrix products of one step of the unsharded model."""
@@ -53,9 +74,8 @@ class Job:
 class Solved:
     """A candidate's plan before it is written out."""
 
-    mesh: Mapping[str, int]
+    point: Point
     num_microbatches: int
-    schedule: str
     local: LocalModel
     stages: StageSplit
     estimate: Estimate
@@ -70,34 +90,41 @@ class Evaluator:
     job: Job
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, bool], dict[str, CallCost]] = field(default_factory=dict)
+    _costs: dict[tuple[Any, ...], dict[str, CallCost]] = field(default_factory=dict)
 
-    def solve(self, mesh: Mapping[str, int], microbatch_size: int, schedule: str) -> Solved:
+    def solve(self, point: Point) -> Solved:
         """The best plan of one candidate.
 
         Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
         :class:`passes.errors.UnsupportedError` where there is none.
         """
         job = self.job
-        dp, tp = mesh["dp"], mesh["tp"]
-        num_microbatches = job.global_batch // (dp * microbatch_size)
-        machine = Machine(job.topology, mesh, job.precision)
-        key = tp, num_microbatches * dp, num_microbatches == 1
-        local = self._local(key, machine, num_microbatches, dp)
-        if key not in self._costs:
-            self._costs[key] = {
-                name: call_costs(block, machine.device, machine.groups, train=job.train)
+        num_microbatches = point.num_microbatches(job.global_batch)
+        machine = job.machine(point)
+        key = point.tp, num_microbatches * point.dp, num_microbatches == 1
+        local = self._local(key, machine, num_microbatches, point.dp)
+        if (key, point.kind) not in self._costs:
+            self._costs[key, point.kind] = {
+                name: call_costs(block, machine.device, machine.groups, train=job.train, spread=machine.spread)
                 for name, block in local.model.blocks.items()
             }
-        states = state_costs(local.model.states, local.sharding.states, mesh, optimizer=job.optimizer, train=job.train)
+        states = state_costs(
+            local.model.states,
+            local.sharding.states,
+            machine.grid,
+            optimizer=job.optimizer,
+            train=job.train,
+            sharded=machine.sharded(job.experts),
+        )
         problem = stage_problem(
             local.model,
-            self._costs[key],
+            self._costs[key, point.kind],
             states,
             machine,
             num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            schedule=schedule,
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            virtual_stages=point.virtual_stages,
             constraints=job.constraints,
             train=job.train,
         )
@@ -109,9 +136,8 @@ class Evaluator:
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []
         return Solved(
-            mesh,
+            point,
             num_microbatches,
-            schedule,
             local,
             split,
             estimate(problem, split, states, machine, job.flops),

@@ -19,16 +19,18 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
     is none for other reasons.
     """
     evaluator = Evaluator(job)
-    bounds = ModelBounds(
-        job.model,
-        job.global_batch,
+    bounds = ModelBounds(job)
+    length = max((i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1), default=0)
+    space = Space(
         job.topology,
-        constraints=job.constraints,
-        train=job.train,
-        optimizer=job.optimizer,
-        precision=job.precision,
+        job.global_batch,
+        bounds.num_calls,
+        bounds.dims,
+        job.constraints,
+        job.train,
+        experts=job.num_experts,
+        length=length,
     )
-    space = Space(job.topology, job.global_batch, bounds.num_calls, bounds.dims, job.constraints, job.train)
     candidates = points(space)
     first = dict(zip(candidates, bounds.times(candidates).tolist(), strict=True))
 
@@ -40,7 +42,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         return True
 
     def evaluate(point: Point) -> Evaluated:
-        solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
+        solved = evaluator.solve(point)
         estimate, split = solved.estimate, solved.stages
         least = estimate.step_time - (split.pipeline_s - split.least_s)
         return Evaluated(estimate.step_time, max(estimate.memory), solved, split.microbatch_s, least)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
 from partitioner.constraints import Constraints
+from partitioner.errors import PlanError
 from partitioner.topology import Topology
 from runtime.files import write_text
 from runtime.program import Data, Program, RankProgram
@@ -39,6 +42,9 @@ class Candidate(Data):
     step_time: float | None = None
     memory: int | None = None  # bytes on the fullest rank
     reason: str = ""
+    zero: int = 0
+    virtual_stages: int = 1
+    etp: int = 1
 
 
 class Certificate(Data):
@@ -60,10 +66,11 @@ class OperatorShare(Data):
 class Plan(Data):
     """What :func:`partitioner.partition` returns: programs, and the reasons for them.
 
-    ``devices[rank]`` is the topology's device on which a rank runs.
+    ``devices[rank]`` is the topology's device on which a rank runs. ``planned_only``: what of it this version plans but
+    does not execute, as ``zero=3``; such a plan has no program.
     """
 
-    program: Program
+    written: Program | None = Field(default=None, alias="program")
     topology: Topology
     devices: tuple[int, ...]
     constraints: Constraints
@@ -74,11 +81,29 @@ class Plan(Data):
     precision: str | None = None
     optimizer: str = "adamw"
     notes: tuple[str, ...] = ()
+    objective: Literal["train", "infer"] = "train"
+    global_batch: int = 0
+    planned_only: tuple[str, ...] = ()
+
+    @property
+    def program(self) -> Program:
+        """The programs of all ranks. Raises :class:`PlanError` for a plan that this version does not execute."""
+        if self.written is None:
+            raise PlanError(
+                f"this plan is an estimate: {', '.join(self.planned_only)} is planned but not executed here; "
+                "plan without it to run, prove, verify or draw programs"
+            )
+        return self.written
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that this plan is."""
+        return next(c for c in self.certificate.candidates if c.status == "chosen")
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``."""
-        return self.program.mesh
+        """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``; ``ep`` is folded over dp x cp x tp."""
+        return self.chosen.mesh if self.written is None else self.written.mesh
 
     def rank(self, rank: int) -> RankProgram:
         """The program of one rank."""

@@ -25,7 +25,7 @@ class PlanFileError(PartitionError):
 
 def save_plan(plan: Plan, path: Path) -> Path:
     """Write ``plan`` to ``path``."""
-    return write_text(path, _wrap(FORMAT, plan.model_dump(mode="json", exclude_defaults=True)))
+    return write_text(path, _wrap(FORMAT, plan.model_dump(mode="json", exclude_defaults=True, by_alias=True)))
 
 
 def load_plan(path: Path) -> Plan:
@@ -53,7 +53,7 @@ def plan_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Plan file",
         "type": "object",
-        "required": ["format", "version", "checksum", "program"],
+        "required": ["format", "version", "checksum"],
         "properties": {
             "format": {"const": FORMAT},
             "version": {"const": VERSION},

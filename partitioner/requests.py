@@ -44,8 +44,15 @@ def check_work(model: FoldedModel, topology: Topology, constraints: Constraints,
     constraints.check(topology.num_devices, batch, dims)
 
 
-def precision_of(model: FoldedModel) -> str:
-    """The floating type of most of the parameters, as hardware files name it."""
+def type_of(precision: str | None) -> str | None:
+    """The type of parameters and activations: under fp8 only products are shorter than bf16."""
+    return "bf16" if precision == "fp8" else precision
+
+
+def precision_of(model: FoldedModel, asked: str | None = None) -> str:
+    """The floating type of most of the parameters, as hardware files name it; ``fp8`` where that is asked for."""
+    if asked == "fp8":
+        return asked
     sizes: Counter[torch.dtype] = Counter()
     for state in model.states.values():
         if state.spec.dtype in _PRECISIONS:

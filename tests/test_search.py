@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES
 from numpy.typing import NDArray
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
@@ -165,7 +168,7 @@ def test_points_are_all_that_divide():
         ({"dp": 32, "microbatch_size": 32}, "global batch of 512 does not split by dp=32 x microbatch_size=32 = 1024"),
         ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
-        ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe' or '1f1b'"),
+        ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe', '1f1b', 'interleaved', 'zb-1p'"),
         ({"stages": 2}, "unknown constraint 'stages'; expected pp, dp"),
     ],
 )
@@ -179,10 +182,31 @@ def test_a_tensor_axis_must_divide_something():
         points(Space(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
 
 
-@pytest.mark.parametrize(("field", "value"), [("cp", 2), ("ep", 2), ("zero", 1), ("virtual_stages", 2)])
-def test_what_this_version_cannot_execute_is_refused(field: str, value: int):
-    with pytest.raises(PlanError, match=f"{field}={value} cannot be executed in this version"):
-        Constraints(**{field: value})
+@pytest.mark.parametrize(
+    ("pinned", "beyond"),
+    [
+        ({"cp": 2}, ("cp=2",)),
+        ({"ep": 4, "etp": 1}, ("ep=4",)),
+        ({"zero": 3, "virtual_stages": 2}, ("zero=3", "virtual_stages=2")),
+        ({"schedule": "zb-1p", "recompute": "selective"}, ("schedule=zb-1p", "recompute=selective")),
+        ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),
+    ],
+)
+def test_what_this_version_does_not_execute_is_marked(pinned: dict[str, Any], beyond: tuple[str, ...]):
+    assert Constraints(**pinned).planned_only == beyond
+
+
+def test_what_is_not_executed_is_searched_only_when_asked_for():
+    assert all((p.cp, p.ep, p.zero, p.virtual_stages, p.schedule) == (1, 1, 0, 1, "1f1b") for p in points(space()))
+    work = space(ahead=True)
+    ahead = points(Space(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
+    assert all(math.prod(p.grid.values()) == 64 for p in ahead)
+    assert {p.zero for p in ahead} == {0, 1, 2, 3}
+    assert {p.ep for p in ahead} == {1, 2, 4, 8}
+    assert {"zb-1p", "interleaved", "1f1b"} <= {p.schedule for p in ahead}
+    assert all(p.num_microbatches(512) % p.pp == 0 for p in ahead if p.schedule == "interleaved")
+    pinned = points(space(cp=2, zero=3))
+    assert {(p.cp, p.zero) for p in pinned} == {(2, 3)}
 
 
 def test_no_point_is_explained():
@@ -204,22 +228,39 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
     assert list(left_out(odd, points(odd)).values()) == ["the global batch of 96 does not split over dp=64"]
 
 
+def small_experts(batch: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        ids = torch.zeros(batch, 16, dtype=torch.long)
+        return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
 def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
-    case = CASES[name]
-    model = fold(normalize(capture(case.build(), case.inputs(batch), loss=case.loss)))
+    if name == "experts":
+        captured = capture(*small_experts(batch))
+    else:
+        case = CASES[name]
+        captured = capture(case.build(), case.inputs(batch), loss=case.loss)
+    model = fold(normalize(captured))
     mark_gradients(model)
     return Job(model, shard_batch(model, batch), batch, topology, Constraints(**pinned), True, "adamw", "fp32")
 
 
-def test_no_plan_is_below_its_bounds():
+@pytest.mark.parametrize(("name", "ahead", "every"), [("llama", False, 8), ("llama", True, 40), ("experts", True, 60)])
+def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
     """The certificate rests on this: every point's bounds hold for what the evaluator makes of it."""
-    work = job("llama", Topology.preset("dgx-h100"))
-    bounds = ModelBounds(work.model, 8, work.topology, precision="fp32")
-    candidates = points(Space(work.topology, 8, bounds.num_calls, bounds.dims))
+    work = job(name, Topology.preset("dgx-h100"), ahead=ahead)
+    bounds = ModelBounds(work)
+    experts, length = work.num_experts, 16
+    space = Space(work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length)
+    candidates = points(space)
     evaluator = Evaluator(work)
     first = bounds.times(candidates)
-    for point, quick in list(zip(candidates, first.tolist(), strict=True))[::8]:
-        solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
+    for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
+        solved = evaluator.solve(point)
         split, step = solved.stages, solved.estimate.step_time
         least = step - (split.pipeline_s - split.least_s)
         assert quick <= bounds.refine(point) <= least, point

@@ -12,9 +12,9 @@ of the relaxed problem exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,12 @@ from partitioner.cost.operators import (
     operator_name,
 )
 from partitioner.cost.saved import Kept, kept_by
+from partitioner.cost.spread import in_fp8
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
+from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
-from partitioner.topology.groups import Group, reference_type
+from partitioner.topology.groups import reference_type
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block, FoldedModel
@@ -47,7 +49,7 @@ from passes.fuse import fuse_bias
 Vector = NDArray[np.float64]
 Number = TypeVar("Number", float, Vector)
 
-_FIELDS = ("pp", "dp", "tp", "microbatch_size")
+_FIELDS = ("pp", "dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
 
 
@@ -63,9 +65,12 @@ class Work:
     flops: float = 0.0
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
-    def at(self, share: Number, tp: Number, several: Number) -> Number:
-        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample."""
-        seconds: Number = self.launches + self.batch * share / tp + self.weights / tp
+    def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
+        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample.
+
+        Over ``ep`` ranks the traffic of all weights is taken to be divided: some may be experts'.
+        """
+        seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         return seconds
 
@@ -81,12 +86,12 @@ class BlockWork:
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
 
-    def at(self, share: float, tp: int, several: bool = True) -> CallCost:
+    def at(self, share: float, tp: int, several: bool = True, ep: int = 1) -> CallCost:
         """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one."""
         scale = share / tp
         return CallCost(
-            forward_s=self.forward.at(share, float(tp), float(several)),
-            backward_s=self.backward.at(share, float(tp), float(several)),
+            forward_s=self.forward.at(share, float(tp), float(several), float(ep)),
+            backward_s=self.backward.at(share, float(tp), float(several), float(ep)),
             saved_bytes=self.kept.inside * scale,
             saved_inputs=self.kept.inputs,
             working_bytes=self.kept.working * share if tp == 1 else 0.0,
@@ -96,7 +101,7 @@ class BlockWork:
         )
 
 
-def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWork:
+def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool = False) -> BlockWork:
     """The work of ``block``, a graph for the whole batch."""
     block = _copy(block)
     states = set(block.states)
@@ -106,9 +111,11 @@ def block_work(block: Block, device: DeviceType, train: bool = True) -> BlockWor
             continue
         is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states)
-        (spared_ahead if is_view else ahead).extend(forward_kernels(node, operands, results))
+        kernels = forward_kernels(node, operands, results)
+        (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands) if fp8 else kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
+            kernels = in_fp8(kernels, operands) if fp8 else kernels
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += fan_out(node)
@@ -148,28 +155,40 @@ def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceTyp
     return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
 
 
+class Planned(Protocol):
+    """What is planned: the model of the whole batch, and where."""
+
+    @property
+    def model(self) -> FoldedModel: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def constraints(self) -> Constraints: ...
+    @property
+    def train(self) -> bool: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def experts(self) -> frozenset[str]: ...
+    def machine(self, point: Point) -> Machine: ...
+
+
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
-    def __init__(
-        self,
-        model: FoldedModel,
-        global_batch: int,
-        topology: Topology,
-        *,
-        constraints: Constraints | None = None,
-        train: bool = True,
-        optimizer: str = "adamw",
-        precision: str = "bf16",
-    ) -> None:
-        self.model, self.global_batch, self.topology = model, global_batch, topology
-        self.constraints, self.train, self.precision = constraints or Constraints(), train, precision
-        device = topology.types[reference_type(topology)]
-        self.device = device
-        self.blocks = {name: block_work(block, device, train) for name, block in model.blocks.items()}
-        self.states = state_costs(model.states, {}, {"dp": 2}, optimizer=optimizer, train=train)
-        self._calls: dict[tuple[int, int], dict[str, CallCost]] = {}
-        self._reductions: dict[tuple[int, int], float] = {}
+    def __init__(self, job: Planned) -> None:
+        self.job, self.model, self.global_batch = job, job.model, job.global_batch
+        device = job.topology.types[reference_type(job.topology)]
+        self.device, self.train = device, job.train
+        fp8 = job.precision == "fp8"
+        self.blocks = {name: block_work(block, device, job.train, fp8) for name, block in job.model.blocks.items()}
+        self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
+        self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
+        self._reductions: dict[tuple[int, ...], float] = {}
 
     @cached_property
     def model_flops(self) -> float:
@@ -196,19 +215,24 @@ class ModelBounds:
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        pp, dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        pp, dp, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
         num_microbatches = self.global_batch / (dp * size)
         blocks = list(dict.fromkeys(self._placed))
         calls = np.array([self._placed.count(block) for block in blocks])
-        share = size / self.global_batch
+        share = size / self.global_batch / cp
         several = (size > 1).astype(np.float64)
-        forward = np.stack([block.forward.at(share, tp, several) for block in blocks])
-        backward = np.stack([block.backward.at(share, tp, several) for block in blocks])
+        forward = np.stack([block.forward.at(share, tp, several, ep) for block in blocks])
+        backward = np.stack([block.backward.at(share, tp, several, ep) for block in blocks])
         total = calls @ (forward + backward)
         slowest = np.maximum(total / pp, (forward + backward).max(axis=0))
         after = self._after(points, calls @ backward)
-        bound: Vector = ((num_microbatches - 1) * slowest + total + after) * _ROUNDING
+        bubble = np.array([self._bubble(p) for p in points])
+        bound: Vector = ((num_microbatches - bubble) * slowest + bubble * total + after) * _ROUNDING
         return bound
+
+    def _bubble(self, point: Point) -> float:
+        """The least share of fill and drain: what depends on the times of the phases may be nothing."""
+        return PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.virtual_stages)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
@@ -217,43 +241,58 @@ class ModelBounds:
         update = update_time(list(self.states.values()), self.device)
         return np.array(
             [
-                update / (p.pp * p.tp) + (max(0.0, self._reduction(p.dp, p.tp) - hidden) if p.pp == 1 else 0.0)
+                update / (p.pp * p.tp * p.ep * (p.replicas if p.zero else 1))
+                + (max(0.0, self._reduction(p) - hidden) if p.pp == 1 else 0.0)
                 for p, hidden in zip(points, backward.tolist(), strict=True)
             ]
         )
 
-    def _reduction(self, dp: int, tp: int) -> float:
-        if dp == 1:
+    def _reduction(self, point: Point) -> float:
+        """Of a single stage's gradients, for what is not experts' and not sharded."""
+        if point.replicas == 1 or point.zero == 3:
             return 0.0
-        if (dp, tp) not in self._reductions:
-            group: Group = Machine(self.topology, {"dp": dp, "tp": tp}).group("dp")
-            shares = self.share_of_states(tp)
-            self._reductions[dp, tp] = reduction(list(shares.values()), {("dp",): group}).total_s
-        return self._reductions[dp, tp]
+        key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1)
+        if key not in self._reductions:
+            grid = {"dp": point.dp, "cp": point.cp, "tp": point.tp}
+            group = Machine(self.job.topology, grid).group("dp", "cp")
+            shares = self.share_of_states(point)
+            if point.ep > 1:
+                shares = {name: cost for name, cost in shares.items() if name not in self.job.experts}
+            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares.values()]
+            self._reductions[key] = reduction(plain, {("dp",): group}).total_s
+        return self._reductions[key]
 
-    def share_of_states(self, tp: int) -> dict[str, StateCost]:
+    def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
-        return {name: cost.divided(tp) for name, cost in self.states.items()}
+        shares = {}
+        for name, cost in self.states.items():
+            expert = name in self.job.experts
+            parts = point.expert_tp * point.ep if expert else point.tp
+            replicas = point.expert_replicas if expert else point.replicas
+            shares[name] = cost.scaled(1 / parts).zero(point.zero, replicas)
+        return shares
 
     def refine(self, point: Point) -> float:
         """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
 
         Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
         """
-        key = (point.microbatch_size, point.tp)
+        key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
-            share, several = point.microbatch_size / self.global_batch, point.microbatch_size > 1
-            self._calls[key] = {n: block.at(share, point.tp, several) for n, block in self.blocks.items()}
+            share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
+            self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
         calls = self._calls[key]
         problem = stage_problem(
             self.model,
             calls,
-            self.share_of_states(point.tp),
-            Machine(self.topology, point.mesh, self.precision),
+            self.share_of_states(point),
+            self.job.machine(point),
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
-            constraints=self.constraints,
+            virtual_stages=point.virtual_stages,
+            bubble=self._bubble(point),
+            constraints=self.job.constraints,
             train=self.train,
         )
         split = solve_stages(problem)
@@ -266,4 +305,5 @@ class ModelBounds:
         m = point.num_microbatches(self.global_batch)
         hidden = np.array([microbatch_s])  # as if all of it were backward
         after = float(self._after([point], hidden)[0])
-        return ((m - 1) * microbatch_s / point.pp + microbatch_s + after) * _ROUNDING
+        bubble = self._bubble(point)
+        return ((m - bubble) * microbatch_s / point.pp + bubble * microbatch_s + after) * _ROUNDING

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Kernel, Operand, add_kernel, backward_kernels, forward_kernels, is_view
-from partitioner.cost.saved import kept_by
+from partitioner.cost.saved import expanded, kept_by
+from partitioner.cost.spread import (
+    NO_SPREAD,
+    Spread,
+    context_exchanges,
+    expected_load,
+    expert_exchanges,
+    expert_region,
+    hidden,
+    in_fp8,
+    spread_kernel,
+)
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
@@ -38,7 +50,8 @@ class CallCost:
     ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
-    states that the call reads.
+    states that the call reads. ``selective_bytes`` of what is saved are attention scores, which take ``selective_s`` to
+    make again.
     """
 
     forward_s: float = 0.0
@@ -54,6 +67,17 @@ class CallCost:
     output_bytes: tuple[float, ...] = ()
     output_grads: tuple[bool, ...] = ()
     state_bytes: float = 0.0
+    selective_bytes: float = 0.0
+    selective_s: float = 0.0
+
+    def selective(self) -> CallCost:
+        """The same call, if attention scores are made again for their backward."""
+        return replace(
+            self,
+            saved_bytes=self.saved_bytes - self.selective_bytes,
+            working_bytes=self.working_bytes + self.selective_bytes,
+            backward_s=self.backward_s + self.selective_s,
+        )
 
     @property
     def forward_total_s(self) -> float:
@@ -64,47 +88,134 @@ class CallCost:
         return self.backward_s + self.backward_comm_s
 
 
-def call_costs(block: Block, device: DeviceType, groups: Mapping[str, Group], *, train: bool = True) -> CallCost:
+def call_costs(
+    block: Block,
+    device: DeviceType,
+    groups: Mapping[str, Group],
+    *,
+    train: bool = True,
+    spread: Spread = NO_SPREAD,
+) -> CallCost:
     """The cost of one call of ``block``, a local graph whose collectives run over ``groups`` by mesh axis.
 
     An axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and nothing is saved.
     """
-    states = set(block.states)
-    seconds = [0.0, 0.0]
-    comm = [0.0, 0.0]
-    flops = [0.0, 0.0]
+    work = _Work(block, device, groups, train, spread)
     for node in block.graph.nodes:
-        if node.op != "call_function":
-            continue
-        operands, results = node_operands(node, states)
-        forward = forward_kernels(node, operands, results)
-        seconds[0] += kernels_time(forward, device)
-        flops[0] += sum(k.flops for k in forward)
-        comm[0] += _collective(node, groups, device, backward=False)
-        if train and needs_gradient(node):
-            backward = backward_kernels(node, operands, results, operand_needs(node))
-            flops[1] += sum(k.flops for k in backward)
-            seconds[1] += kernels_time([*backward, *fan_out(node)], device)
-            comm[1] += _collective(node, groups, device, backward=True)
-    if train:
-        seconds[1] += sum(kernels_time(_accumulation(n, states), device) for n in block.placeholders)
-    kept = kept_by(block, train)
-    placeholders = {n.name: n for n in block.placeholders}
-    return CallCost(
-        forward_s=seconds[0],
-        backward_s=seconds[1],
-        forward_comm_s=comm[0],
-        backward_comm_s=comm[1],
-        flops=flops[0],
-        backward_flops=flops[1],
-        saved_bytes=kept.inside,
-        saved_inputs=kept.inputs,
-        working_bytes=kept.working,
-        input_bytes=tuple(placeholders[name].meta["val"].nbytes for name in block.inputs),
-        output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
-        output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
-        state_bytes=sum(placeholders[name].meta["val"].nbytes for name in block.states),
-    )
+        if node.op == "call_function":
+            work.add(node)
+    return work.cost()
+
+
+class _Work:
+    """Adds up a block's operators."""
+
+    def __init__(
+        self, block: Block, device: DeviceType, groups: Mapping[str, Group], train: bool, spread: Spread
+    ) -> None:
+        self.block, self.device, self.groups, self.train, self.spread = block, device, groups, train, spread
+        self.states = set(block.states)
+        self.region = expert_region(block)
+        self.seconds, self.comm, self.flops, self.issued = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0, 0]
+        self.again = 0.0  # seconds of what selective recomputation runs anew
+        self.expanded = expanded(block)
+
+    def add(self, node: fx.Node) -> None:
+        operands, results = node_operands(node, self.states)
+        kernels = forward_kernels(node, operands, results)
+        seconds = self._run(0, node, kernels, operands)
+        self.again += seconds if node in self.expanded else 0.0
+        ring = context_exchanges(node, self.spread)
+        self.comm[0] += hidden(seconds, ring[0], self.device.overlap_slowdown)
+        self.comm[0] += _collective(node, self.groups, self.device, backward=False) / self._share(node)
+        self.issued[0] += 1
+        if self.train and needs_gradient(node):
+            kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            seconds = self._run(1, node, kernels, operands)
+            self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
+            self.comm[1] += _collective(node, self.groups, self.device, backward=True) / self._share(node)
+            self.issued[1] += max(1, len(kernels))
+
+    def _share(self, node: fx.Node) -> int:
+        """Collectives on what grows with the batch carry a ``cp``-th of it."""
+        return 1 if any(_is_state(o, self.states) for o in node.all_input_nodes) else self.spread.cp
+
+    def _run(self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand]) -> float:
+        spread = self.spread
+        if spread.fp8:
+            kernels = in_fp8(kernels, operands)
+        expert = node in self.region.products
+        if spread is not NO_SPREAD:
+            widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
+            rows = operands[0].shape[0] if expert else 0
+            load = expected_load(rows, spread.ep) if expert else 1.0
+            kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]
+        seconds = kernels_time(kernels, self.device)
+        self.seconds[way] += seconds
+        self.flops[way] += sum(k.flops for k in kernels)
+        return seconds
+
+    def cost(self) -> CallCost:
+        block, spread, train = self.block, self.spread, self.train
+        seconds, comm = self.seconds, self.comm
+        if train:
+            for n in block.placeholders:
+                kernels = [
+                    spread_kernel(k, spread, n.name in self.region.states) for k in _accumulation(n, self.states)
+                ]
+                seconds[1] += kernels_time(kernels, self.device)
+        exchanged = expert_exchanges(self.region, spread)
+        comm[0] += exchanged
+        comm[1] += exchanged if train else 0.0
+        for way in range(1 + train):
+            issuing = self.issued[way] * self.device.dispatch
+            seconds[way] += max(0.0, issuing - seconds[way] - comm[way])
+        gathers = self._gathers()
+        for way in range(1 + train):
+            comm[way] += hidden(seconds[way], gathers[way], self.device.overlap_slowdown, spread.overlap)
+        kept = kept_by(block, train)
+        slim = kept_by(block, train, frozenset(self.expanded)) if self.expanded else kept
+        placeholders = {n.name: n for n in block.placeholders}
+        part = 1 / spread.cp
+        states = {n: placeholders[n].meta["val"].nbytes * self._part_of(n) for n in block.states}
+        return CallCost(
+            forward_s=seconds[0],
+            backward_s=seconds[1],
+            forward_comm_s=comm[0],
+            backward_comm_s=comm[1],
+            flops=self.flops[0],
+            backward_flops=self.flops[1],
+            saved_bytes=kept.inside * part,
+            saved_inputs=kept.inputs,
+            working_bytes=kept.working * part + (2 * sum(states.values()) if spread.shards.size > 1 else 0.0),
+            input_bytes=tuple(placeholders[name].meta["val"].nbytes * part for name in block.inputs),
+            output_bytes=tuple(n.meta["val"].nbytes * part for n in block.outputs),
+            output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
+            state_bytes=sum(states.values()),
+            selective_bytes=(kept.inside - slim.inside) * part,
+            selective_s=self.again,
+        )
+
+    def _part_of(self, state: str) -> float:
+        return self.spread.of_experts if state in self.region.states else 1.0
+
+    def _gathers(self) -> tuple[float, float]:
+        """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""
+        spread = self.spread
+        if spread.shards.size == 1:
+            return 0.0, 0.0
+        placeholders = {n.name: n for n in self.block.placeholders}
+        sizes = [0.0, 0.0]  # of experts' weights, and of the others
+        trained = [0.0, 0.0]
+        for name in self.block.states:
+            nbytes, other = placeholders[name].meta["val"].nbytes * self._part_of(name), name not in self.region.states
+            sizes[other] += nbytes
+            trained[other] += nbytes if needs_gradient(placeholders[name]) else 0.0
+        ahead = back = 0.0
+        for size, grads, group in zip(sizes, trained, (spread.expert_shards, spread.shards), strict=True):
+            ahead += collective_time("all_gather", size, group) if size else 0.0
+            back += collective_time("reduce_scatter", grads, group) if grads else 0.0
+        return ahead, ahead + back
 
 
 def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:

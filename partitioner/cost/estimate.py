@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,8 +11,10 @@ from functools import cached_property
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.states import StateCost, reduction, update_time
+from partitioner.cost.spread import NO_SPREAD, Spread
+from partitioner.cost.states import Sharded, StateCost, reduction, update_time
 from partitioner.plan import Estimate
+from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.stages import StageCall, StagePlan, StageProblem, StageSplit
 from partitioner.topology.groups import (
     Group,
@@ -29,25 +33,87 @@ from runtime.program import AXES
 
 @dataclass(frozen=True)
 class Machine:
-    """A topology with a mesh laid over it: rank ``i`` on device ``i``. ``precision`` is that of most of the work."""
+    """A topology with a mesh laid over it: rank ``i`` on device ``i``. ``precision`` is that of most of the work.
+
+    ``mesh`` has ``ep``, folded over dp x cp x tp, each expert on ``etp`` of them; ``zero``: the stage of state
+    sharding; ``overlap``: whether collectives of gradients and weights run behind computation.
+    """
 
     topology: Topology
     mesh: Mapping[str, int]
     precision: str = "bf16"
+    etp: int = 1
+    zero: int = 0
+    overlap: bool = True
 
     @cached_property
     def device(self) -> DeviceType:
         """The kind of device that costs are reckoned for."""
         return self.topology.types[reference_type(self.topology)]
 
+    @cached_property
+    def grid(self) -> dict[str, int]:
+        """The axes whose sizes multiply to the number of ranks."""
+        return {**self.mesh, "ep": 1}
+
+    @cached_property
+    def expert_grid(self) -> dict[str, int]:
+        """The same ranks as the experts see them: replicas, then (in the place of ``cp``) ``ep``, then ``etp``."""
+        ep = self.mesh.get("ep", 1)
+        room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
+        return {"pp": self.mesh.get("pp", 1), "dp": room // (ep * self.etp), "cp": ep, "tp": self.etp, "ep": 1}
+
     def group(self, *axes: str) -> Group:
-        """The slowest group over ``axes``."""
-        return axis_group(self.topology, self.mesh, *axes)
+        """The slowest group over ``axes``; ``experts`` stands for the replicas of an expert."""
+        if "experts" in axes:
+            others = [a for a in axes if a != "experts"]
+            return self._group(True, "dp", *others)
+        return self._group(False, *axes)
+
+    def _group(self, of_experts: bool, *axes: str) -> Group:
+        key = of_experts, axes
+        if key not in self._groups:
+            self._groups[key] = axis_group(self.topology, self.expert_grid if of_experts else self.grid, *axes)
+        return self._groups[key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[bool, tuple[str, ...]], Group]:
+        return {}
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """How calls are spread besides ``tp``."""
+        ep = self.mesh.get("ep", 1)
+        if self.mesh.get("cp", 1) == 1 and ep == 1 and self.zero < 3 and self.precision != "fp8" and self.etp_is_tp:
+            return NO_SPREAD
+        sharded = self.zero == 3
+        return Spread(
+            context=self.group("cp"),
+            experts=self._group(True, "cp"),
+            shards=self.group("dp", "cp") if sharded else Group(1),
+            expert_shards=self.group("experts") if sharded else Group(1),
+            expert_tensor=self.mesh.get("tp", 1) / self.etp,
+            overlap=self.overlap,
+            fp8=self.precision == "fp8",
+        )
+
+    @property
+    def etp_is_tp(self) -> bool:
+        return self.etp == self.mesh.get("tp", 1)
+
+    def sharded(self, experts: frozenset[str]) -> Sharded:
+        """How states are sharded; ``experts``: those that are experts' weights."""
+        return Sharded(self.zero, self.replicas, experts, self.spread.of_experts, self.expert_grid["dp"])
 
     @cached_property
     def groups(self) -> dict[str, Group]:
         """By mesh axis, for the collectives inside blocks."""
-        return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
+        return {axis: self.group(axis) for axis in AXES if self.grid.get(axis, 1) > 1}
 
 
 def stage_problem(
@@ -59,15 +125,23 @@ def stage_problem(
     num_microbatches: int,
     microbatch_size: int = 1,
     schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    bubble: float | None = None,
     constraints: Constraints | None = None,
     train: bool = True,
 ) -> StageProblem:
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
-    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them.
+    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``bubble``:
+    the schedule's share of fill and drain, if it is not to be reckoned from the costs.
     """
     constraints = constraints or Constraints()
+    if constraints.recompute == "selective":
+        costs = {name: cost.selective() for name, cost in costs.items()}
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
+    if bubble is None:
+        bubble = PIPELINES[schedule].bubble(_phases([costs[call.block] for _, call in placed]), virtual_stages)
+    often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     stages = machine.mesh.get("pp", 1)
     return StageProblem(
@@ -76,19 +150,31 @@ def stage_problem(
         ),
         num_stages=stages,
         num_microbatches=num_microbatches,
-        capacity=stage_capacity(machine.topology, machine.mesh),
-        links=stage_links(machine.topology, machine.mesh),
+        capacity=stage_capacity(machine.topology, machine.grid),
+        links=stage_links(machine.topology, machine.grid),
         state_bytes={name: cost.total for name, cost in states.items()},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
-        schedule="gpipe" if schedule == "gpipe" else "1f1b",
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        bubble=bubble,
+        repeated=tuple(often[call.block] > 1 for _, call in placed),
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
         overhead=_together([costs[call.block] for call in everywhere]),
-        slowdown=stage_slowdown(machine.topology, machine.mesh, machine.precision),
+        slowdown=stage_slowdown(machine.topology, machine.grid, machine.precision),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
+    )
+
+
+def _phases(costs: Sequence[CallCost]) -> Phases:
+    """Each half of a backward is about as many products; collectives belong to the half for inputs."""
+    return Phases(
+        sum(c.forward_total_s for c in costs),
+        sum(c.backward_s / 2 + c.backward_comm_s for c in costs),
+        sum(c.backward_s / 2 for c in costs),
     )
 
 
@@ -134,10 +220,10 @@ def estimate(
     }
     peak = sum(
         machine.topology.types[d.kind].peak_of(machine.precision) * d.speed
-        for d in machine.topology.devices[: stage_ranks(machine.mesh)[-1].stop]
+        for d in machine.topology.devices[: stage_ranks(machine.grid)[-1].stop]
     )
     memory = tuple(
-        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks
+        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.grid), strict=True) for _ in ranks
     )
     return Estimate(
         step_time=step,
@@ -177,7 +263,8 @@ def reduction_tail(
     tail = ahead = 0.0
     for stage, costs in zip(split.stages, held, strict=True):
         work = reduction(list(costs.values()), groups)
-        exposed = work.exposed(stage.backward_s + stage.recompute_s, machine.device.overlap_slowdown)
+        window = stage.backward_s + stage.recompute_s
+        exposed = work.exposed(window, machine.device.overlap_slowdown, stage.forward_s, machine.overlap)
         tail = max(tail, exposed - ahead)
         ahead += stage.backward_s + stage.recompute_s
     return tail + _tied(held, machine)

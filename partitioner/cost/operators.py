@@ -113,6 +113,11 @@ def _linear(a: Shape, b: Shape, out: Shape) -> _Product:
     return 2.0 * math.prod(out) * a[-1], min(math.prod(a[:-1]), b[0], a[-1])
 
 
+def _grouped(a: Shape, b: Shape, out: Shape) -> _Product:
+    """Rows by expert: ``[t, k]`` with ``[e, k, n]``, each matrix with an even share of the rows."""
+    return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
+
+
 def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
     k = math.prod(b[1:])
     return 2.0 * math.prod(out) * k, min(math.prod(out) / max(1, b[0]), b[0], k)
@@ -120,7 +125,8 @@ def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
 
 # Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
 _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "_grouped_mm", "expert_mm"), (0, 1, _contraction)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul"), (0, 1, _contraction)),
+    **dict.fromkeys(("_grouped_mm", "expert_mm"), (0, 1, _grouped)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
     "linear": (0, 1, _linear),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _convolution)),
@@ -143,6 +149,11 @@ def is_product(node: fx.Node) -> bool:
     """Whether most of the work of a model may be in such an operator: matrix products and attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the operator is a fused attention."""
+    return operator_name(node) in _ATTENTION
 
 
 def _copies(node: fx.Node) -> bool:

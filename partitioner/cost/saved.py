@@ -77,8 +77,27 @@ class Kept:
     working: int
 
 
-def kept_by(block: Block, train: bool = True) -> Kept:
-    """What one call of ``block`` keeps and needs. Without training nothing is kept."""
+def expanded(block: Block) -> frozenset[fx.Node]:
+    """The operators whose results are scores: a product of two activations that is larger than both, and what follows
+    of its size. Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none."""
+    states = set(block.states)
+    found: dict[fx.Node, int] = {}
+    for node in block.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
+            continue
+        sources = operands_of(node)
+        if operator_name(node) in ("bmm", "matmul", "baddbmm"):
+            factors = [o for o in sources if value_of(o)[0].name not in states]
+            if len(factors) >= 2 and value.numel() > sum(o.meta["val"].numel() for o in factors[-2:]):
+                found[node] = value.numel()
+        elif any(found.get(o, 0) and found[o] <= value.numel() for o in sources):
+            found[node] = value.numel()
+    return frozenset(found)
+
+
+def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> Kept:
+    """What one call of ``block`` keeps and needs, not keeping results of ``without``. Inference keeps nothing."""
     states = set(block.states)
     saved: dict[Value, int] = {}
     extra = 0
@@ -87,7 +106,7 @@ def kept_by(block: Block, train: bool = True) -> Kept:
             for value in _needed(node):
                 saved[value] = _nbytes(value)
             extra += _row_statistics(node)
-    saved = {value: size for value, size in saved.items() if value[0].name not in states}
+    saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
     inside = sum(made.values()) + extra

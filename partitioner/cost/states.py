@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
@@ -53,19 +53,52 @@ class StateCost:
     gradient: float = 0.0
     optimizer: float = 0.0
     grad_axes: tuple[str, ...] = ()
+    stage: int = 0  # of ZeRO
+    replicas: int = 1
+    expert: bool = False
 
     @property
     def total(self) -> float:
-        return self.parameter + self.gradient + self.optimizer
+        """What stays on the rank."""
+        kept = [self.parameter, self.gradient, self.optimizer]
+        shared = (self.stage >= 3, self.stage >= 2, self.stage >= 1)
+        return sum(size / self.replicas if is_shared else size for size, is_shared in zip(kept, shared, strict=True))
 
     @property
     def update(self) -> float:
         """Bytes that an optimizer step reads and writes: parameter and states both ways, the gradient once."""
-        return 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
+        whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
+        return whole / self.replicas if self.stage else whole
 
-    def divided(self, parts: int) -> StateCost:
-        """An even share of it."""
-        return StateCost(self.parameter / parts, self.gradient / parts, self.optimizer / parts, self.grad_axes)
+    def scaled(self, share: float) -> StateCost:
+        """``share`` of it."""
+        return replace(
+            self,
+            parameter=self.parameter * share,
+            gradient=self.gradient * share,
+            optimizer=self.optimizer * share,
+        )
+
+    def zero(self, stage: int, replicas: int, expert: bool = False) -> StateCost:
+        """It under stage ``stage`` of ZeRO over ``replicas`` ranks."""
+        axes = tuple("experts" if a in ("dp", "cp") else a for a in self.grad_axes) if expert else self.grad_axes
+        axes = tuple(dict.fromkeys(axes))
+        return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; ``experts``: the states that
+    are experts' weights, of which a rank holds ``of_experts``, alike on ``expert_replicas`` ranks."""
+
+    zero: int = 0
+    replicas: int = 1
+    experts: frozenset[str] = frozenset()
+    of_experts: float = 1.0
+    expert_replicas: int = 1
+
+
+WHOLE = Sharded()
 
 
 def state_costs(
@@ -75,16 +108,22 @@ def state_costs(
     *,
     optimizer: str = "adamw",
     train: bool = True,
+    sharded: Sharded = WHOLE,
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
+    ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
     """
     ranks = mesh.get("tp", 1)
-    return {
-        name: _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, train and state.requires_grad)
-        for name, state in states.items()
-    }
+    costs = {}
+    for name, state in states.items():
+        trained = train and state.requires_grad
+        cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained)
+        expert = name in sharded.experts
+        cost = cost.scaled(sharded.of_experts) if expert else cost
+        costs[name] = cost.zero(sharded.zero, sharded.expert_replicas if expert else sharded.replicas, expert)
+    return costs
 
 
 def _cost(
@@ -102,34 +141,50 @@ def _cost(
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides."""
+    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
+
+    ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
+    """
 
     total_s: float = 0.0
     last_s: float = 0.0
+    gather_s: float = 0.0
     by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
-    def exposed(self, window_s: float, slowdown: float) -> float:
-        """Seconds that it adds to a backward of ``window_s`` that it overlaps with.
+    def exposed(self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True) -> float:
+        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``.
 
         While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
         """
+        if not overlap:
+            return self.total_s + self.gather_s
+        gathered = (slowdown - 1) * min(self.gather_s, forward_s) + max(0.0, self.gather_s - forward_s)
+        return gathered + self._behind(window_s, slowdown)
+
+    def _behind(self, window_s: float, slowdown: float) -> float:
         hidden = max(0.0, self.total_s - self.last_s)
         return (slowdown - 1) * min(hidden, window_s) + max(0.0, hidden - window_s) + self.last_s
 
 
 def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Group]) -> Reduction:
-    """The reduction of the gradients of ``costs``, in buckets by axes; ``groups`` by the axes that are added over."""
-    sizes: dict[tuple[str, ...], float] = {}
+    """The reduction of the gradients of ``costs``, in buckets by axes; ``groups`` by the axes that are added over.
+
+    Under ZeRO 1 and 2 it is a reduce-scatter and, after the update, an all-gather; under 3 both are the calls' own.
+    """
+    sizes: dict[tuple[tuple[str, ...], int], float] = {}
     for cost in costs:
-        if cost.grad_axes and cost.gradient:
-            sizes[cost.grad_axes] = sizes.get(cost.grad_axes, 0.0) + cost.gradient
-    by_axes, last = {}, 0.0
-    for axes, size in sizes.items():
+        if cost.grad_axes and cost.gradient and cost.stage < 3:
+            key = cost.grad_axes, min(cost.stage, 1)
+            sizes[key] = sizes.get(key, 0.0) + cost.gradient
+    by_axes: dict[tuple[str, ...], float] = {}
+    last = gathered = 0.0
+    for (axes, stage), size in sizes.items():
         count = math.ceil(size / BUCKET_BYTES)
-        bucket = collective_time("all_reduce", size / count, groups[axes])
-        by_axes[axes] = count * bucket
+        bucket = collective_time("reduce_scatter" if stage else "all_reduce", size / count, groups[axes])
+        by_axes[axes] = by_axes.get(axes, 0.0) + count * bucket
         last = max(last, bucket)
-    return Reduction(sum(by_axes.values()), last, by_axes)
+        gathered += count * collective_time("all_gather", size / count, groups[axes]) if stage else 0.0
+    return Reduction(sum(by_axes.values()), last, gathered, by_axes)
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:

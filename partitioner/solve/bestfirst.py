@@ -28,7 +28,7 @@ from passes.errors import PartitionError
 class Evaluated:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
-    ``microbatch_s``: seconds of one microbatch through all calls, which points of the same ``tp`` and microbatch share.
+    ``microbatch_s``: seconds of one microbatch through all calls, which points of the same kind and microbatch share.
     ``least``: what no plan of the point can go below, where that is less than ``step_time``.
     """
 
@@ -87,7 +87,7 @@ class _Row:
 @dataclass
 class _State:
     rows: dict[Point, _Row]
-    floors: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    floors: dict[tuple[tuple[int, ...], int], float | None] = field(default_factory=dict)
     best: Point | None = None
     num_evaluated: int = 0
 
@@ -192,7 +192,7 @@ def _evaluate(
         return
     row.status = "solved"
     row.bound = min(row.bound, row.evaluated.step_time)
-    state.floors[point.tp, point.microbatch_size] = row.evaluated.microbatch_s
+    state.floors[point.kind, point.microbatch_size] = row.evaluated.microbatch_s
     if row.evaluated.step_time < state.best_time:
         state.best = point
 
@@ -206,8 +206,8 @@ def _known_floor(state: _State, bounds: Bounds, point: Point) -> float:
     """The best bound from the floors that are known so far."""
     floors = [
         seconds * point.microbatch_size / size
-        for (tp, size), seconds in state.floors.items()
-        if seconds is not None and tp == point.tp and _says_of(size, point)
+        for (kind, size), seconds in state.floors.items()
+        if seconds is not None and kind == point.kind and _says_of(size, point)
     ]
     return max((bounds.with_floor(point, seconds) for seconds in floors), default=0.0)
 
@@ -260,6 +260,9 @@ def _candidate(row: _Row) -> Candidate:
         step_time=row.evaluated.step_time if row.evaluated is not None else None,
         memory=row.evaluated.memory if row.evaluated is not None else None,
         reason=row.reason,
+        zero=row.point.zero,
+        virtual_stages=row.point.virtual_stages,
+        etp=row.point.expert_tp,
     )
 
 

@@ -7,34 +7,75 @@ from dataclasses import dataclass, field
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
+from partitioner.solve.pipelines import PIPELINES
 from partitioner.topology.model import Topology
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One combination. ``recompute`` is left to the stages unless it is pinned."""
+    """One combination. ``recompute`` is left to the stages unless it is pinned.
+
+    ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
+    sharding.
+    """
 
     pp: int
     dp: int
     tp: int
     microbatch_size: int
     schedule: str = "1f1b"
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    zero: int = 0
+    virtual_stages: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp, "ep": 1}
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The axes whose sizes multiply to the number of ranks; experts are folded over them."""
+        return {**self.mesh, "ep": 1}
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, but for experts: ZeRO shards over them."""
+        return self.dp * self.cp
 
     def num_microbatches(self, global_batch: int) -> int:
         return global_batch // (self.dp * self.microbatch_size)
 
     def __str__(self) -> str:
-        return f"pp={self.pp} dp={self.dp} tp={self.tp} microbatch={self.microbatch_size} {self.schedule}"
+        more = [f"{n}={v}" for n, v, one in self._more if v != one]
+        mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
+        return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", self.schedule])
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Points of one kind run the same local graphs; only microbatches and stages differ."""
+        return self.tp, self.cp, self.ep, self.etp, self.replicas if self.zero == 3 else 1
+
+    @property
+    def _more(self) -> list[tuple[str, int, int]]:
+        return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), ("v", self.virtual_stages, 1)]
 
 
 @dataclass(frozen=True)
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
-    weights' dims; ``global_batch``: samples."""
+    weights' dims; ``global_batch``: samples; ``experts``: of the layer that has most; ``length``: a sample's tokens."""
 
     topology: Topology
     global_batch: int
@@ -42,6 +83,8 @@ class Space:
     dims: frozenset[int]
     constraints: Constraints = field(default_factory=Constraints)
     train: bool = True
+    experts: int = 0
+    length: int = 0
 
     @property
     def world_size(self) -> int:
@@ -57,39 +100,101 @@ def points(space: Space) -> list[Point]:
     """All points that the constraints allow.
 
     ``tp`` divides some dim of a weight and stays within a node unless it is pinned; ``dp`` and the microbatch divide
-    the batch; there are calls for every stage. Of the schedules only 1F1B is tried unless GPipe is pinned: under this
-    cost model GPipe takes as long and never less memory.
+    the batch; there are calls for every stage. What is not executed yet is there only where it is asked for.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
-    schedule = pinned.schedule or "1f1b"
     found = [
-        Point(pp, dp, tp, size, schedule)
-        for pp, dp, tp in meshes(space)
+        Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual)
+        for pp, dp, tp, cp in meshes(space)
+        for ep, etp in _expert_axes(space, dp * cp * tp, tp)
+        for schedule, virtual in _schedules(space, pp)
+        for zero in _zero(space, dp * cp)
         for size in divisors(space.global_batch // dp)
-        if pinned.microbatch_size in (None, size)
+        if pinned.microbatch_size in (None, size) and _interleaves(schedule, space.global_batch // dp // size, pp)
     ]
     if not found:
         raise PlanError(_why_none(space))
     return found
 
 
-def meshes(space: Space) -> list[tuple[int, int, int]]:
-    """The (pp, dp, tp) that the constraints allow."""
+def meshes(space: Space) -> list[tuple[int, int, int, int]]:
+    """The (pp, dp, tp, cp) that the constraints allow."""
     pinned, world = space.constraints, space.world_size
     found = []
     for tp in divisors(world):
         if not (pinned.tp in (None, tp) and _tensor_axis_fits(space, tp)):
             continue
-        for pp in divisors(world // tp):
-            dp = world // tp // pp
-            if pinned.pp not in (None, pp) or pinned.dp not in (None, dp):
-                continue
-            if pp <= space.num_calls and space.global_batch % dp == 0:
-                found.append((pp, dp, tp))
+        for cp in _context_axes(space, world // tp):
+            for pp in divisors(world // tp // cp):
+                dp = world // tp // cp // pp
+                if pinned.pp not in (None, pp) or pinned.dp not in (None, dp):
+                    continue
+                if pp <= space.num_calls and space.global_batch % dp == 0:
+                    found.append((pp, dp, tp, cp))
     return found
+
+
+def _context_axes(space: Space, room: int) -> list[int]:
+    """Each rank gets two pieces of the sequence, one from either end, so that causal work is even."""
+    pinned = space.constraints
+    if pinned.cp is not None:
+        return [pinned.cp] if room % pinned.cp == 0 else []
+    if not pinned.ahead:
+        return [1]
+    return [cp for cp in divisors(room) if cp == 1 or (space.length >= 2 * cp and space.length % (2 * cp) == 0)]
+
+
+def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
+    """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
+    pinned = space.constraints
+    shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
+    if pinned.ahead and pinned.etp is None and space.experts and tp > 1:
+        shards = [1, 0]
+    if pinned.ep is not None:
+        sizes = [pinned.ep]
+    else:
+        sizes = [ep for ep in divisors(space.experts) if ep <= room] if pinned.ahead and space.experts else [1]
+    pairs = [(ep, etp) for ep in sizes for etp in shards if ep > 1 or etp == shards[-1]]
+    return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
+
+
+def _schedules(space: Space, pp: int) -> list[tuple[str, int]]:
+    """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
+    pinned = space.constraints
+    if pp == 1:
+        return [(pinned.schedule if pinned.schedule in ("gpipe", "1f1b") else "1f1b", 1)]
+    names = [pinned.schedule] if pinned.schedule else ["1f1b"]
+    if not pinned.schedule:
+        if (pinned.virtual_stages or 1) > 1:
+            names = ["interleaved"]
+        elif pinned.ahead and space.train:
+            names = [name for name in PIPELINES if name != "gpipe"]
+    found = []
+    for name in names:
+        chunks = PIPELINES[name].chunks
+        if chunks is not None:
+            choices = [chunks]
+        elif pinned.virtual_stages is not None:
+            choices = [pinned.virtual_stages]
+        else:
+            choices = list(range(2, space.num_calls // pp + 1)) or [1]
+        found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
+    return found
+
+
+def _interleaves(schedule: str, num_microbatches: int, pp: int) -> bool:
+    """Interleaving runs microbatches in rounds of one for each stage."""
+    return schedule != "interleaved" or num_microbatches % pp == 0
+
+
+def _zero(space: Space, replicas: int) -> list[int]:
+    pinned = space.constraints
+    if pinned.zero is not None:
+        return [pinned.zero]
+    return [0, 1, 2, 3] if pinned.ahead and space.train and replicas > 1 else [0]
 
 
 def _tensor_axis_fits(space: Space, tp: int) -> bool:
@@ -100,7 +205,9 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
 
 
 def _why_none(space: Space) -> str:
-    pinned = ", ".join(f"{k}={v}" for k, v in space.constraints.pinned.items())
+    fixed = {"ep": space.constraints.ep, "schedule": space.constraints.schedule, "v": space.constraints.virtual_stages}
+    fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
+    pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (
         f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
         f"batch of {space.global_batch}, pp is at most {space.num_calls} (the calls that can be placed), tp must "
@@ -116,7 +223,7 @@ def baselines(
     The latter has ``tp`` as wide as a node, as few stages as fit in memory, data parallelism over the rest (Narayanan
     et al. 2021, section 3), and the microbatch of the least bound. ``None``: not among ``candidates``.
     """
-    plain = [p for p in candidates if p.pp == p.tp == 1]
+    plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     widest = max((p.tp for p in candidates), default=1)
     megatron = [p for p in candidates if p.tp == widest]
     depths = sorted({p.pp for p in megatron})
@@ -130,7 +237,7 @@ def baselines(
 
 def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
     """Plain data parallelism with the reason why it is no candidate, if it is none."""
-    if any(p.pp == p.tp == 1 for p in candidates):
+    if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     point = Point(1, space.world_size, 1, 1, space.constraints.schedule or "1f1b")
     if space.global_batch % space.world_size:

@@ -1,9 +1,9 @@
 """Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
 
 A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward, what
-it recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``
-(Narayanan et al. 2021, section 2.2, for uneven stages). Stage ``s`` keeps ``min(p - s, m)`` microbatches under 1F1B and
-``m`` under GPipe, and runs as many of its first calls anew for their backward as memory demands.
+it recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s``
+(Narayanan et al. 2021, section 2.2, for uneven stages; ``b`` is the schedule's, see ``pipelines.py``). Stages keep as
+many microbatches as the schedule has in flight, and run as many of their first calls anew as memory demands.
 
 For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
 The limits that matter are few: above the least one that is feasible, the sum can fall only as far as without a limit.
@@ -76,14 +76,15 @@ class _Splitter:
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """Least ``(m - 1) max + sum``; ``None`` if nothing fits."""
-        m = self.problem.num_microbatches
+        """Least ``(m - b) max + b sum``; ``None`` if nothing fits."""
+        bubble = self.problem.bubble
+        often = self.problem.num_microbatches - bubble
         free = self.path(np.inf)
         if free is None:
             return None
         if self.problem.num_stages == 1:
             return self.split(free, self.cost(free))
-        if m == 1:
+        if often <= 0:
             return self.split(self.balanced(free), self.cost(free))
         least_sum, lowest = self.total(free), self.lowest_limit()
         even = self.path(lowest)
@@ -92,7 +93,7 @@ class _Splitter:
         ceiling = np.inf
         while True:
             # whatever is better has a smaller maximum than these
-            limit = min((best_cost - least_sum) / (m - 1), ceiling) * (1 - TINY)
+            limit = min((best_cost - bubble * least_sum) / often, ceiling) * (1 - TINY)
             if limit <= lowest:
                 break
             cuts = self.path(limit)
@@ -152,7 +153,8 @@ class _Splitter:
         return sum(self.stage_times(cuts))
 
     def cost(self, cuts: list[int]) -> float:
-        return (self.problem.num_microbatches - 1) * self.largest(cuts) + self.total(cuts)
+        bubble = self.problem.bubble
+        return (self.problem.num_microbatches - bubble) * self.largest(cuts) + bubble * self.total(cuts)
 
     def split(self, cuts: list[int], least_s: float) -> StageSplit:
         stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))

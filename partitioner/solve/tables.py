@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import message_time
 from partitioner.errors import PlanError
+from partitioner.solve.pipelines import PIPELINES
 from partitioner.solve.segments import Segments
 from partitioner.topology.parts import Link
 
@@ -45,7 +46,8 @@ class StageProblem:
     ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states. ``local``: values that are no
     call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
     rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
-    every stage runs for itself. ``slowdown``: of each stage's devices over those that the costs are for.
+    every stage runs for itself. ``slowdown``: of each stage's devices over those that the costs are for. ``bubble``:
+    the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block occurs again.
     """
 
     calls: tuple[StageCall, ...]
@@ -55,8 +57,8 @@ class StageProblem:
     links: tuple[Link, ...] = ()
     state_bytes: Mapping[str, float] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    recompute: Literal["none", "full"] | None = None
+    schedule: str = "1f1b"
+    recompute: Literal["none", "selective", "full"] | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
     overhead: CallCost = field(default_factory=CallCost)
     slowdown: tuple[float, ...] = ()
@@ -64,13 +66,22 @@ class StageProblem:
     tp: int = 1
     dp: int = 1
     train: bool = True
+    virtual_stages: int = 1
+    bubble: float = 1.0
+    repeated: tuple[bool, ...] = ()
 
-    def in_flight(self, stage: int) -> int:
+    def in_flight(self, stage: int) -> float:
         """Microbatches whose saved tensors a stage holds at a time."""
         if not self.train:
             return 1
-        m, p = self.num_microbatches, self.num_stages
-        return m if self.schedule == "gpipe" else min(p - stage, m)
+        pipeline = PIPELINES[self.schedule]
+        return pipeline.in_flight(stage, self.num_stages, self.num_microbatches, self.virtual_stages)
+
+    @property
+    def last_repeated(self) -> int:
+        """The place behind the last call of a block that repeats: up to there "full" recomputes."""
+        places = [k for k, repeats in enumerate(self.repeated) if repeats]
+        return places[-1] + 1 if places else len(self.calls)
 
 
 class StageTables:
@@ -126,8 +137,11 @@ class StageTables:
     def most_recomputed(self) -> Counts:
         """The most calls that each segment may recompute."""
         n = len(self.problem.calls)
-        length = np.maximum(0, np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None])
-        return length if self.problem.train and self.problem.recompute != "none" else np.zeros_like(length)
+        stop = np.arange(n + 1)[None, :]
+        if self.problem.recompute == "full":  # embedding's and head's tensors are hardly worth it
+            stop = np.minimum(stop, self.problem.last_repeated)
+        length = np.maximum(0, stop - np.arange(n + 1)[:, None])
+        return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int) -> Counts:
         """How many of its first calls each segment recomputes: all if that is pinned, else as few as memory allows.

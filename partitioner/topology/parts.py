@@ -20,6 +20,7 @@ class DeviceType(Part):
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
+    ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``matches``: the names under which the driver knows it.
     """
 
@@ -28,6 +29,7 @@ class DeviceType(Part):
     peak: dict[str, Positive]
     memory_bandwidth: Positive
     launch: NonNegative = 0.0
+    dispatch: NonNegative = 0.0
     matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
     attention_efficiency: Positive = 1.0
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})

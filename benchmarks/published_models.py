@@ -1,0 +1,225 @@
+"""Published models by their dimensions: a plain decoder whose operators are the kernels that frameworks run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+    tied: bool = True
+    fused_attention: bool = True
+    experts: int = 0
+    topk: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0  # multi-head latent attention: ranks of the compressed queries, keys and values, and rotary size
+    kv_rank: int = 0
+    rope_dim: int = 0
+    adapters: int = 0  # rank of low-rank adapters; the rest is frozen
+
+
+class Norm(nn.Module):
+    """Layer norm, or RMS norm in gated models."""
+
+    def __init__(self, size: int, rms: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = None if rms else nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+
+class Adapted(nn.Module):
+    """A frozen projection with a low-rank adapter."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base(x) + self.up(self.down(x))
+        return adapted
+
+
+def projection(shape: Shape, inputs: int, outputs: int) -> nn.Module:
+    bias = not shape.gated
+    return Adapted(inputs, outputs, shape.adapters, bias) if shape.adapters else nn.Linear(inputs, outputs, bias=bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; unfused it makes its scores, as frameworks did before FlashAttention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.fused = shape.fused_attention
+        self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
+        self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
+        self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
+        self.out = projection(shape, shape.heads * shape.head_dim, shape.hidden)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        else:
+            scores = torch.matmul(q * (1 / math.sqrt(self.head_dim)), k.transpose(2, 3))
+            y = torch.matmul(torch.softmax(scores + mask, -1), v)
+        y = y.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim)
+        result: Tensor = self.out(y)
+        return result
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2), without the rotation itself."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide = shape.head_dim + shape.rope_dim
+        self.q_down = nn.Linear(shape.hidden, shape.q_rank, bias=False)
+        self.q_norm = Norm(shape.q_rank, rms=True)
+        self.q_up = nn.Linear(shape.q_rank, shape.heads * wide, bias=False)
+        self.kv_down = nn.Linear(shape.hidden, shape.kv_rank, bias=False)
+        self.k_rope = nn.Linear(shape.hidden, shape.rope_dim, bias=False)
+        self.kv_norm = Norm(shape.kv_rank, rms=True)
+        self.k_up = nn.Linear(shape.kv_rank, shape.heads * shape.head_dim, bias=False)
+        self.v_up = nn.Linear(shape.kv_rank, shape.heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        s = self.shape
+        q = self.q_up(self.q_norm(self.q_down(x))).view(batch, length, s.heads, -1).transpose(1, 2)
+        latent = self.kv_norm(self.kv_down(x))
+        k = self.k_up(latent).view(batch, length, s.heads, -1)
+        rope = self.k_rope(x).view(batch, length, 1, s.rope_dim).expand(-1, -1, s.heads, -1)
+        k = torch.cat([k, rope], -1).transpose(1, 2)
+        v = self.v_up(latent).view(batch, length, s.heads, -1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return result
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        self.gate = projection(shape, shape.hidden, width) if shape.gated else None
+        self.up = projection(shape, shape.hidden, width)
+        self.down = projection(shape, width, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = F.gelu(h, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * h
+        result: Tensor = self.down(h)
+        return result
+
+
+class Experts(nn.Module):
+    """Dropless experts with packed weights: sort by expert, grouped products, combine."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.topk, self.gated = shape.topk, shape.gated
+        self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
+        self.up = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn))
+        self.gate = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn)) if shape.gated else None
+        self.down = nn.Parameter(torch.zeros(shape.experts, shape.moe_ffn, shape.hidden))
+        self.shared = Mlp(shape, shape.shared_ffn) if shape.shared_ffn else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(torch.softmax(self.router(flat), -1), self.topk)
+        experts = chosen.reshape(-1)
+        by_expert, order = torch.sort(experts)
+        rows = flat[order // self.topk]
+        num_experts = self.up.shape[0]
+        counts = torch.histc(by_expert.float(), bins=num_experts, min=0, max=num_experts - 1)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        h = torch._grouped_mm(rows, self.up, offs=ends)
+        h = F.gelu(h) if self.gate is None else F.silu(torch._grouped_mm(rows, self.gate, offs=ends)) * h
+        y = torch._grouped_mm(h, self.down, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=x.device)
+        result = y[back].view(-1, self.topk, x.shape[-1]).sum(1).view_as(x)
+        return result if self.shared is None else result + self.shared(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Norm(shape.hidden, shape.gated), Norm(shape.hidden, shape.gated)
+        self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
+        has_experts = shape.experts > 0 and index >= shape.dense_layers
+        self.mlp = Experts(shape) if has_experts else Mlp(shape, shape.ffn)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Decoder(nn.Module):
+    """Token ids and next tokens ``[batch, length]`` to the mean loss."""
+
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.positions = None if shape.gated else nn.Embedding(length, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
+        self.norm = Norm(shape.hidden, shape.gated)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+        if shape.adapters:
+            self.requires_grad_(False)
+            for module in self.modules():
+                if isinstance(module, Adapted):
+                    module.down.requires_grad_(True)
+                    module.up.requires_grad_(True)
+        mask = torch.full((length, length), -torch.inf, dtype=torch.get_default_dtype()).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions.weight
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def build(shape: Shape, length: int, dtype: torch.dtype) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The model on the meta device, and inputs of two samples."""
+    with torch.device("meta"):
+        model = Decoder(shape, length).to(dtype)
+        ids = torch.zeros(2, length, dtype=torch.long)
+    return model, {"ids": ids, "targets": ids.clone()}

@@ -1,0 +1,171 @@
+"""What context and expert parallelism, sharded states and the host make of a call's cost.
+
+The local graph of a call is for whole sequences and all experts. Over ``cp`` ranks what grows with the batch is
+divided, and attention gathers keys and values around the ring; over ``ep`` ranks the experts' weights are divided and
+tokens are sent to them and back by all-to-all; under ZeRO-3 a call's weights are gathered before it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.operators import Kernel, Operand, is_attention, is_view, operator_name
+from partitioner.topology.groups import Group
+from passes.blocks import Block
+
+EXPERT_PRODUCTS = frozenset(("_grouped_mm", "expert_mm"))
+_ALONE = Group(1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a call is spread besides ``tp``. ``context``, ``experts``, ``shards``: the groups of ``cp``, of ``ep`` and of
+    the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
+
+    ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
+    """
+
+    context: Group = _ALONE
+    experts: Group = _ALONE
+    shards: Group = _ALONE
+    expert_shards: Group = _ALONE
+    expert_tensor: float = 1.0
+    overlap: bool = True
+    fp8: bool = False
+
+    @property
+    def cp(self) -> int:
+        return self.context.size
+
+    @property
+    def ep(self) -> int:
+        return self.experts.size
+
+    @property
+    def of_experts(self) -> float:
+        """What part of the local graph's expert weights a rank holds."""
+        return self.expert_tensor / self.ep
+
+
+NO_SPREAD = Spread()
+
+
+def spread_kernel(kernel: Kernel, spread: Spread, expert: bool, widest: float = math.inf, load: float = 1.0) -> Kernel:
+    """``kernel`` as a rank runs it: batch divided over ``cp``, an expert's weights over ``ep``.
+
+    ``widest``: the smaller side of an expert's matrix; each expert on a rank gets the rows of ``ep`` ranks.
+    """
+    batch = (kernel.num_bytes - kernel.state_bytes) / spread.cp
+    weights, flops, smallest = kernel.state_bytes, kernel.flops / spread.cp, kernel.smallest
+    if expert:
+        weights *= spread.of_experts
+        flops *= load
+        smallest = min(kernel.smallest * spread.ep / spread.cp, widest)
+    return replace(kernel, num_bytes=batch + weights, state_bytes=weights, flops=flops, smallest=smallest)
+
+
+def expected_load(tokens: float, ranks: int) -> float:
+    """Tokens of the fullest of ``ranks`` over the mean, if each of ``tokens`` goes to any of them.
+
+    The expected maximum of a binomial, ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998)."""
+    if ranks <= 1 or tokens <= 0:
+        return 1.0
+    return min(float(ranks), 1.0 + math.sqrt(2 * math.log(ranks) * (ranks - 1) / tokens))
+
+
+def in_fp8(kernels: list[Kernel], operands: list[Operand]) -> list[Kernel]:
+    """Products with a weight as fp8 kernels, each after a cast of its operand: read in two bytes, written in one."""
+    if not any(o.state for o in operands):
+        return kernels
+    activation = max((o.nbytes for o in operands if not o.state), default=0)
+    cast = Kernel("pointwise", activation * 1.5)
+    made = []
+    for kernel in kernels:
+        if kernel.flops and kernel.precision in ("bf16", "fp16"):
+            made += [replace(kernel, precision="fp8"), cast]
+        else:
+            made.append(kernel)
+    return made
+
+
+@dataclass(frozen=True)
+class ExpertRegion:
+    """The expert products of a block: which values are sent to the experts and come back, and the weights."""
+
+    entries: tuple[fx.Node, ...] = ()
+    exits: tuple[fx.Node, ...] = ()
+    products: frozenset[fx.Node] = frozenset()
+    states: frozenset[str] = frozenset()
+    inner: frozenset[fx.Node] = frozenset()  # operators between the products
+
+
+def expert_region(block: Block) -> ExpertRegion:
+    """The experts of ``block``, from the graph: what flows into the first products and out of the last."""
+    products = [n for n in block.graph.nodes if operator_name(n) in EXPERT_PRODUCTS]
+    if not products:
+        return ExpertRegion()
+    after: set[fx.Node] = set()  # behind some product
+    for node in block.graph.nodes:
+        if any(o in after or o in products for o in node.all_input_nodes):
+            after.add(node)
+    before: set[fx.Node] = set()
+    for node in reversed(list(block.graph.nodes)):
+        if any(u in before or u in products for u in node.users):
+            before.add(node)
+    entries = {_source(n.args[0]): None for n in products if n not in after}
+    exits = [n for n in products if n not in before]
+    names = {_source(n.args[1]).name for n in products}
+    inner = frozenset(n for n in after & before if n.op == "call_function")
+    return ExpertRegion(
+        tuple(entries), tuple(exits), frozenset(products), frozenset(names) & frozenset(block.states), inner
+    )
+
+
+def _source(node: object) -> fx.Node:
+    """What a view or a cast looks at."""
+    assert isinstance(node, fx.Node), node
+    while (
+        node.op == "call_function"
+        and len(node.all_input_nodes) == 1
+        and (is_view(node) or operator_name(node) in ("_to_copy", "to", "clone"))
+    ):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
+    """Seconds of sending tokens to their experts and back, one way each, per pass."""
+    if spread.ep == 1:
+        return 0.0
+    # ``tp`` ranks that do not share an expert send the tokens of their own part of the sequence
+    part = spread.cp * spread.expert_tensor
+    values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
+    return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
+
+
+def context_exchanges(node: fx.Node, spread: Spread) -> tuple[float, float]:
+    """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients)."""
+    if spread.cp == 1 or not is_attention(node):
+        return 0.0, 0.0
+    nbytes = sum(o.meta["val"].nbytes for o in list(_tensors(node))[1:3])
+    ring = collective_time("all_gather", nbytes, spread.context)
+    return ring, ring + collective_time("reduce_scatter", nbytes, spread.context)
+
+
+def _tensors(node: fx.Node) -> Iterator[fx.Node]:
+    yield from (a for a in node.args if isinstance(a, fx.Node))
+
+
+def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
+    """Seconds that communication adds to computation: while both run each takes ``slowdown`` times as long."""
+    if not overlap:
+        return comm_s
+    return max(0.0, comm_s - compute_s) + (slowdown - 1) * min(compute_s, comm_s)
+
+
+__all__ = ["NO_SPREAD", "ExpertRegion", "Spread", "expected_load", "expert_exchanges", "expert_region", "spread_kernel"]

@@ -1,0 +1,42 @@
+"""From the chosen candidate to proven programs, or to the word that this version does not execute it."""
+
+from __future__ import annotations
+
+from partitioner.constraints import Constraints
+from partitioner.emit import emit
+from partitioner.evaluate import Job, Solved
+from partitioner.localize import layouts_of
+from partitioner.solve.points import Point
+from runtime.program import Program
+from runtime.prove import prove
+
+
+def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
+    """What of a candidate this version plans but does not execute, as ``zero=3``."""
+    chosen = Constraints(
+        cp=point.cp,
+        ep=point.ep,
+        etp=point.etp or None,
+        zero=point.zero,
+        virtual_stages=point.virtual_stages,
+        schedule=point.schedule,
+        recompute=constraints.recompute,
+        overlap=constraints.overlap,
+    ).planned_only
+    return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
+
+
+def emit_program(job: Job, chosen: Solved) -> Program:
+    """The programs of all ranks, proven."""
+    program = emit(
+        chosen.local.model,
+        chosen.stage_of_call,
+        mesh=chosen.point.mesh,
+        num_microbatches=chosen.num_microbatches,
+        schedule=chosen.point.schedule,
+        objective="train" if job.train else "infer",
+        layouts=layouts_of(chosen.local, job.batch),
+        recompute=chosen.recompute,
+    )
+    prove(program)
+    return program

@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 from passes.assemble import Captured, assemble
 from passes.blocks import TensorSpec
 from passes.errors import InputsError
-from passes.export import cast, export, make_twin
+from passes.expand import Unrepeated, expand
+from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
 from passes.infer import propagate
 from passes.inputs import Inputs, bind_inputs, without_numbers
+from passes.repeats import Repeats
 from passes.retype import retype
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
@@ -63,6 +65,7 @@ def capture(
         if loss is not None:
             raise InputsError("loss= needs the module: an ExportedProgram must return its loss itself")
         canonical, kept = _canonical_names(program.state_dict.items()), {}
+        captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
         twin = make_twin(model, dtype)
         args, kwargs = bind_inputs(
@@ -75,9 +78,8 @@ def capture(
         )
         if loss is not None:
             _append_loss(twin.module, loss)
-        program, notes = export(twin, args, kwargs), twin.notes
-        canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-    captured = assemble(flatten_program(program), canonical, with_loss=loss is not None)
+        canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
+        captured = _trace(twin, args, kwargs, canonical, with_loss=loss is not None)
     captured = captured.with_(notes=notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -86,6 +88,22 @@ def capture(
         captured = _cast(captured, dtype, ("parameter", "buffer"))
         propagate(captured.graph)
     return captured
+
+
+def _trace(twin: Twin, args: Any, kwargs: Any, canonical: Mapping[str, str], *, with_loss: bool) -> Captured:
+    """The twin's graph: each layer among others that are alike traced once, all of them where that fails."""
+    repeats = Repeats.of(twin.module)
+    while repeats.groups:
+        try:
+            with repeats.tracing():
+                program = export(twin, args, kwargs, diagnose=False)
+            return expand(assemble(flatten_program(program), canonical, with_loss=with_loss))
+        except Unrepeated as error:
+            repeats.refuse(error.number)
+        except Exception:  # of the shortcut or of the model: the full trace says
+            pass
+        repeats = repeats.without_refused()
+    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=with_loss)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -100,8 +100,10 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
         yield "generation caches are left out: use_cache is off in the plan"
 
 
-def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Export the twin.
+def export(
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, diagnose: bool = True
+) -> ExportedProgram:
+    """Export the twin. Without ``diagnose``, what goes wrong is raised as it comes.
 
     Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
     and torch.export's reason where it cannot be traced.
@@ -112,6 +114,8 @@ def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exporte
     except PartitionError:
         raise
     except Exception as error:
+        if not diagnose:
+            raise
         failure = _forward_failure(twin, args, kwargs)
         if failure is not None:
             raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error

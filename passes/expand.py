@@ -1,0 +1,171 @@
+"""Put the operators of a layer wherever ``passes/repeats.py`` left one operator for a call of its like.
+
+Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that the full trace would have
+given, without them; raises :class:`Unrepeated` where that cannot be shown.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.assemble import Captured
+from passes.repeats import LAYER
+
+
+class Unrepeated(Exception):
+    """The calls of the memo ``number`` are not alike."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The operators of one call of a layer: ``stack`` is the module calls around them, the layer's own last."""
+
+    nodes: list[fx.Node]
+    operands: list[fx.Node]
+    results: list[fx.Node]
+    stack: tuple[str, ...]
+    key: Any
+
+    @property
+    def path(self) -> str:
+        return self.stack[-1]
+
+
+def expand(captured: Captured) -> Captured:
+    """``captured`` without layer operators; its graph is changed in place."""
+    graph = captured.graph
+    found = [n for n in graph.nodes if n.target is LAYER]
+    if not found:
+        return captured
+    marked = {o for n in found for o in n.all_input_nodes if o.op == "placeholder"}
+    only_marked = {o for o in marked if all(user.target is LAYER for user in o.users)}
+    bodies: dict[int, _Body] = {}
+    classes = dict(captured.classes)
+    moved: dict[str, str] = {}
+    for node in found:
+        operands, results, number = node.args
+        stack = node.meta["stack"]
+        if not stack or "@" in stack[-1]:
+            raise Unrepeated(number)  # type: ignore[arg-type]
+        if results:
+            body = _body(node)
+            if bodies.setdefault(number, body).key != body.key:  # type: ignore[arg-type]
+                raise Unrepeated(number)  # type: ignore[arg-type]
+            made = body.results
+        else:
+            made = _copy(graph, node, bodies[number], classes)  # type: ignore[index]
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            result = made[user.args[1]]  # type: ignore[index]
+            user.replace_all_uses_with(result)
+            moved[user.name] = result.name
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    placeholders = dict(captured.placeholders)
+    for node in only_marked:
+        if not node.users and placeholders[node.name] in captured.states:
+            del placeholders[node.name]
+            graph.erase_node(node)
+
+    def name_of(name: str | None) -> str | None:
+        return moved.get(name, name) if name is not None else None
+
+    return captured.with_(
+        outputs=[replace(o, value=name_of(o.value)) for o in captured.outputs],
+        loss=name_of(captured.loss),
+        placeholders=placeholders,
+        classes=classes,
+    )
+
+
+def _body(call: fx.Node) -> _Body:
+    """The operators between a call's operands and its results. All of them must be the call's own."""
+    operands, results, number = call.args
+    stack = call.meta["stack"]
+    ends = set(operands)  # type: ignore[arg-type]
+    inside: set[fx.Node] = set()
+    waiting = [n for n in results if n not in ends]  # type: ignore[union-attr]
+    while waiting:
+        node = waiting.pop()
+        if node in inside:
+            continue
+        own = node.meta.get("stack", ())[: len(stack)] == stack or node.target is operator.getitem
+        if node.op != "call_function" or not own:
+            raise Unrepeated(number)  # type: ignore[arg-type]
+        inside.add(node)
+        waiting += [n for n in node.all_input_nodes if n not in ends]
+    nodes = sorted(inside)
+    key = _key(nodes, operands, results, stack)  # type: ignore[arg-type]
+    if key is None:
+        raise Unrepeated(number)  # type: ignore[arg-type]
+    return _Body(nodes, list(operands), list(results), stack, key)  # type: ignore[arg-type]
+
+
+def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any) -> Any:
+    """Equal for bodies that are the same; ``None`` where a module in it is not a part of the layer."""
+    place: dict[fx.Node, Any] = {}
+    for i, node in enumerate(operands):
+        place.setdefault(node, ("operand", i))
+    for i, node in enumerate(nodes):
+        place[node] = ("node", i)
+
+    def encoded(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return place[argument]
+        if isinstance(argument, tuple | list):
+            return tuple([encoded(a) for a in argument])
+        if isinstance(argument, slice):
+            return "slice", encoded(argument.start), encoded(argument.stop), encoded(argument.step)
+        return type(argument), repr(argument)
+
+    rows = []
+    for node in nodes:
+        inner = _renamed(node.meta, stack, stack[:-1] + ("",))
+        if inner is None:
+            return None
+        kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])
+        rows.append((node.target, encoded(node.args), kwargs, _spec(node.meta["val"]), *inner, node.meta["source"]))
+    return tuple(rows), tuple([place[n] for n in results]), len(operands)
+
+
+def _renamed(meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+    """``path`` and ``stack`` as in the call ``new`` of a layer instead of ``old``."""
+    before, after = old[-1], new[-1]
+    inner = meta.get("stack", ())[len(old) :]
+    named = [meta["path"], *inner] if meta.get("stack") else []
+    if any(name != before and not name.startswith(before + ".") for name in named):
+        return None
+    path = after + meta["path"][len(before) :] if named else meta.get("path", "")
+    return path, (*new, *(after + name[len(before) :] for name in inner)) if named else ()
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return tuple([_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
+
+
+def _copy(graph: fx.Graph, call: fx.Node, body: _Body, classes: dict[str, str]) -> list[fx.Node]:
+    """Append the operators of ``body`` before ``call``, on its operands; the results."""
+    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, call.args[0], strict=True))  # type: ignore[arg-type]
+    stack = call.meta["stack"]
+    with graph.inserting_before(call):
+        for node in body.nodes:
+            made = graph.node_copy(node, env.__getitem__)
+            renamed = _renamed(node.meta, body.stack, stack)
+            assert renamed is not None, node
+            made.meta = {**node.meta, "path": renamed[0], "stack": renamed[1]}
+            for old, new in zip(node.meta["stack"][len(stack) :], renamed[1][len(stack) :], strict=True):
+                classes[new.partition("@")[0]] = classes[old.partition("@")[0]]
+            env[node] = made
+    return [env[n] for n in body.results]

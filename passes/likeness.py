@@ -1,0 +1,166 @@
+"""Which modules of a model are alike: they would run the same operators on the same inputs, as far as data can say.
+
+Two modules are alike if they have the same class, the same tree of sub-modules, parameters and buffers of the same
+shapes, types and flags, tied in the same way, no hooks, and equal attributes. An attribute that is a number or a text
+of its own in each of them (a layer's index or name) may differ: whether ``forward`` reads it is for the trace to find
+out, see ``passes/repeats.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
+
+
+class Unlike(Exception):
+    """What was taken for alike is not, or cannot be shown to be."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are alike. ``own``: (path of a sub-module, attribute) where each member has a value of its own."""
+
+    members: tuple[nn.Module, ...]
+    own: tuple[tuple[str, str], ...] = ()
+
+
+def alike(model: nn.Module, least: int) -> list[Group]:
+    """The groups of at least ``least`` members of lists (``nn.ModuleList``, ``nn.Sequential``) in ``model``."""
+    counts: dict[int, int] = {}
+    for name, _ in model.named_modules(remove_duplicate=False):
+        module = model.get_submodule(name)
+        counts[id(module)] = counts.get(id(module), 0) + 1
+    found: dict[Any, list[tuple[nn.Module, dict[tuple[str, str], Any]]]] = {}
+    for name, module in model.named_modules():
+        if not name.rpartition(".")[2].isdigit() or not has_state(module):
+            continue
+        if any(counts[id(m)] > counts[id(module)] or id(m) == id(model) for m in module.modules()):
+            continue  # a part of it is also a part of another
+        try:
+            described = describe(module)
+        except Unlike:
+            continue
+        found.setdefault(described.key, []).append((module, described.texts))
+    groups = []
+    for members in found.values():
+        groups += _with_own(members, least)
+    return groups
+
+
+def _with_own(members: Sequence[tuple[nn.Module, dict[tuple[str, str], Any]]], least: int) -> Iterable[Group]:
+    """Modules equal but for numbers and texts: those in which all of these are equal or each member's own."""
+    if len(members) < least:
+        return
+    own = []
+    for place in members[0][1]:
+        values = [repr(texts[place]) for _, texts in members]
+        if len(set(values)) == len(values):
+            own.append(place)
+    rest: dict[Any, list[nn.Module]] = {}
+    for module, texts in members:
+        key = tuple((type(v), v) for place, v in texts.items() if place not in own)
+        rest.setdefault(key, []).append(module)
+    for found in rest.values():
+        if len(found) >= least:
+            yield Group(tuple(found), tuple(own))
+
+
+def has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether anything is hooked on a call of ``module`` or of a part of it."""
+    return any(value for m in module.modules() for name, value in vars(m).items() if name.endswith("_hooks"))
+
+
+@dataclass(frozen=True)
+class Description:
+    """``key``: equal for modules that are alike, but for the numbers and texts in ``texts`` by their place."""
+
+    key: Any
+    texts: dict[tuple[str, str], Any]
+
+
+def describe(module: nn.Module) -> Description:
+    """Raises :class:`Unlike` for a module whose call does more than its class's ``forward``."""
+    if hooked(module) or any("forward" in vars(m) for m in module.modules()):
+        raise Unlike("hooked")
+    texts: dict[tuple[str, str], Any] = {}
+    return Description(state_of(module, texts), texts)
+
+
+def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
+    """All that ``module`` holds, as a hashable value; tensors by shape. ``texts`` takes numbers and texts out of it."""
+    inside = {id(m): name for name, m in module.named_modules()}
+    tensors: dict[int, int] = {}
+    rows = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        attributes = []
+        for name, value in sorted(vars(part).items()):
+            if name in _OWN:
+                continue
+            if texts is not None and type(value) in (int, str):
+                texts[path, name] = value
+                attributes.append((name, type(value)))
+            else:
+                attributes.append((name, _frozen(value, inside)))
+        held = [*part._parameters.items(), *part._buffers.items()]
+        states = [
+            (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors)))) for name, t in held
+        ]
+        rows.append((path, type(part), inside[id(part)], tuple(attributes), tuple(states)))
+    return tuple(rows)
+
+
+def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a tensor without numbers that a trace can depend on."""
+    return (
+        type(tensor) is nn.Parameter,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.requires_grad,
+    )
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value is all that its ``repr`` says."""
+    return type(value) in _SIMPLE
+
+
+def _frozen(value: Any, inside: dict[int, str]) -> Any:
+    """A hashable value, equal for what is equal; what cannot be looked into is equal to itself only."""
+    if is_simple(value):
+        return type(value), repr(value)
+    if isinstance(value, nn.Module):
+        return ("part", inside[id(value)]) if id(value) in inside else ("other", id(value))
+    if type(value) in (tuple, list, torch.Size):
+        return type(value), tuple([_frozen(v, inside) for v in value])
+    if type(value) in (set, frozenset):
+        return type(value), frozenset([_frozen(v, inside) for v in value])
+    if isinstance(value, dict):
+        items = [(_frozen(k, inside), _frozen(v, inside)) for k, v in value.items()]
+        return type(value), tuple(items)
+    if isinstance(value, types.MethodType):
+        return "method", value.__func__, _frozen(value.__self__, inside)
+    if type(value) is functools.partial:
+        return "partial", *(_frozen(v, inside) for v in (value.func, value.args, value.keywords))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), _frozen(tuple([getattr(value, f.name) for f in dataclasses.fields(value)]), inside)
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
+        return type(value), id(value), tuple([(k, id(v)) for k, v in held.items()])
+    return type(value), id(value)

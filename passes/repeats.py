@@ -1,0 +1,247 @@
+"""Trace modules that are alike once: the others stand in the exported graph as one operator each.
+
+The model's own ``forward`` runs in full, so whatever it does between its layers (skips, early exits, outputs collected,
+other kinds of layers in between) is traced as it is. Of the calls of modules that are alike (``passes/likeness.py``)
+with arguments that are alike, the first two run as they are, the second with everything that only it has (its index,
+its name) replaced by an object that cannot be read; a call after those adds the operator ``partition::layer``, which
+makes tensors like those that the first call made. ``passes/expand.py`` then shows that the two graphs are the same,
+read nothing but their own states and arguments, and puts a copy for each operator.
+
+A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
+``no_grad`` or ``autocast``, hooks. A group of modules is given up where a call changes an argument, a state or an
+attribute, makes a view of one, or reads what is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from passes.likeness import Group, Unlike, alike, hooked, is_simple, state_of, tensor_spec
+
+_LEAST = 4  # members of a group that are worth it: two are traced
+_TRACED = 2
+
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("partition::layer", mutates_args=())
+def layer(operands: list[Tensor], results: list[Tensor], memo: int) -> list[Tensor]:
+    """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run."""
+    raise NotImplementedError("partition::layer stands for a module in a graph that is being captured")
+
+
+@layer.register_fake
+def _(operands: list[Tensor], results: list[Tensor], memo: int) -> list[Tensor]:
+    specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
+    return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
+
+
+def _no_backward(context: Any, *grads: Any) -> Any:
+    raise NotImplementedError("partition::layer stands for a module in a graph that is being captured")
+
+
+layer.register_autograd(_no_backward)
+LAYER = torch.ops.partition.layer.default
+
+
+class _Unread:
+    """Stands for a value that must not be read. To ask whether it is some object is allowed."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unlike("forward reads an attribute that each layer has for itself")
+
+    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
+
+
+@dataclass
+class _Memo:
+    """What is known of the calls of one group with arguments of one kind. ``leaves``: of the result, each the place of
+    a tensor among those made, of an operand that is returned as it is, or a plain value."""
+
+    number: int
+    traced: int = 0
+    leaves: tuple[tuple[str, Any], ...] = ()
+    tree: pytree.TreeSpec | None = None
+
+
+@dataclass
+class Repeats:
+    """The modules of a twin that are alike, and what a trace found of them."""
+
+    groups: list[Group]
+    memos: dict[Any, _Memo] = field(default_factory=dict)
+    refused: list[Group] = field(default_factory=list)
+    _called: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Repeats:
+        return cls(alike(model, _LEAST))
+
+    def without_refused(self) -> Repeats:
+        """For another trace, after this one failed: without the groups that were given up, or without any."""
+        kept = [g for g in self.groups if not any(g is r for r in self.refused)] if self.refused else []
+        return Repeats(kept)
+
+    def refuse(self, number: int) -> None:
+        """Give up the group of the memo ``number``."""
+        for (group, _), memo in self.memos.items():
+            if memo.number == number:
+                self.refused.append(self.groups[group])
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Inside, members of the groups run as this module says."""
+        try:
+            for index, group in enumerate(self.groups):
+                for module in group.members:
+                    run = functools.partial(self._run, index, module, module.forward)
+                    module.__dict__["forward"] = run
+            yield
+        finally:
+            for group in self.groups:
+                for module in group.members:
+                    module.__dict__.pop("forward", None)
+            for memo in self.memos.values():
+                _made_by.pop(memo.number, None)
+
+    def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        again = id(module) in self._called
+        self._called.add(id(module))
+        call = None if again else _Call.of(module, args, kwargs)
+        if call is None:
+            return forward(*args, **kwargs)
+        memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
+        if memo.traced == _TRACED:
+            return _result(memo, call.operands, LAYER(call.operands, [], memo.number))
+        group = self.groups[index]
+        try:
+            with _hidden(module, group.own if memo.traced else ()):
+                before = state_of(module)
+                output = forward(*args, **kwargs)
+                after = state_of(module)
+            results = _learn(memo, call, output)
+            if before != after or not call.unchanged():
+                raise Unlike("a call changes what it is given")
+        except Exception:
+            self.refused.append(group)
+            raise
+        memo.traced += 1
+        return _result(memo, call.operands, LAYER(call.operands, results, memo.number))
+
+
+@contextlib.contextmanager
+def _hidden(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """Inside, the attributes ``own`` cannot be read."""
+    kept = [(vars(module.get_submodule(path)), name) for path, name in own]
+    values = [held[name] for held, name in kept]
+    for held, name in kept:
+        held[name] = _Unread()
+    try:
+        yield
+    finally:
+        for (held, name), value in zip(kept, values, strict=True):
+            held[name] = value
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tensors that a call reads, and a key that is equal for calls that are alike."""
+
+    operands: list[Tensor]
+    key: Any
+    versions: list[int]
+    leaves: list[Any]
+    given: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+        """``None`` where a call may depend on more than its key says."""
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return None
+        if hooked(module):
+            return None
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        states = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        operands = [*states, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if not all(map(is_simple, plain)) or any(getattr(t, "constant", None) is not None for t in operands):
+            return None
+        places: dict[int, int] = {}
+        stored: dict[int, int] = {}
+        specs = [
+            (*tensor_spec(t), places.setdefault(id(t), len(places)), stored.setdefault(_storage(t), len(stored)))
+            for t in operands
+        ]
+        key = (
+            repr(tree),
+            tuple([isinstance(leaf, Tensor) for leaf in leaves]),
+            tuple([(type(p), repr(p)) for p in plain]),
+            tuple(specs),
+            torch.get_default_dtype(),
+        )
+        return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
+
+    def unchanged(self) -> bool:
+        """Whether no tensor and no list or dictionary among the arguments was changed."""
+        leaves = pytree.tree_leaves(self.given)
+        same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
+        return same and self.versions == [t._version for t in self.operands]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _learn(memo: _Memo, call: _Call, output: Any) -> list[Tensor]:
+    """Note what a call returns; the tensors that it made. Raises :class:`Unlike` where they cannot stand alone."""
+    values, tree = pytree.tree_flatten(output)
+    results: list[Tensor] = []
+    leaves: list[tuple[str, Any]] = []
+    stored = {_storage(t) for t in call.operands}
+    trains = any(t.requires_grad for t in call.operands)
+    for value in values:
+        passed = next((i for i, t in enumerate(call.operands) if t is value), None)
+        if passed is not None:
+            leaves.append(("operand", passed))
+        elif isinstance(value, Tensor):
+            floating = value.dtype.is_floating_point or value.dtype.is_complex
+            if _storage(value) in stored or value.requires_grad != (trains and floating):
+                raise Unlike("a result is a view, or takes no gradient")
+            stored.add(_storage(value))
+            leaves.append(("made", len(results)))
+            results.append(value)
+        elif is_simple(value):
+            leaves.append(("plain", (type(value), value)))
+        else:
+            raise Unlike(f"a result is a {type(value).__name__}")
+    if not results:
+        raise Unlike("nothing is made")
+    specs: list[Spec] = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
+    known = (tuple(leaves), tree, specs)
+    if memo.traced and known != (memo.leaves, memo.tree, _made_by[memo.number]):
+        raise Unlike("calls differ in what they return")
+    memo.leaves, memo.tree, _made_by[memo.number] = known
+    return results
+
+
+def _result(memo: _Memo, operands: list[Tensor], made: list[Tensor]) -> Any:
+    assert memo.tree is not None
+    leaves = [
+        made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves
+    ]
+    return pytree.tree_unflatten(leaves, memo.tree)

@@ -217,9 +217,26 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
+class Stack(nn.Module):
+    """The layers alone, from activations ``[batch, length, hidden]`` to a scalar."""
+
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
+        mask = torch.full((length, length), -torch.inf).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return x.sum()
+
+
 def build(shape: Shape, length: int, dtype: torch.dtype) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The model on the meta device, and inputs of two samples."""
+    """The model on the meta device, and inputs of two samples; without a vocabulary the layers alone."""
     with torch.device("meta"):
+        if not shape.vocab:
+            return Stack(shape, length).to(dtype), {"x": torch.zeros(2, length, shape.hidden, dtype=dtype)}
         model = Decoder(shape, length).to(dtype)
         ids = torch.zeros(2, length, dtype=torch.long)
     return model, {"ids": ids, "targets": ids.clone()}

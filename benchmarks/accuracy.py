@@ -1,0 +1,235 @@
+"""Score the cost model on published runs: ``python benchmarks/accuracy.py [--rows FILE] [--json]``.
+
+Each row becomes a model by its dimensions, a topology and a plan whose every dimension is pinned, and goes through
+``partitioner.partition``. Errors are averaged within a family, then over families. Within groups of plans of the same
+model and machine, ``tau`` is Kendall's, ``regret`` the time of the plan ranked first over the best measured, minus 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from published_models import Shape, build
+from published_rows import Row, Unstated, published_job
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+from partitioner import partition
+from passes.errors import PartitionError
+
+ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+_LEAST_GROUP = 5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of a row: seconds of a step, bytes of the fullest rank, or why there is no plan."""
+
+    id: str
+    step_time: float | None = None
+    memory: int | None = None
+    infeasible: str = ""
+    skipped: str = ""
+    breakdown: dict[str, float] | None = None
+
+
+@lru_cache(maxsize=1)
+def _built(shape: Shape, length: int, precision: str) -> tuple[nn.Module, Mapping[str, Any]]:
+    return build(shape, length, _TYPES[precision])
+
+
+def predict(row: Row) -> Prediction:
+    """The plan of ``row`` by the public call."""
+    try:
+        job = published_job(row)
+    except Unstated as reason:
+        return Prediction(row["id"], skipped=str(reason))
+    model, inputs = _built(job.shape, job.length, job.precision)
+    try:
+        plan = partition(
+            model,
+            job.topology,
+            inputs,
+            global_batch=job.global_batch,
+            constraints=job.constraints,
+            precision="fp8" if job.precision == "fp8" else None,
+            optimizer=job.optimizer,
+        )
+    except PartitionError as error:
+        return Prediction(row["id"], infeasible=str(error))
+    estimate = plan.estimate
+    return Prediction(row["id"], estimate.step_time, max(estimate.memory), breakdown=estimate.breakdown)
+
+
+def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:
+    """All rows, those of one model after each other."""
+    ordered = sorted(rows, key=lambda r: json.dumps([r.get(k) for k in _MODEL_KEYS], default=str))
+    chunks: dict[str, list[Row]] = defaultdict(list)
+    for row in ordered:
+        chunks[json.dumps([row.get(k) for k in _MODEL_KEYS], default=str)].append(row)
+    work = sorted(chunks.values(), key=len, reverse=True)
+    if processes == 1:
+        for chunk in work:
+            yield from map(predict, chunk)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, _quiet) as pool:
+        for found in pool.imap_unordered(_predict_all, work):
+            yield from found
+
+
+_MODEL_KEYS = (
+    "layers hidden heads kv_heads head_dim ffn gated_ffn vocab seq_len experts topk precision task framework".split()
+)
+
+
+def _predict_all(rows: list[Row]) -> list[Prediction]:
+    return [predict(row) for row in rows]
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def score(rows: Iterable[Row], found: dict[str, Prediction]) -> dict[str, Any]:
+    """The measures of all families and their mean."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        families[row["family"]].append(row)
+    by_family = {name: _family(members, found) for name, members in families.items()}
+    whole: dict[str, Any] = {}
+    for measure in ("mape", "tau", "regret", "memory_error"):
+        values = [scores[measure] for scores in by_family.values() if scores[measure] is not None]
+        whole[measure] = statistics.mean(values) if values else None
+    oom = [r for r in rows if r.get("oom") and r["id"] in found and not found[r["id"]].skipped]
+    ran = [r for r in rows if "step_time_s" in r and not r.get("oom") and not found[r["id"]].skipped]
+    whole["oom_called_feasible"] = sum(not found[r["id"]].infeasible for r in oom)
+    infeasible = sum(bool(found[r["id"]].infeasible) for r in ran)
+    whole["fitting_called_infeasible"] = infeasible / len(ran) if ran else 0.0
+    whole["families"] = by_family
+    return whole
+
+
+def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]:
+    pairs = [(r, found[r["id"]]) for r in rows]
+    timed = [
+        (r, p, p.step_time) for r, p in pairs if "step_time_s" in r and p.step_time is not None and not r.get("oom")
+    ]
+    errors = [abs(seconds / r["step_time_s"] - 1) for r, _, seconds in timed]
+    ratios = [seconds / r["step_time_s"] for r, _, seconds in timed]
+    memory = [
+        abs(p.memory / (r["memory_gb_per_gpu"] * 1e9) - 1)
+        for r, p in pairs
+        if r.get("memory_gb_per_gpu") and p.memory is not None and not r.get("oom")
+    ]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, _, seconds in timed:
+        if row.get("plan_group"):
+            groups[row["plan_group"]].append((seconds, row["step_time_s"]))
+    ranked = [group for group in groups.values() if len(group) >= _LEAST_GROUP]
+    taus = [tau for group in ranked if (tau := kendall(group)) is not None]
+    regrets = [min(group)[1] / min(m for _, m in group) - 1 for group in ranked]
+    return {
+        "rows": len(rows),
+        "timed": len(timed),
+        "mape": statistics.mean(errors) if errors else None,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "tau": statistics.mean(taus) if taus else None,
+        "regret": statistics.mean(regrets) if regrets else None,
+        "memory_error": statistics.mean(memory) if memory else None,
+        "skipped": sum(bool(p.skipped) for _, p in pairs),
+        "infeasible": sum(bool(p.infeasible) and not r.get("oom") and "step_time_s" in r for r, p in pairs),
+    }
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Kendall's tau-b of (predicted, measured)."""
+    concordant = discordant = first = second = 0
+    for i, (a, b) in enumerate(pairs):
+        for c, d in pairs[:i]:
+            agreement = (a - c) * (b - d)
+            concordant += agreement > 0
+            discordant += agreement < 0
+            first += a != c
+            second += b != d
+    if not first or not second:
+        return None
+    return (concordant - discordant) / float(first * second) ** 0.5
+
+
+def table(scores: dict[str, Any]) -> Table:
+    made = Table("family", "rows", "timed", "infeasible", "error", "median ratio", "tau", "regret", "memory")
+    for name, s in {**scores["families"], "mean over families": scores}.items():
+        numbers = [_percent(s.get("mape")), _number(s.get("ratio")), _number(s.get("tau"))]
+        numbers += [_percent(s.get("regret")), _percent(s.get("memory_error"))]
+        made.add_row(name, *(str(s.get(k, "")) for k in ("rows", "timed", "infeasible")), *numbers)
+    return made
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="JSON lines; default: the published runs")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--family", action="append", help="only this family; may be given again")
+    parser.add_argument("--every", type=int, default=1, help="only every so many rows of a family")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--details", type=Path, help="write every row's prediction to this file")
+    options = parser.parse_args()
+    rows: list[Row] = [json.loads(line) for line in options.rows.read_text().splitlines() if line.strip()]
+    rows = [r for r in rows if ("step_time_s" in r or r.get("oom")) and options.family in (None, *_only(options, r))]
+    counts: dict[str, int] = defaultdict(int)
+    kept = []
+    for row in rows:
+        counts[row["family"]] += 1
+        if counts[row["family"]] % options.every == 0:
+            kept.append(row)
+    started = time.monotonic()
+    found: dict[str, Prediction] = {}
+    console = Console(file=sys.stderr)
+    with Progress(console=console) as progress:
+        task = progress.add_task("planning published runs", total=len(kept))
+        for prediction in predictions(kept, options.processes):
+            found[prediction.id] = prediction
+            progress.advance(task)
+    scores = score(kept, found)
+    Console().print(table(scores))
+    seconds = time.monotonic() - started
+    print(f"{len(kept)} rows in {seconds:.0f} s; OOM called feasible: {scores['oom_called_feasible']}")
+    if options.details:
+        lines = [{**r, **{f"predicted_{k}": v for k, v in asdict(found[r["id"]]).items()}} for r in kept]
+        options.details.write_text("\n".join(json.dumps(line) for line in lines))
+    if options.json:
+        print(json.dumps(scores))
+
+
+def _only(options: argparse.Namespace, row: Row) -> tuple[Any, ...]:
+    return (options.family,) if options.family and row["family"] in options.family else ()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Published runs as jobs: a row's model by its dimensions, its machine as a topology, its plan as constraints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from published_models import Shape
+
+from partitioner import Constraints, Topology
+from partitioner.topology import catalogue
+
+Row = dict[str, Any]
+
+# The row's name of a device -> ours, its links inside a node and between nodes.
+DEVICES = {
+    "V100-32GB": ("v100-32gb", "nvlink2", "ib-edr"),
+    "V100-16GB": ("v100-16gb", "nvlink2", "ib-edr"),
+    "A100-80GB": ("a100-80gb", "nvlink3", "ib-hdr"),
+    "A100-40GB": ("a100-40gb", "nvlink3", "ib-hdr"),
+    "H100-80GB": ("h100-sxm", "nvlink4", "ib-ndr"),
+    "H100-PCIe": ("h100-pcie", "pcie5", "ib-hdr"),
+    "H800": ("h100-sxm", "nvlink4", "ib-ndr"),
+    "H200": ("h200", "nvlink4", "ib-ndr"),
+    "B200": ("b200", "nvlink5", "ib-ndr"),
+    "B300": ("b300", "nvlink5", "ib-ndr"),
+    "GB200": ("gb200", "nvlink5", "ib-ndr"),
+    "GB300": ("gb300", "nvlink5", "ib-ndr"),
+    "MI300X": ("mi300x", "xgmi", "ib-ndr"),
+    "MI325X": ("mi325x", "xgmi", "ib-ndr"),
+    "MI355X": ("mi355x", "xgmi", "ib-ndr"),
+    "L40S": ("l40s", "pcie4", "ib-edr"),
+}
+SCHEDULES = {
+    "interleaved-1f1b": "interleaved",
+    "1f1b-interleaved": "interleaved",
+    "interleaved": "interleaved",
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "zb-1p": "zb-1p",
+    "zb-h1": "zb-1p",
+    "zb-2p": "zb-2p",
+    "zb-h2": "zb-2p",
+    "zb-v": "zb-v",
+}
+RECOMPUTE = {"full": "full", "none": "none", "selective": "selective", "selective-attention": "selective"}
+# Frameworks from before FlashAttention, or that did not have it on: they make the scores.
+_UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
+_DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
+_VOCAB = 50304  # where a row states none: GPT-2's, padded
+
+
+class Unstated(ValueError):
+    """A row that lacks what a job needs."""
+
+
+@dataclass(frozen=True)
+class PublishedJob:
+    """What :func:`partitioner.partition` takes for a row."""
+
+    shape: Shape
+    length: int
+    precision: str
+    topology: Topology
+    constraints: Constraints
+    global_batch: int
+    optimizer: str
+
+
+def published_job(row: Row) -> PublishedJob:
+    """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
+    missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs", "mbs") if not row.get(k)]
+    if missing:
+        raise Unstated(f"does not state {', '.join(missing)}")
+    if "mamba" in str(row.get("attention", "")):
+        raise Unstated("is no decoder of attention alone")
+    return PublishedJob(
+        shape=_shape(row),
+        length=row["seq_len"],
+        precision=_precision(row),
+        topology=_topology(row),
+        constraints=_constraints(row),
+        global_batch=row["gbs"],
+        optimizer="none" if row.get("task") == "layer_microbench" else "adamw",
+    )
+
+
+def _shape(row: Row) -> Shape:
+    hidden, heads = row["hidden"], row["heads"]
+    latent = row.get("attention") == "mla"
+    experts = row.get("experts") or 0
+    fused = not row.get("framework", "").startswith(_UNFUSED) and "no flash" not in row.get("notes", "")
+    ranks = _DEEPSEEK_RANKS if latent else (0, 0, 0)
+    head_dim = row.get("head_dim") or hidden // heads
+    return Shape(
+        layers=row["layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=row.get("kv_heads") or heads,
+        head_dim=head_dim - ranks[2] if latent else head_dim,
+        ffn=row.get("ffn") or 4 * hidden,
+        vocab=0 if row.get("task") == "layer_microbench" else row.get("vocab") or _VOCAB,
+        gated=bool(row.get("gated_ffn")),
+        tied=bool(row.get("tied_embeddings")),
+        fused_attention=fused,
+        experts=experts,
+        topk=row.get("topk") or 0,
+        moe_ffn=row.get("moe_ffn") or row.get("ffn") or 0,
+        shared_ffn=row.get("shared_ffn") or 0,
+        dense_layers=row["layers"] - (row.get("n_moe_layers") or row["layers"]) if experts else 0,
+        q_rank=ranks[0],
+        kv_rank=ranks[1],
+        rope_dim=ranks[2],
+        adapters=16 if row.get("task") == "lora" else 0,
+    )
+
+
+def _precision(row: Row) -> str:
+    stated = str(row.get("precision") or "bf16")
+    name = next((p for p in ("fp8", "bf16", "fp16", "fp32") if p in stated), "bf16")
+    return "fp16" if name == "bf16" and str(row["gpu"]).startswith("V100") else name
+
+
+def _topology(row: Row) -> Topology:
+    if row["gpu"] not in DEVICES:
+        raise Unstated(f"is on {row['gpu']}, which is not known here")
+    kind, inside, between = DEVICES[row["gpu"]]
+    links = catalogue("links")
+    per_node = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
+    count = -(-row["num_gpus"] // per_node)
+    levels = [{"name": inside, "nodes": 1, **links[inside]}] if per_node > 1 else []
+    if count > 1:
+        network = dict(links[between])
+        stated = _network(str(row.get("inter_link") or ""), row.get("gpus_per_node") or 8)
+        if stated:
+            network["bandwidth"] = stated
+        levels.append({"name": between, **network})
+    return Topology(
+        name=f"{count} x {per_node} {kind}",
+        nodes=({"type": kind, "devices": per_node, "count": count},),
+        types={kind: catalogue("devices")[kind]},
+        levels=levels,
+    )
+
+
+def _network(text: str, per_node: int) -> float:
+    """Bytes/s per device of a network as rows describe it; 0 where they do not."""
+    if found := re.search(r"([\d.]+)\s*GB/s per GPU", text):
+        return float(found[1]) * 1e9
+    if found := re.search(r"(\d+)\s*x\s*(?:HDR\s*|NDR\s*)?(\d+)\s*Gb/s", text) or re.search(r"(\d+) Gb/s x(\d+)", text):
+        return float(found[1]) * float(found[2]) * 1e9 / 8 / per_node
+    if found := re.search(r"(\d+)\s*Gb/s[^,]*per node", text):
+        return float(found[1]) * 1e9 / 8 / per_node
+    return 0.0
+
+
+def _constraints(row: Row) -> Constraints:
+    pp, tp, cp = row.get("pp") or 1, row.get("tp") or 1, row.get("cp") or 1
+    virtual = row.get("vpp") or None
+    schedule = SCHEDULES.get(str(row.get("schedule") or ""))
+    if pp > 1 and schedule is None:
+        schedule = "interleaved" if virtual and virtual > 1 else "1f1b"
+    if pp == 1 or schedule != "interleaved":
+        virtual = None
+    elif not virtual:
+        virtual = max(2, row["layers"] // pp)  # one layer for each chunk, as far as nothing else is stated
+    return Constraints(
+        pp=pp,
+        dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
+        cp=cp,
+        tp=tp,
+        ep=row.get("ep") or 1,
+        etp=row.get("etp"),
+        microbatch_size=row["mbs"],
+        schedule=schedule if pp > 1 else None,
+        virtual_stages=virtual,
+        recompute=RECOMPUTE.get(str(row.get("recompute"))),
+        zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
+        sequence_parallel=False if row.get("sequence_parallel") is False else None,
+        overlap=False if "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48 else None,
+    )

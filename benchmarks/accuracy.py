@@ -30,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
-from partitioner import partition
+from partitioner import Topology, partition
 from passes.errors import PartitionError
 
 ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
@@ -135,7 +135,7 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
     errors = [abs(seconds / r["step_time_s"] - 1) for r, _, seconds in timed]
     ratios = [seconds / r["step_time_s"] for r, _, seconds in timed]
     memory = [
-        abs(p.memory / (r["memory_gb_per_gpu"] * 1e9) - 1)
+        abs((p.memory + _context(r)) / (r["memory_gb_per_gpu"] * 1e9) - 1)
         for r, p in pairs
         if r.get("memory_gb_per_gpu") and p.memory is not None and not r.get("oom")
     ]
@@ -157,6 +157,13 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
         "skipped": sum(bool(p.skipped) for _, p in pairs),
         "infeasible": sum(bool(p.infeasible) and not r.get("oom") and "step_time_s" in r for r, p in pairs),
     }
+
+
+def _context(row: Row) -> int:
+    """What the driver counts besides tensors, in rows that give the driver's figure."""
+    if row.get("memory_kind") != "GB":
+        return 0
+    return Topology.preset("dgx-v100" if row["gpu"].startswith("V100") else "dgx-a100").devices[0].reserved
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:

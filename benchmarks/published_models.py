@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.out = projection(shape, shape.heads * shape.head_dim, shape.hidden)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -91,7 +91,8 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:
             scores = torch.matmul(q * (1 / math.sqrt(self.head_dim)), k.transpose(2, 3))
-            y = torch.matmul(torch.softmax(scores + mask, -1), v)
+            weights = F.relu(torch.softmax(scores, -1))  # stands for dropout: one more pass, one more result kept
+            y = torch.matmul(weights, v)  # their softmax masks as it goes
         y = y.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim)
         result: Tensor = self.out(y)
         return result
@@ -114,7 +115,7 @@ class LatentAttention(nn.Module):
         self.v_up = nn.Linear(shape.kv_rank, shape.heads * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         s = self.shape
         q = self.q_up(self.q_norm(self.q_down(x))).view(batch, length, s.heads, -1).transpose(1, 2)
@@ -180,8 +181,8 @@ class Layer(nn.Module):
         has_experts = shape.experts > 0 and index >= shape.dense_layers
         self.mlp = Experts(shape) if has_experts else Mlp(shape, shape.ffn)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
@@ -204,31 +205,27 @@ class Decoder(nn.Module):
                 if isinstance(module, Adapted):
                     module.down.requires_grad_(True)
                     module.up.requires_grad_(True)
-        mask = torch.full((length, length), -torch.inf, dtype=torch.get_default_dtype()).triu(1)
-        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions.weight
         for layer in self.layers:
-            x = layer(x, self.mask)
+            x = layer(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
 
 
 class Stack(nn.Module):
     """The layers alone, from activations ``[batch, length, hidden]`` to a scalar."""
 
-    def __init__(self, shape: Shape, length: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
-        mask = torch.full((length, length), -torch.inf).triu(1)
-        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.mask)
+            x = layer(x)
         return x.sum()
 
 
@@ -236,7 +233,7 @@ def build(shape: Shape, length: int, dtype: torch.dtype) -> tuple[nn.Module, Map
     """The model on the meta device, and inputs of two samples; without a vocabulary the layers alone."""
     with torch.device("meta"):
         if not shape.vocab:
-            return Stack(shape, length).to(dtype), {"x": torch.zeros(2, length, shape.hidden, dtype=dtype)}
+            return Stack(shape).to(dtype), {"x": torch.zeros(2, length, shape.hidden, dtype=dtype)}
         model = Decoder(shape, length).to(dtype)
         ids = torch.zeros(2, length, dtype=torch.long)
     return model, {"ids": ids, "targets": ids.clone()}

@@ -127,8 +127,9 @@ def _topology(row: Row) -> Topology:
         raise Unstated(f"is on {row['gpu']}, which is not known here")
     kind, inside, between = DEVICES[row["gpu"]]
     links = catalogue("links")
-    per_node = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
-    count = -(-row["num_gpus"] // per_node)
+    domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
+    per_node = max(d for d in range(1, domain + 1) if row["num_gpus"] % d == 0)  # 64 of 72 where that divides
+    count = row["num_gpus"] // per_node
     levels = [{"name": inside, "nodes": 1, **links[inside]}] if per_node > 1 else []
     if count > 1:
         network = dict(links[between])

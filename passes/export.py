@@ -100,9 +100,7 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
         yield "generation caches are left out: use_cache is off in the plan"
 
 
-def export(
-    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, diagnose: bool = True
-) -> ExportedProgram:
+def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, diagnose: bool = True) -> ExportedProgram:
     """Export the twin. Without ``diagnose``, what goes wrong is raised as it comes.
 
     Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line

@@ -117,7 +117,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
                 attributes.append((name, _frozen(value, inside)))
         held = [*part._parameters.items(), *part._buffers.items()]
         states = [
-            (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors)))) for name, t in held
+            (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors))))
+            for name, t in held
         ]
         rows.append((path, type(part), inside[id(part)], tuple(attributes), tuple(states)))
     return tuple(rows)

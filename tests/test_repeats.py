@@ -384,5 +384,3 @@ def test_experts_in_lists(monkeypatch: pytest.MonkeyPatch):
 
     _, traces = both(monkeypatch, Stack(make, num=6), (torch.ones(4, 8),))
     assert traces.exports == 1
-
-

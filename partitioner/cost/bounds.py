@@ -112,10 +112,10 @@ def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool =
         is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states)
         kernels = forward_kernels(node, operands, results)
-        (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands) if fp8 else kernels)
+        (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands, results, False) if fp8 else kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
-            kernels = in_fp8(kernels, operands) if fp8 else kernels
+            kernels = in_fp8(kernels, operands, results, True) if fp8 else kernels
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += fan_out(node)

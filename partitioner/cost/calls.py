@@ -123,6 +123,7 @@ class _Work:
     def add(self, node: fx.Node) -> None:
         operands, results = node_operands(node, self.states)
         kernels = forward_kernels(node, operands, results)
+        kernels = in_fp8(kernels, operands, results, False) if self.spread.fp8 else kernels
         seconds = self._run(0, node, kernels, operands)
         self.again += seconds if node in self.expanded else 0.0
         ring = context_exchanges(node, self.spread)
@@ -131,6 +132,7 @@ class _Work:
         self.issued[0] += 1
         if self.train and needs_gradient(node):
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            kernels = in_fp8(kernels, operands, results, True) if self.spread.fp8 else kernels
             seconds = self._run(1, node, kernels, operands)
             self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
             self.comm[1] += _collective(node, self.groups, self.device, backward=True) / self._share(node)
@@ -142,13 +144,11 @@ class _Work:
 
     def _run(self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand]) -> float:
         spread = self.spread
-        if spread.fp8:
-            kernels = in_fp8(kernels, operands)
         expert = node in self.region.products
         if spread is not NO_SPREAD:
             widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
             rows = operands[0].shape[0] if expert else 0
-            load = expected_load(rows, spread.ep) if expert else 1.0
+            load = expected_load(rows * spread.ep / spread.cp, spread.ep) if expert else 1.0
             kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]
         seconds = kernels_time(kernels, self.device)
         self.seconds[way] += seconds

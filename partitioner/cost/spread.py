@@ -78,19 +78,20 @@ def expected_load(tokens: float, ranks: int) -> float:
     return min(float(ranks), 1.0 + math.sqrt(2 * math.log(ranks) * (ranks - 1) / tokens))
 
 
-def in_fp8(kernels: list[Kernel], operands: list[Operand]) -> list[Kernel]:
-    """Products with a weight as fp8 kernels, each after a cast of its operand: read in two bytes, written in one."""
-    if not any(o.state for o in operands):
+def in_fp8(kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool) -> list[Kernel]:
+    """Products with a weight as fp8 kernels, and what their operands' casts move.
+
+    Forward, the kernel before writes the operand as it is and transposed, a byte each; backward, the gradient is read,
+    and written twice (NVIDIA's Transformer Engine).
+    """
+    if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels
-    activation = max((o.nbytes for o in operands if not o.state), default=0)
-    cast = Kernel("pointwise", activation * 1.5)
-    made = []
-    for kernel in kernels:
-        if kernel.flops and kernel.precision in ("bf16", "fp16"):
-            made += [replace(kernel, precision="fp8"), cast]
-        else:
-            made.append(kernel)
-    return made
+    made = [replace(k, precision="fp8") if k.flops and k.precision in ("bf16", "fp16") else k for k in kernels]
+    if made == kernels:
+        return kernels
+    if backward:
+        return [*made, Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
+    return [*made, Kernel("pointwise", float(max((o.nbytes for o in operands if not o.state), default=0)), launches=0)]
 
 
 @dataclass(frozen=True)

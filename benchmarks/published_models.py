@@ -65,9 +65,12 @@ class Adapted(nn.Module):
         return adapted
 
 
-def projection(shape: Shape, inputs: int, outputs: int) -> nn.Module:
+def projection(shape: Shape, inputs: int, outputs: int, adapted: bool = True) -> nn.Module:
+    """A linear layer; with adapters those of queries, keys and values are ``adapted``."""
     bias = not shape.gated
-    return Adapted(inputs, outputs, shape.adapters, bias) if shape.adapters else nn.Linear(inputs, outputs, bias=bias)
+    if shape.adapters and adapted:
+        return Adapted(inputs, outputs, shape.adapters, bias)
+    return nn.Linear(inputs, outputs, bias=bias)
 
 
 class Attention(nn.Module):
@@ -80,7 +83,7 @@ class Attention(nn.Module):
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
         self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
-        self.out = projection(shape, shape.heads * shape.head_dim, shape.hidden)
+        self.out = projection(shape, shape.heads * shape.head_dim, shape.hidden, adapted=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -132,9 +135,9 @@ class LatentAttention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        self.gate = projection(shape, shape.hidden, width) if shape.gated else None
-        self.up = projection(shape, shape.hidden, width)
-        self.down = projection(shape, width, shape.hidden)
+        self.gate = projection(shape, shape.hidden, width, adapted=False) if shape.gated else None
+        self.up = projection(shape, shape.hidden, width, adapted=False)
+        self.down = projection(shape, width, shape.hidden, adapted=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -213,7 +216,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 class Stack(nn.Module):

@@ -44,7 +44,9 @@ class Job:
     def machine(self, point: Point) -> Machine:
         """The topology with the point's mesh laid over it."""
         overlap = self.constraints.overlap is not False
-        return Machine(self.topology, point.mesh, self.precision, point.expert_tp, point.zero, overlap)
+        return Machine(
+            self.topology, point.mesh, self.precision, point.expert_tp, point.zero, overlap, self.num_experts
+        )
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -56,7 +58,7 @@ class Job:
             found |= {read[placeholder] for placeholder in regions[call.block].states}
         return frozenset(found)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         return max((self.model.states[name].spec.shape[0] for name in self.experts), default=0)
 

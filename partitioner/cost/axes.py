@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.calls import exchange_time, operand_needs
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.compute import kernels_time
+from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
@@ -53,11 +53,21 @@ class TensorCosts:
             lowering = _lowering(node, strategy)
             seconds = operator_time(node, strategy, num_ranks, self.device, self.train)
             if lowering is not None and lowering.divides_work:
-                seconds /= num_ranks
+                seconds = self._divided(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
             self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
+
+    def _divided(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
+        """Seconds where each rank works on its own rows only; the operands that are sharded are read whole."""
+        read = sum(
+            o.meta["val"].nbytes / num_ranks
+            for o, layout in zip(operands_of(node), strategy.operands, strict=True)
+            if layout.is_shard
+        )
+        passes = 3 if self.train and needs_gradient(node) else 1
+        return seconds / num_ranks + (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
 
     def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:

@@ -149,11 +149,17 @@ class _Work:
             widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
             rows = operands[0].shape[0] if expert else 0
             load = expected_load(rows * spread.ep / spread.cp, spread.ep) if expert else 1.0
+            load *= self._local_experts(operands) if expert else 1.0
             kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]
         seconds = kernels_time(kernels, self.device)
         self.seconds[way] += seconds
         self.flops[way] += sum(k.flops for k in kernels)
         return seconds
+
+    def _local_experts(self, operands: list[Operand]) -> float:
+        """The share of rows whose expert is in the graph: ``tp`` may have divided the experts."""
+        held = next((o.shape[0] for o in operands if o.state and len(o.shape) == 3), 0)
+        return held / self.spread.num_experts if 0 < held < self.spread.num_experts else 1.0
 
     def cost(self) -> CallCost:
         block, spread, train = self.block, self.spread, self.train
@@ -257,7 +263,7 @@ def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]
-    return [add_kernel(Operand(tuple(value.shape), value.dtype))]
+    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True))]
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

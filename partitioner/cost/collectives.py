@@ -19,7 +19,7 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
     if group.size == 1:
         return 0.0
     if op == "all_to_all":
-        return group.one_way_start + _exchange(num_bytes, group)
+        return group.exchange_start + _exchange(num_bytes, group)
     share = _ROUNDS[op] * (group.size - 1) / group.size
     start = group.all_reduce_start if _ROUNDS[op] == 2 else group.one_way_start
     return start + share * num_bytes / group.bus_bandwidth

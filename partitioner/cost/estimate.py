@@ -37,6 +37,7 @@ class Machine:
 
     ``mesh`` has ``ep``, folded over dp x cp x tp, each expert on ``etp`` of them; ``zero``: the stage of state
     sharding; ``overlap``: whether collectives of gradients and weights run behind computation.
+    ``num_experts``: of the layer that has most.
     """
 
     topology: Topology
@@ -45,6 +46,7 @@ class Machine:
     etp: int = 1
     zero: int = 0
     overlap: bool = True
+    num_experts: int = 0
 
     @cached_property
     def device(self) -> DeviceType:
@@ -89,7 +91,8 @@ class Machine:
     def spread(self) -> Spread:
         """How calls are spread besides ``tp``."""
         ep = self.mesh.get("ep", 1)
-        if self.mesh.get("cp", 1) == 1 and ep == 1 and self.zero < 3 and self.precision != "fp8" and self.etp_is_tp:
+        plain = self.mesh.get("cp", 1) == 1 and ep == 1 and self.zero < 3 and self.etp_is_tp
+        if plain and self.precision != "fp8" and not self.num_experts:
             return NO_SPREAD
         sharded = self.zero == 3
         return Spread(
@@ -98,6 +101,8 @@ class Machine:
             shards=self.group("dp", "cp") if sharded else Group(1),
             expert_shards=self.group("experts") if sharded else Group(1),
             expert_tensor=self.mesh.get("tp", 1) / self.etp,
+            tp=self.mesh.get("tp", 1),
+            num_experts=self.num_experts,
             overlap=self.overlap,
             fp8=self.precision == "fp8",
         )

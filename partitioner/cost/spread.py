@@ -25,7 +25,8 @@ _ALONE = Group(1)
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp``. ``context``, ``experts``, ``shards``: the groups of ``cp``, of ``ep`` and of
-    the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
+    the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``);
+    ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
     """
@@ -35,6 +36,8 @@ class Spread:
     shards: Group = _ALONE
     expert_shards: Group = _ALONE
     expert_tensor: float = 1.0
+    tp: int = 1
+    num_experts: int = 0
     overlap: bool = True
     fp8: bool = False
 
@@ -58,14 +61,15 @@ NO_SPREAD = Spread()
 def spread_kernel(kernel: Kernel, spread: Spread, expert: bool, widest: float = math.inf, load: float = 1.0) -> Kernel:
     """``kernel`` as a rank runs it: batch divided over ``cp``, an expert's weights over ``ep``.
 
-    ``widest``: the smaller side of an expert's matrix; each expert on a rank gets the rows of ``ep`` ranks.
+    ``widest``: the smaller side of an expert's matrix; each expert on a rank gets the rows of ``ep`` ranks. ``load``:
+    rows that a rank works on over those of the graph.
     """
     batch = (kernel.num_bytes - kernel.state_bytes) / spread.cp
     weights, flops, smallest = kernel.state_bytes, kernel.flops / spread.cp, kernel.smallest
     if expert:
         weights *= spread.of_experts
-        flops *= load
-        smallest = min(kernel.smallest * spread.ep / spread.cp, widest)
+        flops, batch = flops * load, batch * load
+        smallest = min(kernel.smallest * load * spread.ep / spread.cp, widest)
     return replace(kernel, num_bytes=batch + weights, state_bytes=weights, flops=flops, smallest=smallest)
 
 
@@ -143,8 +147,7 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    # ``tp`` ranks that do not share an expert send the tokens of their own part of the sequence
-    part = spread.cp * spread.expert_tensor
+    part = spread.cp * spread.tp  # a rank sends the tokens of its own part of the sequence
     values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
 

@@ -21,6 +21,8 @@ from partitioner.topology.model import Topology
 from partitioner.topology.parts import Level, Link
 from runtime.program import AXES
 
+_POST_S = 1e-6  # to post one send and one receive
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -66,12 +68,19 @@ class Group:
 
     @cached_property
     def one_way_start(self) -> float:
-        """Seconds of an all-gather, a reduce-scatter or an all-to-all of nothing: half of an all-reduce's steps."""
+        """Seconds of an all-gather or a reduce-scatter of nothing: half of an all-reduce's steps."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
             return max(self.base, (self.base + self.all_reduce_start) / 2)
         return self.base + self._ring_steps(1)
+
+    @property
+    def exchange_start(self) -> float:
+        """Seconds of an all-to-all of nothing: one step of every level, and a message to each of the others."""
+        if self.size == 1:
+            return 0.0
+        return self.base + sum(t.level.step_s for t in self.tiers) + (self.size - 1) * _POST_S
 
     @property
     def base(self) -> float:

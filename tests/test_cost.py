@@ -35,7 +35,7 @@ from passes.normalize import normalize
 
 aten = torch.ops.aten
 H100 = Topology.preset("dgx-h100", nodes=2)
-DEVICE = H100.device_type(0)
+DEVICE = H100.device_type(0).model_copy(update={"dispatch": 0.0})
 NVLINK = axis_group(H100, {"tp": 8, "dp": 2}, "tp")
 ACROSS = axis_group(H100, {"tp": 16}, "tp")
 BF16 = torch.bfloat16
@@ -283,6 +283,11 @@ def test_a_share_of_a_block_costs_no_less_than_its_bound(batch: int):
     for name, made in whole.blocks.items():
         bound = block_work(made, DEVICE).at(batch / 8, 1, batch > 1)
         cost = call_costs(part.blocks[name], DEVICE, {})
+        issuing = DEVICE.model_copy(update={"dispatch": 28e-6})
+        slow, least = call_costs(part.blocks[name], issuing, {}), block_work(made, issuing).at(batch / 8, 1, batch > 1)
+        assert least.forward_s <= slow.forward_s, name
+        assert least.backward_s <= slow.backward_s, name
+        assert slow.forward_s > cost.forward_s, name
         assert bound.forward_s <= cost.forward_s * (1 + 1e-9), name
         assert bound.backward_s <= cost.backward_s * (1 + 1e-9), name
         assert bound.saved_bytes <= cost.saved_bytes + 1, name

@@ -67,7 +67,8 @@ class TensorCosts:
             if layout.is_shard
         )
         passes = 3 if self.train and needs_gradient(node) else 1
-        return seconds / num_ranks + (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
+        rest: float = (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
+        return seconds / num_ranks + rest
 
     def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:

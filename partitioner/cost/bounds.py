@@ -63,6 +63,7 @@ class Work:
     batch: float = 0.0
     weights: float = 0.0
     flops: float = 0.0
+    issued: float = 0.0  # seconds in which the host issues the operators that every graph of the block has
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
@@ -72,7 +73,8 @@ class Work:
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
-        return seconds
+        least: Number = np.maximum(seconds, self.issued)
+        return least
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceTyp
         sum(k.launches for k in spared) * device.launch,
         sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),
     )
-    return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
+    issued = sum(1 for k in kernels if k.launches) * device.dispatch
+    return Work(launches, batch, weights, sum(k.flops for k in kernels), issued, copies)
 
 
 class Planned(Protocol):

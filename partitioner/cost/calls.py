@@ -170,6 +170,7 @@ class _Work:
                     spread_kernel(k, spread, n.name in self.region.states) for k in _accumulation(n, self.states)
                 ]
                 seconds[1] += kernels_time(kernels, self.device)
+                self.issued[1] += len(kernels)
         exchanged = expert_exchanges(self.region, spread)
         comm[0] += exchanged
         comm[1] += exchanged if train else 0.0

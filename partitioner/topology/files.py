@@ -41,7 +41,7 @@ _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "link
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """The entries of a data file (``devices``, ``links``, ``patterns``, ``hosts``, ``machines``), with ``like`` resolved."""
+    """The entries of a data file: ``devices``, ``links``, ``patterns``, ``hosts``, ``machines``. ``like`` is resolved."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve(entry, entries, f"{kind}.yaml") for name, entry in entries.items()}
@@ -58,7 +58,12 @@ def preset(name: str, nodes: int = 1) -> Topology:
         raise TopologyError(f"unknown preset {name!r}; known are {', '.join(machines)}, and local:<ranks>")
     if nodes < 1:
         raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1")
-    return Topology(**_expand({"name": name if nodes == 1 else f"{nodes} x {name}", **machine_fields(name, nodes)}, name))
+    return topology_of({"name": name if nodes == 1 else f"{nodes} x {name}", **machine_fields(name, nodes)}, name)
+
+
+def topology_of(data: dict[str, Any], source: str) -> Topology:
+    """The topology that ``data``, as a YAML file has it, describes; ``source`` names it in errors."""
+    return Topology(**_expand(data, source))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:

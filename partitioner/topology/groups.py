@@ -134,11 +134,7 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list
         return [Group(1)]
     kinds = np.stack(list(_traits(topology, rows)), axis=1)
     _, first = np.unique(kinds, axis=0, return_index=True)
-    picked = {int(i): None for i in first}
-    if topology.links:
-        paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
-        picked |= {int(i): None for i in np.flatnonzero(np.isin(rows, paired).any(axis=1))}
-    return list(dict.fromkeys(_group(topology, rows[i]) for i in picked))
+    return list(dict.fromkeys(_group(topology, rows[i]) for i in np.sort(first)))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str) -> Group:
@@ -148,7 +144,8 @@ def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str) -> Group
 
 def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
     """Columns that are equal for rows whose groups cost the same."""
-    yield np.zeros(len(rows))
+    linked = np.isin(rows, [i for pair in topology.own_links for i in pair]).any(axis=1)
+    yield np.where(linked, 1.0 + np.arange(len(rows)), 0.0)  # by themselves
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in _spread(groups[rows]))
     below = rows

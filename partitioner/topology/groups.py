@@ -129,7 +129,11 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
             "expected at most one rank per device"
         )
-    rows = rank_grid(mesh, *axes)
+    return row_groups(topology, rank_grid(mesh, *axes))
+
+
+def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
+    """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
     if rows.shape[1] == 1:
         return [Group(1)]
     kinds = np.stack(list(_traits(topology, rows)), axis=1)

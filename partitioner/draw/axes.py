@@ -76,7 +76,7 @@ class LinkTable:
 
 def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
     """The links of ``topology`` and, with a plan, the axes of its mesh that have more than one rank."""
-    rows = [*_pattern_rows(topology), *(_level_row(topology, level) for level in topology.levels), *_own_rows(topology)]
+    rows = link_rows(topology)
     used = {} if plan is None else _uses(plan)
     names = [row[0] for row in rows]
     for uses in used.values():
@@ -89,7 +89,12 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
     return LinkTable(tuple(rows), heads, cells)
 
 
-def _level_row(topology: Topology, level: Level) -> tuple[str, str, str, str]:
+def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    """Name, what it joins, bandwidth and latency of all links of ``topology``, from the inside out."""
+    return [*_pattern_rows(topology), *(_level_row(level) for level in topology.levels), *_own_rows(topology)]
+
+
+def _level_row(level: Level) -> tuple[str, str, str, str]:
     joins = f"up to {plural(level.nodes, 'node')}" if level.nodes is not None else "all devices"
     if level.devices is not None:
         joins = plural(level.devices, "device")
@@ -142,14 +147,12 @@ def _uses(plan: Plan) -> dict[str, _Uses]:
 
 def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:
     slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
-    cells = {
-        tier.level.name: Cell(
-            f"{tier.ways} × {_rate(tier.level.bandwidth * tier.below)}",
-            f"{AXIS_NAMES[axis]}: {plural(tier.ways, 'part')} of {plural(tier.below, 'rank')} talk over "
-            f"{tier.level.name}, {_rate(tier.level.bandwidth)} each",
-        )
-        for tier in slowest.tiers
-    }
+    cells = {}
+    for tier in slowest.tiers:
+        parts = plural(tier.ways, "rank") if tier.below == 1 else f"{plural(tier.ways, 'part')} of {tier.below}"
+        rate = _rate(tier.level.bandwidth * tier.below)
+        tip = f"{AXIS_NAMES[axis]}: {parts} talk over {tier.level.name}, each sends {rate}"
+        cells[tier.level.name] = Cell(f"{parts}, {rate}", tip)
     return _Uses(f"{AXIS_NAMES[axis]}: ring at {_rate(slowest.bus_bandwidth)}", cells)
 
 
@@ -163,13 +166,10 @@ def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
         slowest.append(plan.topology.link(int(here[pair]), int(there[pair])))
     counts = Counter(link.name for link in slowest)
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}
-    cells = {
-        name: Cell(
-            f"{count} × {_rate(rates[name])}",
-            f"pipeline: {plural(count, 'hand-over')} over {name}, {_rate(rates[name])}",
-        )
-        for name, count in counts.items()
-    }
+    cells = {}
+    for name, count in counts.items():
+        words = f"{plural(count, 'hand-over')}, {_rate(rates[name])}"
+        cells[name] = Cell(words, f"pipeline: {words}, over {name}")
     return _Uses(f"pipeline: {plural(len(slowest), 'hand-over')}", cells)
 
 

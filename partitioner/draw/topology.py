@@ -27,6 +27,7 @@ from partitioner.draw.svg import (
     line,
     picture,
     rect,
+    span,
     text,
     text_width,
     to_text,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 MOST_CLUSTERS = 40  # with more, nodes that differ by their stages only are drawn once, too
 _MOST_DEVICES = 96  # of a node that are drawn one by one
 _MOST_NOTES = 3
-_WIDTH, _MARGIN, _GAP, _PAD = 1160.0, 24.0, 16.0, 12.0
+_WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 42.0, 26.0, 6.0
 _HEAD = 40.0
 _LEGEND_STAGES = 16
@@ -89,14 +90,14 @@ class Cluster:
     @property
     def radius(self) -> float:
         """Of the ring on which devices stand that direct links join."""
-        return max(64.0, len(self.boxes) * (self.box_width + 10) / (2 * math.pi))
+        return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
 
     @property
     def width(self) -> float:
         inner = 2 * self.radius + self.box_width
         if not self.chords:
             inner = self.columns * (self.box_width + _BOX_GAP) - _BOX_GAP
-        words = [text_width(self.title, 13, True), *(text_width(t, 11) for t in self.lines)]
+        words = [text_width(self.title, 13, True) + 80, *(text_width(t, 11) for t in self.lines)]
         return max(inner, *words) + 2 * _PAD
 
     @property
@@ -145,7 +146,9 @@ class _Scene:
     def draw(self) -> ET.Element:
         clusters = self.clusters()
         links = link_table(self.topology, self.plan)
-        width = max([_WIDTH, links.width + 2 * _MARGIN, *(c.width + 2 * _MARGIN for c in clusters)])
+        widest = max([_WIDTH, *(c.width + 2 * _MARGIN for c in clusters)])
+        used = max(x + c.width for c, x, _ in _flow(clusters, widest, 0.0)[0])
+        width = max(_LEAST_WIDTH, used + _MARGIN, links.width + 2 * _MARGIN)
         header = Header(self.title, self.subtitle(clusters), self.figures(links), self.legend())
         top = draw_header(picture(width, 0, ""), header, width) + 8
         placed, bottom = _flow(clusters, width, top + links.height + 22)
@@ -199,8 +202,8 @@ class _Scene:
         runs: dict[object, list[int]] = {}
         for exact in (True, False):
             runs = {}
-            for node, span in enumerate(spans):
-                runs.setdefault(self.likeness(span, exact), []).append(node)
+            for node, (start, stop) in enumerate(spans):
+                runs.setdefault(self.likeness(start, stop, exact), []).append(node)
             if len(runs) <= MOST_CLUSTERS:
                 break
         shown = sorted(runs.values())
@@ -212,10 +215,10 @@ class _Scene:
         nodes = sorted(n for nodes in left_out for n in nodes)
         return [Cluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
 
-    def likeness(self, span: tuple[int, int], exact: bool) -> object:
+    def likeness(self, start: int, stop: int, exact: bool) -> object:
         """What nodes that are drawn once have in common; without ``exact``, stages count from the node's first."""
-        devices = self.topology.devices[span[0] : span[1]]
-        here = slice(*span)
+        here = slice(start, stop)
+        devices = self.topology.devices[here]
         stages = self.stage_of[here]
         if not exact:
             stages = np.where(stages >= 0, stages - max(0, int(stages.max(initial=0))), 1)
@@ -225,12 +228,10 @@ class _Scene:
 
     def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Cluster:
         start, stop = spans[nodes[0]]
-        count = f"  × {len(nodes)}" if len(nodes) > 1 else ""
-        title = f"{'Node' if len(nodes) == 1 else 'Nodes'} {_short(ranges(nodes))}{count}"
         return Cluster(
             nodes=tuple(nodes),
             boxes=tuple(self.boxes(start, stop)),
-            title=title,
+            title=_numbered("Node", nodes),
             lines=tuple(self.lines(nodes, spans)),
             chords=tuple(self.chords(start, stop)),
         )
@@ -243,8 +244,7 @@ class _Scene:
             ranks = sorted(r for n in nodes for r in self.rank_of[slice(*spans[n])].tolist() if r >= 0)
             stages = sorted({s for n in nodes for s in self.stage_of[slice(*spans[n])].tolist() if s >= 0})
             if ranks:
-                noun = "stage" if len(stages) == 1 else "stages"
-                yield f"{noun} {_short(ranges(stages))}, {'rank' if len(ranks) == 1 else 'ranks'} {_short(ranges(ranks))}"
+                yield f"{_numbered('stage', stages)}, {_numbered('rank', ranks)}"
         yield from self.notes(start, stop)
 
     def notes(self, start: int, stop: int) -> list[str]:
@@ -253,8 +253,8 @@ class _Scene:
         shares = self.topology.network_share[start:stop]
         if (shares < 1).any():
             found.append(f"network at {percent(float(shares.mean()))}")
-        speeds = {d.speed for d in self.topology.devices[start:stop]} - {1.0}
-        found += [f"devices at {digits(speed)} × speed" for speed in sorted(speeds)]
+        speeds = Counter(d.speed for d in self.topology.devices[start:stop])
+        found += [f"{plural(n, 'device')} at {digits(s)} × speed" for s, n in sorted(speeds.items()) if s != 1.0]
         return found[:_MOST_NOTES]
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
@@ -287,7 +287,9 @@ class _Scene:
     def cluster(self, root: ET.Element, cluster: Cluster, x: float, y: float) -> None:
         frame = group(root, f"nodes {ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}")
         rect(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
-        text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
+        title = text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
+        if len(cluster.nodes) > 1 and cluster.boxes:
+            span(title, f"{len(cluster.nodes):,} alike", size=11, fill="muted", gap=8)
         for i, words in enumerate(cluster.lines):
             text(frame, x + _PAD, y + _PAD + 28 + 15.5 * i, words, size=11, fill="muted")
         centres = cluster.centres(x, y)
@@ -332,6 +334,10 @@ class _Scene:
             if rank < len(self.plan.estimate.memory):
                 lines.append(f"{bytes_text(self.plan.estimate.memory[rank])} of memory at the peak")
         return "\n".join(lines)
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else noun + 's'} {_short(ranges(numbers))}"
 
 
 def _short(words: str, longest: int = 30) -> str:

@@ -169,6 +169,12 @@ def test_what_cannot_be_is_refused_with_its_line(text: str, message: str):
             "line 3.*unknown device 'x'",
         ),
         ("types:\n  mine: {like: h900}\nnodes: [{type: mine}]", "line 2.*'h900' is unknown"),
+        ("nodes:\n  - {type: l40s, host: dgx-9}", "line 2.*'dgx-9' is unknown; known are dgx-v100"),
+        ("name: x\nmachine: dgx-9", "line 2.*unknown preset 'dgx-9'"),
+        ("name: x\nspeed: 3\nnodes: [{type: l40s}]", "line 2.*unknown key 'speed'"),
+        ("nodes: 5", "line 1.*nodes"),
+        ("nodes:\n  - {type: [l40s]}", "line 2.*type"),
+        ("nodes: [{type: l40s}]\ntypes: [3]", "line 2.*types"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_its_line(text: str, message: str):

@@ -35,7 +35,9 @@ def check_parts(topology: Topology) -> None:
 
 
 def _check_types(topology: Topology) -> None:
-    named = [(g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)]
+    named: list[tuple[str, tuple[int | str, ...]]] = [
+        (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
+    ]
     named += [(o.type, ("overrides", name, "type")) for name, o in topology.overrides.items() if o.type]
     for kind, path in named:
         if kind not in topology.types:
@@ -48,7 +50,7 @@ def _check_names(topology: Topology) -> None:
     if duplicates:
         twice = ", ".join(duplicates)
         raise MisplacedError(f"duplicate device names: {twice}; give every device a name of its own", "nodes")
-    mentioned = [(name, ("overrides", name)) for name in topology.overrides]
+    mentioned: list[tuple[str, tuple[int | str, ...]]] = [(name, ("overrides", name)) for name in topology.overrides]
     mentioned += [(name, ("links", i)) for i, link in enumerate(topology.links) for name in link.between]
     for name, path in mentioned:
         if name not in topology.index:

@@ -128,10 +128,9 @@ def _inside(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
         if known and abs(quantity(catalogue("links")[known["like"]]["bandwidth"]) - bandwidth) < 0.05 * bandwidth:
             return {"levels": [known, *beyond]}
         base = known["like"] if known and known["like"].startswith("nvlink") else "nvlink3"
-        level = {"name": "nvlink", "like": base, "nodes": 1, "bandwidth": bandwidth, "all_reduce": []}
+        level: dict[str, Any] = {"name": "nvlink", "like": base, "nodes": 1, "bandwidth": bandwidth, "all_reduce": []}
         return {"levels": [level, *beyond]}
-    matrix = wires.nvlinks * speed
-    group["pattern"], patterns = _pattern(matrix)
+    group["pattern"], patterns = _pattern(wires.nvlinks.astype(np.float64) * speed)
     return {"levels": [{**pcie, **slot}, *beyond], "patterns": patterns}
 
 

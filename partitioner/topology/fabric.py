@@ -183,10 +183,10 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
     if not cut:
         bandwidth, latency = topology.links_between(devices)
         return Level(name=name, bandwidth=float(bandwidth.min()), latency=float(latency.max()), base=pattern.base)
-    measured = ()
+    measured: tuple[tuple[int, float, float], ...] = ()
     if pattern.starts:
-        seconds = float(np.interp(len(places), *zip(*pattern.starts, strict=True)))
-        measured = ((len(places), seconds, cut * pattern.efficiency),)
+        seconds = np.interp(len(places), [n for n, _ in pattern.starts], [start for _, start in pattern.starts])
+        measured = ((len(places), float(seconds), cut * pattern.efficiency),)
     return Level(
         name=name,
         nodes=1,
@@ -198,7 +198,7 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 def least_cut(matrix: Floats) -> float:
     """Bytes/s that cross the weakest of all ways to cut the graph of links ``matrix`` in two; 0: it is in parts."""
-    graph = nx.Graph()
+    graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_weighted_edges_from((i, j, matrix[i, j]) for i, j in np.argwhere(np.triu(matrix)).tolist())
     if not nx.is_connected(graph):

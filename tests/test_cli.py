@@ -111,6 +111,14 @@ def test_show_prints_the_summary_and_draws(sample: Path, tmp_path: Path):
     assert "idle" in (tmp_path / "b.svg").read_text()
 
 
+def test_show_and_topology_draw_the_devices(sample: Path, tmp_path: Path):
+    plain, placed = tmp_path / "a.svg", tmp_path / "b.svg"
+    assert invoke("topology", "dgx-v100:2", "--svg", plain).exit_code == 0
+    assert "hybrid-cube-mesh" in plain.read_text()
+    assert invoke("show", sample, "--topology", placed).exit_code == 0
+    assert "stages 2–3, ranks 8–15" in placed.read_text()
+
+
 def test_show_rank_prints_its_program(sample: Path):
     result = invoke("show", sample, "--rank", 5)
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
+from partitioner.topology.fabric import Storey, inside_levels, least_share
 from partitioner.topology.model import Topology
+from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link
 from runtime.program import AXES
 
@@ -136,22 +138,38 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
             "expected at most one rank per device"
         )
-    rows = rank_grid(mesh, *axes)
+    return row_groups(topology, rank_grid(mesh, *axes))
+
+
+def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
+    """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
     if rows.shape[1] == 1:
         return [Group(1)]
-    shapes = [_spread(groups[rows]) for groups in topology.groups]
-    kinds = np.stack([column for shape in shapes for column in shape], axis=1) if shapes else np.zeros((len(rows), 0))
+    kinds = np.stack(list(_traits(topology, rows)), axis=1)
     _, first = np.unique(kinds, axis=0, return_index=True)
-    picked = {int(i): None for i in first}
-    if topology.links:
-        paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
-        picked |= {int(i): None for i in np.flatnonzero(np.isin(rows, paired).any(axis=1))}
-    return list(dict.fromkeys(_group(topology, rows[i]) for i in picked))
+    return list(dict.fromkeys(_group(topology, rows[i]) for i in np.sort(first)))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str) -> Group:
     """The slowest group that the ranks of ``axes`` form; see :func:`axis_groups`."""
     return min(axis_groups(topology, mesh, *axes), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+
+
+def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
+    """Columns that are equal for rows whose groups cost the same."""
+    linked = np.isin(rows, [i for pair in topology.own_links for i in pair]).any(axis=1)
+    yield np.where(linked, 1.0 + np.arange(len(rows)), 0.0)  # by themselves
+    for groups in topology.groups:
+        yield from (column.astype(np.float64) for column in _spread(groups[rows]))
+    below = rows
+    for storey in topology.storeys:
+        if storey.shares is not None:
+            yield least_share(below, storey.shares[rows])
+        below = storey.joined[rows]
+    if topology.pattern_kinds:
+        inside = inside_levels(topology, rows)
+        numbers = {level: n for n, level in enumerate(dict.fromkeys(inside))}
+        yield np.array([numbers[level] for level in inside], dtype=np.float64)
 
 
 def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -174,15 +192,31 @@ def _group(topology: Topology, ranks: NDArray[np.int64]) -> Group:
     if own and len(own) == len(ring):
         return Group(size, (Tier(_level("own", own), size, 1),))
     tiers: list[Tier] = []
-    parts, below = size, 1
-    for level, groups in zip(topology.levels, topology.groups, strict=True):
-        count, fewest, _ = (int(column[0]) for column in _spread(groups[ranks][None]))
+    parts, below, ids = size, 1, ranks
+    for storey in topology.storeys:
+        joined = storey.joined[ranks]
+        count, fewest, _ = (int(column[0]) for column in _spread(joined[None]))
         if count < parts:
-            tiers.append(Tier(level, math.ceil(parts / count), below))
-            parts, below = count, fewest
+            share = (
+                1.0 if storey.shares is None else float(least_share(ids[None], storey.shares[ranks][None])[0]) / below
+            )
+            tiers.append(Tier(_storey_level(topology, storey, ranks).shared(share), math.ceil(parts / count), below))
+            parts, below, ids = count, fewest, joined
     if parts > 1:  # no level joins them all: they reach each other over other devices
         tiers.append(Tier(_level("routed", [topology.link(a, b) for a, b in ring]), parts, below))
     return Group(size, tuple(tiers), min((link.bandwidth for link in own), default=math.inf))
+
+
+def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) -> Level:
+    """Of the levels of ``storey`` that join some of ``ranks``, the slowest."""
+    if not storey.levels:
+        (inside,) = inside_levels(topology, ranks[None])
+        assert inside is not None
+        return inside
+    used = [n for n in storey.levels if len(np.unique(topology.groups[n][ranks])) < len(ranks)]
+    return min(
+        (topology.levels[n] for n in used or storey.levels), key=lambda level: level.bandwidth * level.efficiency
+    )
 
 
 def _level(name: str, links: list[Link]) -> Level:
@@ -203,15 +237,9 @@ def stage_links(topology: Topology, mesh: Mapping[str, int]) -> tuple[Link, ...]
     links = []
     for here, there in pairwise(stages):
         a, b = np.arange(here.start, here.stop), np.arange(there.start, there.stop)
-        level = np.full(len(a), len(topology.levels))
-        for number in range(len(topology.levels) - 1, -1, -1):
-            groups = topology.groups[number]
-            level[groups[a] == groups[b]] = number
-        candidates = {int(np.argmax(level))}
-        if topology.links:
-            candidates |= set(range(len(a)))
-        found = [topology.link(int(a[i]), int(b[i])) for i in candidates]
-        links.append(min(found, key=lambda link: (link.bandwidth, -link.latency)))
+        bandwidth, latency = pair_links(topology, a, b)
+        slowest = int(np.lexsort((-latency, bandwidth))[0])
+        links.append(topology.link(int(a[slowest]), int(b[slowest])))
     return tuple(links)
 
 

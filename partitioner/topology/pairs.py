@@ -1,0 +1,85 @@
+"""Bandwidth and latency of many pairs of devices at once: what :meth:`Topology.link` says, as arrays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import networkx as nx
+import numpy as np
+
+from partitioner.topology.fabric import Floats, Ints, spans_nodes
+
+if TYPE_CHECKING:
+    from partitioner.topology.model import Topology
+
+
+def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
+    """(bytes/s, seconds) of the links between ``a[k]`` and ``b[k]``, whose shapes are broadcast.
+
+    Between a device and itself: its memory's bandwidth and no latency.
+    """
+    a, b = np.broadcast_arrays(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))
+    bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
+    shares = np.minimum(topology.network_share[a], topology.network_share[b])
+    for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
+        joined = groups[a] == groups[b]
+        bandwidth[joined] = level.bandwidth / level.oversubscription
+        if spans_nodes(level):
+            bandwidth[joined] = level.bandwidth * shares[joined] / level.oversubscription
+        latency[joined] = level.latency
+    _put_patterns(topology, a, b, bandwidth, latency)
+    _put_own(topology, a, b, bandwidth, latency)
+    same = a == b
+    if same.any():
+        bandwidth[same], latency[same] = topology.memory_bandwidths[a[same]], 0.0
+    _put_routed(topology, a, b, bandwidth, latency)
+    return bandwidth, latency
+
+
+def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """The direct links inside nodes."""
+    if not topology.pattern_kinds:
+        return
+    inside = (topology.node_of[a] == topology.node_of[b]) & (topology.pattern_of[a] >= 0)
+    for kind, (name, matrix) in enumerate(topology.pattern_kinds):
+        here = np.nonzero(inside & (topology.pattern_of[a] == kind))
+        direct = matrix[topology.place_of[a[here]], topology.place_of[b[here]]]
+        found = tuple(axis[direct > 0] for axis in here)
+        bandwidth[found], latency[found] = direct[direct > 0], topology.patterns[name].latency
+
+
+def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """The links that single pairs have."""
+    if not topology.own_links:
+        return
+    keys = np.minimum(a, b) * topology.num_devices + np.maximum(a, b)
+    ordered = sorted(topology.own_links.items())
+    known = np.array([i * topology.num_devices + j for (i, j), _ in ordered])
+    place = np.searchsorted(known, keys).clip(max=len(known) - 1)
+    found = known[place] == keys
+    bandwidth[found] = np.array([link.bandwidth for _, link in ordered])[place[found]]
+    latency[found] = np.array([link.latency for _, link in ordered])[place[found]]
+
+
+def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """What nothing joins directly: paths over other devices."""
+    missing = np.isnan(bandwidth)
+    if not missing.any():
+        return
+    graph = topology.roads
+    for source in np.unique(a[missing]).tolist():
+        here = missing & (a == source)
+        widest = routes(graph, topology.names[source])
+        found = np.array([widest[topology.names[j]] for j in b[here].tolist()])
+        bandwidth[here], latency[here] = found[:, 0], found[:, 1]
+
+
+def routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
+    """(bytes/s, seconds) from ``source`` to all it reaches: the path of least latency, as fast as its slowest link."""
+    paths = nx.single_source_dijkstra_path(graph, source, weight="latency")
+    result = {}
+    for target, path in paths.items():
+        hops = [graph.edges[x, y] for x, y in pairwise(path)]
+        result[target] = (min((h["bandwidth"] for h in hops), default=np.inf), sum(h["latency"] for h in hops))
+    return result

@@ -20,6 +20,8 @@ class DeviceType(Part):
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
+    ``memory_sizes``: (bytes that a kernel moves; how many times as fast it moves them as a large one), interpolated
+    over the logarithm: caches, and what small kernels lose. Empty: the size does not matter.
     ``matches``: the names under which the driver knows it.
     """
 
@@ -31,6 +33,7 @@ class DeviceType(Part):
     matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
     attention_efficiency: Positive = 1.0
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
+    memory_sizes: tuple[tuple[Positive, Positive], ...] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0)
     matches: tuple[str, ...] = ()
 
@@ -52,12 +55,16 @@ class DeviceType(Part):
 _STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
 
 
+Measured = tuple[tuple[int, NonNegative, Positive], ...]
+
+
 class Level(Part):
     """Links of one level. ``bandwidth``: bytes/s per device and direction; ``latency``: seconds for one message.
 
     ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
     the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) as measured inside one group.
+    bandwidth) as measured inside one group; so are ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which follow
+    from ``all_reduce`` and the bandwidth where they are not given.
     """
 
     name: str
@@ -68,7 +75,10 @@ class Level(Part):
     step: NonNegative | None = None
     base: NonNegative = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    all_reduce: tuple[tuple[int, NonNegative, Positive], ...] = ()
+    all_reduce: Measured = ()
+    all_gather: Measured = ()
+    reduce_scatter: Measured = ()
+    all_to_all: Measured = ()
 
     @model_validator(mode="after")
     def _one_extent(self) -> Self:
@@ -82,11 +92,16 @@ class Level(Part):
 
 
 class NodeGroup(Part):
-    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``."""
+    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``.
+
+    ``concurrent``: how many devices of a node can compute at a time, each as its kind says; more of them share that
+    evenly (ranks that compete for a machine's cores). ``None``: all.
+    """
 
     type: str
     devices: int = Field(default=1, gt=0)
     count: int = Field(default=1, gt=0)
+    concurrent: float | None = Field(default=None, gt=0)
     names: tuple[str, ...] = ()
 
     @model_validator(mode="after")

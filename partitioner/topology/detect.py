@@ -24,8 +24,8 @@ def local(num_ranks: int) -> Topology:
     if num_ranks < 1:
         raise TopologyError(f"local topology of {num_ranks} ranks; expected at least 1")
     core: dict[str, Any] = dict(catalogue("devices")["cpu-core"])
-    share = _num_cores() / num_ranks
-    core["memory"] = _physical_memory() // num_ranks
+    share = num_cores() / num_ranks
+    core["memory"] = physical_memory() // num_ranks
     core["memory_bandwidth"] = quantity(core["memory_bandwidth"]) * share
     core["peak"] = {name: quantity(value) * share for name, value in core["peak"].items()}
     levels = [{"name": "loopback", **catalogue("links")["loopback"]}] if num_ranks > 1 else []
@@ -78,11 +78,11 @@ def _links(kind: str) -> tuple[str, str]:
     return "pcie4", "ethernet-10g"
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _physical_memory() -> int:
+def physical_memory() -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if _CGROUP_LIMIT.exists():
         limit = _CGROUP_LIMIT.read_text().strip()

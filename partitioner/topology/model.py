@@ -111,6 +111,12 @@ class Topology(Part):
         return np.repeat(np.arange(len(sizes)), sizes)
 
     @cached_property
+    def concurrent(self) -> dict[int, float]:
+        """How many devices compute at a time, of each node where not all of them can."""
+        found = [g.concurrent for g in self.nodes for _ in range(g.count)]
+        return {n: limit for n, limit in enumerate(found) if limit is not None}
+
+    @cached_property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
         """For each level the group of every device, shape ``[num_devices]``: equal numbers are joined."""
         starts = np.searchsorted(self.node_of, np.arange(self.num_nodes))

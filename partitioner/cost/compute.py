@@ -28,26 +28,23 @@ def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
 
 
 # The kind that stands in for one that a device does not list, before ``default``.
-_ALIKE = {"optimizer": "pointwise"}
+_ALIKE = {"optimizer": "pointwise", "special": "pointwise", "softmax": "reduction"}
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
     """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
     table = device.memory_efficiency
     efficiency = table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
-    return device.memory_bandwidth * efficiency * size_factor(num_bytes, device)
+    return device.memory_bandwidth * min(efficiency, _largest_factor(num_bytes, device))
 
 
-def size_factor(num_bytes: float | None, device: DeviceType) -> float:
-    """How many times as fast as a large kernel one that moves ``num_bytes`` is; ``None``: at the best size."""
+def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
     curve = device.memory_sizes
     if not curve:
-        return 1.0
+        return math.inf
     if num_bytes is None:
         return max(factor for _, factor in curve)
-    if num_bytes <= curve[0][0]:
-        return curve[0][1]
-    return interpolated(num_bytes, curve)
+    return curve[0][1] if num_bytes <= curve[0][0] else interpolated(num_bytes, curve)
 
 
 def interpolated(x: float, curve: Sequence[tuple[float, float]]) -> float:

@@ -8,6 +8,7 @@ count.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from partitioner.cost.collectives import moved_share
-from partitioner.cost.compute import kernel_time, matmul_efficiency
+from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
-from partitioner.profile.lines import fit_line, median_error, polish
+from partitioner.profile.lines import fit_line, median_error
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
 from partitioner.topology.parts import DeviceType, Level
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
-_CURVE_STEP = 1.05  # sizes of different kernels that differ by less are one size
-_LEAST = 1e-9
+_LEAST_SHARE = 0.05  # of a time: what may be left of it without launch and memory
+_ANY_PEAK = {"fp32": 1.0}  # until it is fitted
+_UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: what memory itself bounds
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
     launch = fit_launch(moves)
     bandwidth, efficiency, sizes = fit_memory(moves, launch)
     draft = DeviceType(
-        peak={"fp32": 1.0},
+        peak=_ANY_PEAK,
         memory_bandwidth=bandwidth,
         launch=launch,
         memory_efficiency=efficiency,
@@ -72,24 +74,43 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Bandwidth, the fraction of it by kind, and the factor by size, of which that of the largest size is 1.
+    """Bandwidth, the fraction of it by kind, and the most of it that any kernel reaches, by size.
 
-    The bandwidth is that of large pointwise kernels.
+    Pointwise kernels do little but move memory: their rates are what memory gives at their size, and the largest ones
+    tell the bandwidth. Of a kind, the efficiency is the one with the least sum of relative errors.
     """
-    large = [s for s in samples if s.kernel.num_bytes > _NEGLIGIBLE_BYTES]
-    rates = [s.kernel.num_bytes / max(s.seconds - launch, _LEAST + 0.05 * s.seconds) for s in large]
-    columns = _columns([s.kernel.num_bytes for s in large])
-    by_kind, by_size = polish([s.kernel.kind for s in large], columns, rates)
-    bandwidth = by_kind["pointwise"]
-    efficiency = {kind: rate / bandwidth for kind, rate in by_kind.items()}
+    rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
+    for s in samples:
+        if s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
+            rate = s.kernel.num_bytes / max(s.seconds - launch, _LEAST_SHARE * s.seconds)
+            rates.setdefault(s.kernel.kind, []).append((s.kernel.num_bytes, rate))
+    by_size: dict[float, list[float]] = {}
+    for num_bytes, rate in rates["pointwise"]:
+        by_size.setdefault(_bin(num_bytes), []).append(rate)
+    caps = {size: statistics.median(by_size[size]) for size in sorted(by_size)}
+    bandwidth = caps[max(caps)]
+    curve = tuple((size, rate / bandwidth) for size, rate in caps.items()) if len(caps) > 1 else ()
+    bounded = DeviceType(
+        memory=1, peak=_ANY_PEAK, memory_bandwidth=bandwidth, memory_sizes=curve, memory_efficiency=_UNBOUNDED
+    )
+    efficiency = {kind: _memory_efficiency(found, bounded) for kind, found in sorted(rates.items())}
     efficiency.setdefault("default", 1.0)
-    curve = tuple(by_size.items())
-    return bandwidth, efficiency, curve if len(curve) > 1 else ()
+    return bandwidth, efficiency, curve
 
 
-def _columns(sizes: Sequence[float]) -> list[float]:
-    """Each size's bin: half of an octave wide at least, so that families whose rows differ in bytes share bins."""
-    return [float(2.0 ** (2 * round(np.log2(size) / 2))) for size in sizes]
+def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
+    """Of one kind; ``rates``: (bytes, rate). The best efficiency is one of those that were measured."""
+    most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
+
+    def error(efficiency: float) -> float:
+        return sum(abs(rate / min(efficiency * device.memory_bandwidth, cap) - 1) for cap, rate in most)
+
+    return min((rate / device.memory_bandwidth for _, rate in rates), key=error)
+
+
+def _bin(size: float) -> float:
+    """Sizes within an octave are one."""
+    return float(2.0 ** round(math.log2(size)))
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
@@ -133,7 +154,7 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
     rates: dict[float, list[float]] = {}
     for s in samples:
         left = s.seconds - _without_products(s.kernel, device)
-        rates.setdefault(s.kernel.smallest, []).append(s.kernel.flops / max(left, 0.05 * s.seconds))
+        rates.setdefault(s.kernel.smallest, []).append(s.kernel.flops / max(left, _LEAST_SHARE * s.seconds))
     return {smallest: statistics.median(found) for smallest, found in rates.items()}
 
 
@@ -146,7 +167,7 @@ def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
     """The fraction of the peak that fused attention reaches; 0.5 where none was measured."""
     found = [
         s.kernel.flops
-        / max(s.seconds - _without_products(s.kernel, device), 0.05 * s.seconds)
+        / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
         / device.peak_of(s.kernel.precision)
         for s in samples
         if s.kernel.kind == "attention"

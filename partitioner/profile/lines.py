@@ -34,29 +34,3 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """The median of ``|predicted / measured - 1|``; 0 for nothing."""
     return statistics.median([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)] or [0.0])
-
-
-def polish(
-    rows: Sequence[str], columns: Sequence[float], values: Sequence[float]
-) -> tuple[dict[str, float], dict[float, float]]:
-    """``values[i] = by_row[rows[i]] * by_column[columns[i]]``, by medians (Tukey's median polish, of the logarithms).
-
-    Of the last column the factor is 1.
-    """
-    logs = np.log(np.asarray(values, dtype=np.float64))
-    by_row = dict.fromkeys(rows, 0.0)
-    by_column = dict.fromkeys(sorted(set(columns)), 0.0)
-    for _ in range(20):
-        for row in by_row:
-            by_row[row] = float(
-                np.median([v - by_column[c] for r, c, v in zip(rows, columns, logs, strict=True) if r == row])
-            )
-        for column in by_column:
-            by_column[column] = float(
-                np.median([v - by_row[r] for r, c, v in zip(rows, columns, logs, strict=True) if c == column])
-            )
-    last = by_column[max(by_column)]
-    return (
-        {row: float(np.exp(v + last)) for row, v in by_row.items()},
-        {column: float(np.exp(v - last)) for column, v in by_column.items()},
-    )

@@ -20,8 +20,8 @@ class DeviceType(Part):
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
-    ``memory_sizes``: (bytes that a kernel moves; how many times as fast it moves them as a large one), interpolated
-    over the logarithm: caches, and what small kernels lose. Empty: the size does not matter.
+    ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
+    over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
     ``matches``: the names under which the driver knows it.
     """
 

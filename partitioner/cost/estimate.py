@@ -121,8 +121,8 @@ def estimate(
     stage = split.stages[slowest]
     reduced = reduction_tail(problem, split, states, machine)
     updates = [update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages]
-    updated = max(max(updates), shared_time(updates, machine)) if problem.train else 0.0
-    contention = max(0.0, _contended(problem, split, machine) - split.pipeline_s)
+    updated = max(updates) if problem.train else 0.0
+    contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated
     communicated = m * _communication(problem, stage, slowest)
     breakdown = {
@@ -165,12 +165,13 @@ def shared_time(seconds: Sequence[float], machine: Machine) -> float:
     return max(total / concurrent[node] for node, total in work.items())
 
 
-def _contended(problem: StageProblem, split: StageSplit, machine: Machine) -> float:
-    """The least time of a pipeline's work where ranks compete; that of collectives was measured as they do."""
+def _contended(problem: StageProblem, split: StageSplit, updates: Sequence[float], machine: Machine) -> float:
+    """The least time of a pipeline and its updates where ranks compete; collectives were measured as they do."""
     m = problem.num_microbatches
     sent = [m * _communication(problem, stage, s) for s, stage in enumerate(split.stages)]
     work = [m * (s.forward_s + s.backward_s + s.recompute_s) for s in split.stages]
-    shared = shared_time([w - c for w, c in zip(work, sent, strict=True)], machine)
+    after = updates if problem.train else [0.0] * len(updates)
+    shared = shared_time([w - c + u for w, c, u in zip(work, sent, after, strict=True)], machine)
     return shared + sum(sent) / len(sent) if shared else 0.0
 
 

@@ -6,6 +6,9 @@ take turns; a step's time is the slowest rank's, the median over the turns. Memo
 torch's allocator has given out on a rank: what lives between steps, counted by storage, and the rise during a step,
 from the profiler's record of allocations.
 
+Times mean something on a quiet machine only: the load average before and after is printed with them, and should be
+that of the ranks alone.
+
     python benchmarks/local_accuracy.py [--topology machine.yaml] [--ranks 4] [--quick] [--json] [--check]
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -199,6 +203,7 @@ def main() -> int:
     parser.add_argument("--topology", help="a topology file; without it the machine is profiled")
     parser.add_argument("--ranks", type=int, default=4, help="plans of up to so many ranks")
     parser.add_argument("--quick", action="store_true", help="a quick profile, and fewer turns")
+    parser.add_argument("--turns", type=int, help="measurements of each plan, of which the median counts")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true", help="fail below the correlation or above the error we accept")
     options = parser.parse_args()
@@ -210,9 +215,10 @@ def main() -> int:
     model, inputs = make()
     chosen = [c for c in PLANS if num_ranks(c) <= most]
     plans = [partition(model, first_devices(topology, num_ranks(c)), inputs, constraints=c) for c in chosen]
-    measured = measure(plans, model, inputs, 5 if options.quick else 9)
+    before = os.getloadavg()[0]
+    measured = measure(plans, model, inputs, options.turns or (5 if options.quick else 9))
     rows = [row(c, p, [m[i] for m in measured if m[i]]) for i, (c, p) in enumerate(zip(chosen, plans, strict=True))]
-    figures = summary(rows)
+    figures = summary(rows) | {"load_before": before, "load_after": os.getloadavg()[0]}
     if options.json:
         print(json.dumps({"rows": [asdict(r) for r in rows], **figures}, indent=1))
     else:

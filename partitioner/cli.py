@@ -1,4 +1,4 @@
-"""The command line: ``partitioner plan | show | explain | prove | verify | run | topology | schema``.
+"""The command line: ``partitioner plan | show | explain | prove | verify | run | topology | profile | schema``.
 
 It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
 standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.cli_report import Commands, output, print_parts, progress
+from partitioner.cli_report import Commands, output, print_parts, progress, steps
 from partitioner.cli_target import load_target
 from partitioner.units import plural, seconds_text
 from runtime.files import write_text
@@ -237,6 +237,38 @@ def topology(
     print_parts(topology_parts(where))
     if svg:
         _wrote("picture", svg)
+
+
+@app.command(
+    epilog=_example(
+        "partitioner profile -o machine.yaml --ranks 4",
+        "partitioner plan model.py:make --topology machine.yaml -o plan.json",
+    )
+)
+def profile(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the topology to this YAML file.")] = Path(
+        "machine.yaml"
+    ),
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share the machine; default: one per GPU, or per core.", show_default=False),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`; default: what there is.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for some seconds only; less exact.")] = False,
+) -> None:
+    """Measure this machine, and write a topology file that `plan --topology` reads.
+
+    Close what else runs on the machine first. Ctrl-C ends it and writes nothing.
+    """
+    from partitioner.cli_rank import topology_parts
+    from partitioner.profile import profile as measure
+    from partitioner.profile.text import profile_parts
+
+    with steps("Starting ranks") as report:
+        found = measure(ranks, device=device, quick=quick, progress=report)
+    written = found.save(out)
+    print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
+    _wrote("topology", written)
 
 
 @app.command(epilog=_example("partitioner schema > plan.schema.json"))

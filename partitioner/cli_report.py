@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -80,3 +81,17 @@ def progress(doing: str) -> Iterator[Callable[[str], None]]:
             yield status.update
     else:
         yield lambda words: None
+
+
+@contextlib.contextmanager
+def steps(doing: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar while the block runs, on terminals only; the block calls ``(doing, steps done, steps in all)``."""
+    console = errors()
+    if not console.is_terminal:
+        yield lambda words, done, total: None
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)

@@ -34,6 +34,7 @@ _KINDS = {
     "tp_communication": "collectives inside blocks",
     "pp_communication": "sends between stages",
     "bubble": "pipeline bubble",
+    "contention": "ranks that share a machine's cores",
     "reduction": "reduction of gradients",
     "optimizer": "the optimizer's update",
 }

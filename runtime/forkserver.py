@@ -23,6 +23,13 @@ from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+# Ctrl-C is for the client, which then closes the socket; also while the server imports.
+_SERVER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from runtime.forkserver import serve
+serve(int(sys.argv[1]))
+"""
 
 
 class Child(NamedTuple):
@@ -47,7 +54,7 @@ class ForkServer:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from runtime.forkserver import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-c", _SERVER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **quiet, "PYTHONPATH": path},
@@ -108,7 +115,6 @@ def serve(fd: int) -> None:
     from runtime import worker
 
     worker.preload()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then closes the socket
     requests = socket.socket(fileno=fd)
     statuses: dict[int, int] = {}
     running: set[int] = set()

@@ -18,11 +18,19 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
     """Seconds of ``op`` over ``group``; 0 in a group of one. Raises ``KeyError`` for an unknown collective."""
     if group.size == 1:
         return 0.0
+    measured = None if op in ("all_reduce", "all_reduce_max") else group.measured(op)
+    if measured is not None:
+        return measured[0] + moved_share(op, group.size) * num_bytes / measured[1]
     if op == "all_to_all":
         return group.exchange_start + _exchange(num_bytes, group)
-    share = _ROUNDS[op] * (group.size - 1) / group.size
+    share = moved_share(op, group.size)
     start = group.all_reduce_start if _ROUNDS[op] == 2 else group.one_way_start
     return start + share * num_bytes / group.bus_bandwidth
+
+
+def moved_share(op: str, size: int) -> float:
+    """The part of the whole tensor that passes through each rank's links: what a bus bandwidth is measured by."""
+    return _ROUNDS.get(op, 1 / size) * (size - 1) / size
 
 
 def _exchange(num_bytes: float, group: Group) -> float:

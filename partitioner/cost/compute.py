@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from partitioner.cost.operators import Kernel
 from partitioner.topology.parts import DeviceType
@@ -16,7 +16,8 @@ from partitioner.topology.parts import DeviceType
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
     """Seconds of one kernel with all of its launches."""
-    seconds = kernel.launches * device.launch + kernel.num_bytes / memory_rate(kernel.kind, device)
+    rate = memory_rate(kernel.kind, device, kernel.num_bytes / max(1, kernel.launches))
+    seconds = kernel.launches * device.launch + kernel.num_bytes / rate
     if kernel.flops:
         seconds += kernel.flops / product_rate(kernel, device)
     return seconds
@@ -26,10 +27,33 @@ def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
     return sum(kernel_time(kernel, device) for kernel in kernels)
 
 
-def memory_rate(kind: str, device: DeviceType) -> float:
-    """Bytes/s that kernels of ``kind`` reach."""
+# The kind that stands in for one that a device does not list, before ``default``.
+_ALIKE = {"optimizer": "pointwise", "special": "pointwise", "softmax": "reduction"}
+
+
+def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
+    """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
     table = device.memory_efficiency
-    return device.memory_bandwidth * table.get(kind, table.get("default", 1.0))
+    efficiency = table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
+    return device.memory_bandwidth * min(efficiency, _largest_factor(num_bytes, device))
+
+
+def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
+    curve = device.memory_sizes
+    if not curve:
+        return math.inf
+    if num_bytes is None:
+        return max(factor for _, factor in curve)
+    return curve[0][1] if num_bytes <= curve[0][0] else interpolated(num_bytes, curve)
+
+
+def interpolated(x: float, curve: Sequence[tuple[float, float]]) -> float:
+    """Between two points of ``curve`` along the logarithm; above the last as there. ``x`` is not below the first."""
+    place = bisect_right(curve, (x, math.inf))
+    if place == len(curve):
+        return curve[-1][1]
+    (low, a), (high, b) = curve[place - 1], curve[place]
+    return a + math.log(x / low) / math.log(high / low) * (b - a)
 
 
 def product_rate(kernel: Kernel, device: DeviceType) -> float:
@@ -44,11 +68,6 @@ def matmul_efficiency(smallest: float, device: DeviceType) -> float:
     """The fraction of peak at this smallest of M, N and K: between two measured sizes along the logarithm; below the
     first in proportion to the size, above the last as there."""
     curve = device.matmul_efficiency
-    place = bisect_right(curve, (smallest, math.inf))
-    if place == 0:
+    if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, 1e-9) / curve[0][0]
-    if place == len(curve):
-        return curve[-1][1]
-    (low, a), (high, b) = curve[place - 1], curve[place]
-    share = math.log(smallest / low) / math.log(high / low)
-    return a + share * (b - a)
+    return interpolated(smallest, curve)

@@ -203,16 +203,18 @@ def estimate(
     """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch.
 
     ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
-    ``tp_communication``, ``pp_communication``), ``bubble``: what it waits for the others, ``reduction``: of gradients,
-    as far as nothing hides it, and ``optimizer``: the update after it.
+    ``tp_communication``, ``pp_communication``), ``bubble``: what it waits for the others, ``contention``: by which more
+    devices compute at a time than their node can, ``reduction``: of gradients, as far as nothing hides it, and
+    ``optimizer``: the update after it.
     """
     m = problem.num_microbatches
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
     stage = split.stages[slowest]
     reduced = reduction_tail(problem, split, states, machine)
-    updated = max(update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages)
-    updated = updated if problem.train else 0.0
-    step = split.pipeline_s + reduced + updated
+    updates = [update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages]
+    updated = max(updates) if problem.train else 0.0
+    contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
+    step = split.pipeline_s + contention + reduced + updated
     communicated = m * _communication(problem, stage, slowest)
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated,
@@ -220,6 +222,7 @@ def estimate(
         "tp_communication": communicated,
         "pp_communication": m * stage.transfer_s,
         "bubble": split.pipeline_s - m * stage.time_s,
+        "contention": contention,
         "reduction": reduced,
         "optimizer": updated,
     }
@@ -237,6 +240,30 @@ def estimate(
         memory=memory,
         breakdown=breakdown,
     )
+
+
+def shared_time(seconds: Sequence[float], machine: Machine) -> float:
+    """The least time of work of ``seconds`` by stage, each on all of a stage's ranks, on nodes where not all devices
+    can compute at a time; 0 where they can."""
+    devices, concurrent = machine.topology.devices, machine.topology.concurrent
+    if not concurrent:
+        return 0.0
+    work = dict.fromkeys(concurrent, 0.0)
+    for stage, ranks in zip(seconds, stage_ranks(machine.mesh), strict=True):
+        for device in devices[ranks.start : ranks.stop]:
+            if device.node in work:
+                work[device.node] += stage
+    return max(total / concurrent[node] for node, total in work.items())
+
+
+def _contended(problem: StageProblem, split: StageSplit, updates: Sequence[float], machine: Machine) -> float:
+    """The least time of a pipeline and its updates where ranks compete; collectives were measured as they do."""
+    m = problem.num_microbatches
+    sent = [m * _communication(problem, stage, s) for s, stage in enumerate(split.stages)]
+    work = [m * (s.forward_s + s.backward_s + s.recompute_s) for s in split.stages]
+    after = updates if problem.train else [0.0] * len(updates)
+    shared = shared_time([w - c + u for w, c, u in zip(work, sent, after, strict=True)], machine)
+    return shared + sum(sent) / len(sent) if shared else 0.0
 
 
 def _communication(problem: StageProblem, stage: StagePlan, index: int) -> float:

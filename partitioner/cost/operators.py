@@ -89,6 +89,11 @@ _REDUCTIONS = frozenset(
     """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax
     norm linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
 )
+# Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
+_SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
+_SPECIAL = frozenset(
+    "silu gelu exp expm1 log log1p sigmoid tanh softplus mish elu erf sin cos pow silu_backward gelu_backward".split()
+)
 _SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
 _ADDITIONS = frozenset(("add", "sub", "rsub"))
 _ATTENTION = frozenset(
@@ -215,17 +220,19 @@ def backward_kernels(
     if name in _SUMS:
         return []
     kind = _kind(node, name)
-    if kind == "pointwise":
-        return [k for o in wanted for k in _pointwise_backward(name, o, operands, result)]
+    if kind in ("pointwise", "special"):
+        return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
     return [_kernel(kind, [o, o, result]) for o in wanted]
 
 
-def _pointwise_backward(name: str, wanted: Operand, operands: Sequence[Operand], result: Operand) -> list[Kernel]:
+def _pointwise_backward(
+    kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
+) -> list[Kernel]:
     broadcast = [_kernel("reduction", [result, wanted])] if wanted.numel < result.numel else []
     if name in _ADDITIONS:
         return broadcast  # the gradient itself
     others = [o for o in operands if o is not wanted] or [wanted]
-    return [_kernel("pointwise", [result, *others, result]), *broadcast]
+    return [_kernel(kind, [result, *others, result]), *broadcast]
 
 
 def _product_backward(
@@ -292,13 +299,15 @@ def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
 def _kind(node: fx.Node, name: str) -> str:
     if name in _NORMS:
         return "norm"
+    if name in _SOFTMAXES:
+        return "softmax"
     if name in _REDUCTIONS:
         return "reduction"
     if name in _SORTS:
         return "sort"
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return "pointwise"
+        return "special" if name in _SPECIAL else "pointwise"
     return "default"
 
 

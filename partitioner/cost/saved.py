@@ -64,6 +64,9 @@ _NEEDS: dict[str, Need] = {
     ),
 }
 
+# Products whose weight's gradient is a plain one, which the runtime adds to its buffer as it computes it.
+_INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -202,22 +205,30 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> int:
 
 
 def _backward_peak(block: Block) -> int:
-    """The most bytes of gradients that are alive at a time; those of the states all together, as they are returned."""
+    """The most bytes of gradients that are alive at a time.
+
+    A state's gradient is added to its buffer as soon as it is known, a product's even as it is computed
+    (``runtime/codegen.py``): the others are there for a moment.
+    """
     states = set(block.states)
-    of_states = sum(_nbytes((n, 0)) for n in block.placeholders if n.name in states and needs_gradient(n))
     alive = {value_of(n): _nbytes(value_of(n)) for n in block.outputs if needs_gradient(n)}
     peak = sum(alive.values())
     for node in reversed(list(block.graph.nodes)):
         if node.op != "call_function" or not needs_gradient(node) or is_view(node):
             continue
+        moment = 0
         for operand in operands_of(node):
             value = value_of(operand)
-            if needs_gradient(operand) and value[0].name not in states:
+            if not needs_gradient(operand):
+                continue
+            if value[0].name not in states:
                 alive[value] = _nbytes(value)
-        peak = max(peak, sum(alive.values()))
+            elif operator_name(node) not in _INTO_BUFFERS:
+                moment = max(moment, _nbytes(value))
+        peak = max(peak, sum(alive.values()) + moment)
         for value in _made(node):
             alive.pop(value, None)
-    return peak + of_states
+    return peak
 
 
 def _made(node: fx.Node) -> list[Value]:

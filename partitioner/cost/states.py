@@ -189,4 +189,4 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
     """Seconds of the optimizer's step over ``costs``: bound by memory."""
-    return sum(cost.update for cost in costs) / memory_rate("pointwise", device)
+    return sum(cost.update for cost in costs) / memory_rate("optimizer", device)

@@ -32,8 +32,8 @@ def local(num_ranks: int) -> Topology:
     if num_ranks < 1:
         raise TopologyError(f"local topology of {num_ranks} ranks; expected at least 1")
     core: dict[str, Any] = dict(catalogue("devices")["cpu-core"])
-    share = _num_cores() / num_ranks
-    core["memory"] = _physical_memory() // num_ranks
+    share = num_cores() / num_ranks
+    core["memory"] = physical_memory() // num_ranks
     core["memory_bandwidth"] = quantity(core["memory_bandwidth"]) * share
     core["peak"] = {name: quantity(value) * share for name, value in core["peak"].items()}
     for name in ("power_busy", "power_idle"):
@@ -80,7 +80,7 @@ def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wire
         group["nics"] = wires.num_nics
         fields["levels"][-1] = {**fields["levels"][-1], "oversubscription": len(kinds) / wires.num_nics}
     slot = wires.pcie if wires is not None and wires.pcie is not None else None
-    host = {"bandwidth": "25 GB/s", **_host(group.get("host")), "memory": _physical_memory(), "disk": 0}
+    host = {"bandwidth": "25 GB/s", **_host(group.get("host")), "memory": physical_memory(), "disk": 0}
     group["host"] = {**host, "bandwidth": slot} if slot is not None else host
     first = {kind: memories[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
     fields["types"] = {kind: {"like": kind, "memory": memory} for kind, memory in first.items()}
@@ -188,11 +188,11 @@ def _kind(name: str) -> str:
     )
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _physical_memory() -> int:
+def physical_memory() -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if _CGROUP_LIMIT.exists():
         limit = _CGROUP_LIMIT.read_text().strip()

@@ -20,7 +20,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology.fabric import Storey, inside_levels, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
-from partitioner.topology.parts import Level, Link
+from partitioner.topology.parts import Level, Link, Measured
 from runtime.program import AXES
 
 _POST_S = 1e-6  # to post one send and one receive
@@ -77,6 +77,14 @@ class Group:
             return max(self.base, (self.base + self.all_reduce_start) / 2)
         return self.base + self._ring_steps(1)
 
+    def measured(self, op: str) -> tuple[float, float] | None:
+        """(start-up seconds, bus bandwidth) of a collective that was measured on the one level that the group spans."""
+        table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
+        if not table:
+            return None
+        start, bandwidth = _interpolated(table, self.size, self.tiers[0].level.step_s)
+        return start, min(self.cap, bandwidth)
+
     @property
     def exchange_start(self) -> float:
         """Seconds of an all-to-all of nothing: one step of every level, and a message to each of the others."""
@@ -111,11 +119,14 @@ def _measured(level: Level, size: int) -> tuple[float, float]:
     """(start-up seconds, bus bandwidth) of an all-reduce over ``size`` ranks inside one group of ``level``."""
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
-    sizes = [n for n, _, _ in level.all_reduce]
-    start = np.interp(size, sizes, [a for _, a, _ in level.all_reduce])
-    if size > sizes[-1]:
-        start += 2 * (size - sizes[-1]) * level.step_s
-    return float(start), float(np.interp(size, sizes, [b for _, _, b in level.all_reduce]))
+    return _interpolated(level.all_reduce, size, 2 * level.step_s)
+
+
+def _interpolated(table: Measured, size: int, step_s: float) -> tuple[float, float]:
+    """(start-up seconds, bus bandwidth) at ``size`` ranks; above the largest measured, ``step_s`` more per rank."""
+    sizes = [n for n, _, _ in table]
+    start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
+    return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:

@@ -130,6 +130,12 @@ class Topology(Part):
         return np.arange(self.num_devices) - np.searchsorted(self.node_of, self.node_of)
 
     @cached_property
+    def concurrent(self) -> dict[int, float]:
+        """How many devices compute at a time, of each node where not all of them can."""
+        found = [g.concurrent for g in self.nodes for _ in range(g.count)]
+        return {n: limit for n, limit in enumerate(found) if limit is not None}
+
+    @cached_property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
         """For each level the group of every device, shape ``[num_devices]``: equal numbers are joined."""
         return tuple(level_groups(self, level) for level in self.levels)

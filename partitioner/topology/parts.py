@@ -24,6 +24,8 @@ class DeviceType(Part):
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
     and ``power_idle``: watts of one device. ``None``: not known.
+    ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
+    over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
     """
 
     memory: Bytes
@@ -35,6 +37,7 @@ class DeviceType(Part):
     matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
     attention_efficiency: Positive = 1.0
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
+    memory_sizes: tuple[tuple[Positive, Positive], ...] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0)
     matches: tuple[str, ...] = ()
     price: NonNegative | None = None
@@ -59,13 +62,17 @@ class DeviceType(Part):
 _STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
 
 
+Measured = tuple[tuple[int, NonNegative, Positive], ...]
+
+
 class Level(Part):
     """Links of one level. ``bandwidth``: bytes/s per device and direction; ``latency``: seconds for one message.
 
     ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
     the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) as measured inside one group. ``oversubscription``: what the bandwidth is divided by when all talk at
-    once. ``only``: the islands of nodes that have these links; none given: all.
+    bandwidth) as measured inside one group; so are ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which follow
+    from ``all_reduce`` and the bandwidth where they are not given. ``oversubscription``: what the bandwidth is divided
+    by when all talk at once. ``only``: the islands of nodes that have these links; none given: all.
     """
 
     name: str
@@ -76,9 +83,12 @@ class Level(Part):
     step: NonNegative | None = None
     base: NonNegative = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    all_reduce: tuple[tuple[int, NonNegative, Positive], ...] = ()
     oversubscription: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     only: tuple[str, ...] = ()
+    all_reduce: Measured = ()
+    all_gather: Measured = ()
+    reduce_scatter: Measured = ()
+    all_to_all: Measured = ()
 
     @model_validator(mode="after")
     def _one_extent(self) -> Self:
@@ -148,11 +158,14 @@ class NodeGroup(Part):
 
     ``island``: the name by which levels know these nodes, else the type. ``pattern``: of the links inside a node.
     ``nics``: network cards of a node, which its devices share evenly; else one for each device.
+    ``concurrent``: how many devices of a node can compute at a time, each as its kind says; more of them share that
+    evenly (ranks that compete for a machine's cores). ``None``: all.
     """
 
     type: str
     devices: int = Field(default=1, gt=0)
     count: int = Field(default=1, gt=0)
+    concurrent: float | None = Field(default=None, gt=0)
     names: tuple[str, ...] = ()
     island: str = ""
     pattern: str | None = None

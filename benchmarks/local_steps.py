@@ -1,0 +1,101 @@
+"""What the ranks of ``local_accuracy.py`` run: real steps of several plans in turns, and the memory that one takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import Engine, Program
+from runtime.engine import program_of
+from runtime.groups import TorchCommunicator
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank: seconds of each timed step, of which in the optimizer, and the most bytes of tensors at a time."""
+
+    step_s: list[float]
+    optimizer_s: list[float]
+    memory: int
+
+
+class Trainer:
+    """One plan's engine with AdamW as everybody uses it."""
+
+    def __init__(self, program: Program, weights: str, batch: dict[str, Tensor]) -> None:
+        communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
+        self.engine = Engine(program, weights, communicator=communicator)
+        self.optimizer = torch.optim.AdamW([p for p in self.engine.parameters() if p.requires_grad], lr=1e-5)
+        self.batch = batch
+
+    def step(self) -> float:
+        """One step; the seconds of the optimizer's part."""
+        self.engine.step(self.batch)
+        start = time.perf_counter()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def held_bytes(self) -> int:
+        """Of the states, their gradients and the optimizer's moments: what lives from one step to the next."""
+        held = list(self.engine.state_dict().values())
+        held += [p.grad for p in self.engine.parameters() if p.grad is not None]
+        held += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+    def peak_bytes(self) -> int:
+        """What it holds and the high-water mark of what torch's allocator gives out, and gets back, during a step."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.step()
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+        now = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        return self.held_bytes() + peak
+
+
+def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s: float) -> list[Measured | None]:
+    """What each plan takes this rank; ``None`` for a plan of fewer ranks.
+
+    Plans take turns, in an order that rotates, so that a machine that slows down does so for all of them.
+    """
+    programs = [program_of(path) for path in plans]
+    inputs: dict[str, Any] = torch.load(batch, weights_only=True)
+    rank = dist.get_rank()
+    trainers = [Trainer(p, weights, inputs) if rank < p.world_size else None for p in programs]
+    first = torch.zeros(len(plans))
+    for i, trainer in enumerate(trainers):
+        dist.barrier()
+        for _ in range(2):
+            start = time.perf_counter()
+            if trainer is not None:
+                trainer.step()
+            first[i] = time.perf_counter() - start
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    counts = [max(1, round(block_s / s)) for s in first.tolist()]
+    steps: list[list[float]] = [[] for _ in plans]
+    updates: list[list[float]] = [[] for _ in plans]
+    for turn in range(rounds):
+        for place in range(len(plans)):
+            i = (place + turn) % len(plans)
+            trainer = trainers[i]
+            dist.barrier()
+            start = time.perf_counter()
+            spent = [trainer.step() for _ in range(counts[i])] if trainer is not None else [0.0]
+            steps[i].append((time.perf_counter() - start) / counts[i])
+            updates[i].append(statistics.fmean(spent))
+    peaks = []
+    for trainer in trainers:
+        dist.barrier()
+        peaks.append(0 if trainer is None else trainer.peak_bytes())
+    return [
+        None if trainer is None else Measured(s, u, p)
+        for trainer, s, u, p in zip(trainers, steps, updates, peaks, strict=True)
+    ]

@@ -1,0 +1,269 @@
+"""The kernels that a profile times: a table of families, each with what the cost model says that it asks of a device.
+
+A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build` makes the tensors there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from partitioner.cost.operators import Kernel
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
+}
+ROW = 256  # elements along the dim that is reduced, normalised or sorted
+_TABLE_ROWS = 4096
+_FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}  # bytes: more than caches keep for one rank
+_MAX_COPIES = 128
+_ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/states.py charges an update with
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel: ``name`` is a row of :data:`FAMILIES`; ``shape`` is M, N, K of a product, batch, heads, sequence and
+    head size of an attention, else the number of rows of :data:`ROW` elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A case with its tensors: what to run, and what the cost model takes it for."""
+
+    run: Callable[[], object]
+    kernel: Kernel
+
+
+def build(case: Case, device: torch.device) -> Built:
+    """Make the tensors of ``case``, so many times that caches have forgotten the first when its turn comes again: a
+    program seldom finds its operands in them.
+
+    Raises ``RuntimeError`` or ``NotImplementedError`` where the device cannot.
+    """
+    first = FAMILIES[case.name](case, device)
+    copies = min(_MAX_COPIES, math.ceil(_FOOTPRINT[device.type] / first.kernel.num_bytes))
+    if case == LAUNCH or copies == 1:
+        return first
+    runs = itertools.cycle([first.run, *(FAMILIES[case.name](case, device).run for _ in range(copies - 1))])
+    return Built(lambda: next(runs)(), first.kernel)
+
+
+class _Store:
+    """Random numbers, of which every tensor is the next piece: fresh to the caches, and made only once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.numbers = torch.randn(_FOOTPRINT[device.type] // 4, device=device)
+        self.next = 0
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if count > len(self.numbers):
+            return torch.randn(shape, device=self.numbers.device)
+        start = self.next if self.next + count <= len(self.numbers) else 0
+        self.next = start + -(-count // 16) * 16  # whole cache lines
+        return self.numbers[start : start + count].view(shape)
+
+
+_store = cache(_Store)
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return _store(device).take(shape).to(dtype)
+
+
+def _product(case: Case, device: torch.device) -> Built:
+    """Of two dense factors (``mm``), or of which one or the other is read transposed (``mm_nt``, ``mm_tn``): forward
+    and the two halves of backward."""
+    m, n, k = case.shape
+    dtype = DTYPES[case.precision]
+    a = _random(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
+    b = _random(*((n, k) if case.name == "mm_nt" else (k, n)), device=device, dtype=dtype)
+    a, b = (a.t() if case.name == "mm_tn" else a), (b.t() if case.name == "mm_nt" else b)
+    num_bytes = (m * k + k * n + m * n) * dtype.itemsize
+    kernel = Kernel("matmul", num_bytes, 0.0, 2.0 * m * n * k, float(min(m, n, k)), case.precision)
+    if case.precision == "fp8":
+        one = torch.ones((), device=device)
+        column_major = b.t().contiguous().t()
+        scaled = partial(torch._scaled_mm, a, column_major, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return Built(scaled, kernel)
+    if case.precision == "tf32":
+        return Built(partial(_with_tf32, a, b), kernel)
+    return Built(partial(torch.mm, a, b), kernel)
+
+
+def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return torch.mm(a, b)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _attention(case: Case, device: torch.device) -> Built:
+    batch, heads, seq, size = case.shape
+    dtype = DTYPES[case.precision]
+    query, key, value = (_random(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
+    # scores and their product with the values, of which a causal mask leaves half
+    flops = 2.0 * batch * heads * (seq * (seq + 1) // 2) * 2 * size
+    kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(min(seq, size)), case.precision)
+    return Built(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), kernel)
+
+
+def _on_rows(
+    kind: str, function: Callable[..., object], num_operands: int, results: float, case: Case, device: torch.device
+) -> Built:
+    """An operator on tensors of ``[rows, ROW]``; ``results``: elements of its results per element of an operand."""
+    (rows,) = case.shape
+    operands = [_random(rows, ROW, device=device) for _ in range(num_operands)]
+    num_bytes = 4 * rows * ROW * (num_operands + results)
+    return Built(partial(function, *operands), Kernel(kind, float(num_bytes)))
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    return _random(_TABLE_ROWS, ROW, device=device)
+
+
+def _embedding(case: Case, device: torch.device) -> Built:
+    (rows,) = case.shape
+    table = _table(device)
+    index = torch.randint(_TABLE_ROWS, (rows,), device=device)
+    num_bytes = index.nbytes + 2 * 4 * rows * ROW
+    return Built(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
+
+
+def _gather(case: Case, device: torch.device) -> Built:
+    (rows,) = case.shape
+    x, index = _random(rows, ROW, device=device), torch.randint(ROW, (rows, ROW), device=device)
+    return Built(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
+
+
+def _adamw(case: Case, device: torch.device) -> Built:
+    (rows,) = case.shape
+    weight = torch.nn.Parameter(_random(rows, ROW, device=device).clone())
+    weight.grad = _random(rows, ROW, device=device)
+    step = torch.optim.AdamW([weight], lr=1e-4).step
+    return Built(step, Kernel("optimizer", float(_ADAM_BYTES * rows * ROW)))
+
+
+def _layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (ROW,))
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (ROW,))
+
+
+def _last(function: Callable[..., object], x: Tensor) -> object:
+    return function(x, -1)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+def _joined(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat((x, y))
+
+
+_Family = Callable[[Case, torch.device], Built]
+
+FAMILIES: dict[str, _Family] = {
+    **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _product),
+    "attention": _attention,
+    "add": partial(_on_rows, "pointwise", torch.add, 2, 1),
+    "mul": partial(_on_rows, "pointwise", torch.mul, 2, 1),
+    "silu": partial(_on_rows, "special", F.silu, 1, 1),
+    "exp": partial(_on_rows, "special", torch.exp, 1, 1),
+    "sum": partial(_on_rows, "reduction", partial(_last, torch.sum), 1, 1 / ROW),
+    "mean": partial(_on_rows, "reduction", partial(_last, torch.mean), 1, 1 / ROW),
+    "softmax": partial(_on_rows, "softmax", partial(_last, torch.softmax), 1, 1),
+    "logsumexp": partial(_on_rows, "softmax", partial(_last, torch.logsumexp), 1, 1 / ROW),
+    "layer_norm": partial(_on_rows, "norm", _layer_norm, 1, 1),
+    "rms_norm": partial(_on_rows, "norm", _rms_norm, 1, 1),
+    "embedding": _embedding,
+    "gather": _gather,
+    "sort": partial(_on_rows, "sort", partial(_last, torch.sort), 1, 3),  # values, and indices of eight bytes
+    "cat": partial(_on_rows, "default", _joined, 2, 2),
+    "transpose": partial(_on_rows, "default", _transposed, 1, 1),
+    "adamw": _adamw,
+}
+ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention"))
+LAUNCH = Case("add", (1,))  # so small that only its launch counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are. ``knots``: of the smallest of M, N, K; ``large``: of the others; ``rows`` by size."""
+
+    knots: tuple[int, ...]
+    large: tuple[int, ...]
+    rows: tuple[int, ...]
+    attention: tuple[tuple[int, int, int, int], ...]
+    precisions: tuple[str, ...]
+
+
+SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be quick
+    ("cpu", True): Sizes((16, 64, 256), (512,), (32, 512, 4096), ((1, 4, 128, 32),), ("fp32", "bf16")),
+    ("cpu", False): Sizes(
+        (4, 16, 64, 128, 256, 512),
+        (512, 1024),
+        (16, 64, 256, 1024, 4096, 16384),
+        ((1, 8, 64, 32), (2, 4, 128, 64), (1, 8, 512, 64)),
+        ("fp32", "bf16", "fp16", "fp64"),
+    ),
+    ("cuda", True): Sizes(
+        (16, 128, 1024, 4096), (4096,), (1024, 16384, 131072), ((2, 16, 2048, 128),), ("bf16", "fp16", "fp32")
+    ),
+    ("cuda", False): Sizes(
+        (1, 16, 64, 128, 256, 512, 1024, 2048, 4096),
+        (4096, 8192),
+        (256, 1024, 4096, 16384, 65536, 262144),
+        ((8, 16, 1024, 64), (2, 16, 4096, 128), (1, 16, 8192, 128)),
+        ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64"),
+    ),
+}
+
+
+def products(sizes: Sizes) -> list[Case]:
+    """Matrix products whose smallest dim is each knot, at each of the three places, in the leading precision; and of
+    the largest knots in every other one, for its peak."""
+    leading, *others = sizes.precisions
+    forms = ("mm", "mm_nt", "mm_tn")
+    cases = []
+    for knot in sizes.knots:
+        for size in sizes.large:
+            for place, form in enumerate(forms):
+                shape = [size, size, size]
+                shape[place] = knot
+                cases.append(Case(form, tuple(shape), leading))
+    top = sizes.knots[-1]
+    return cases + [Case(form, (top, top, top), other) for other in others for form in forms[:2]]
+
+
+def attentions(sizes: Sizes) -> list[Case]:
+    return [Case("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
+
+
+def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[Case]:
+    return [Case(name, (rows,)) for name in names for rows in sizes.rows]

@@ -1,0 +1,248 @@
+"""From measured times to the fields of :class:`DeviceType` and :class:`Level`; nothing here measures.
+
+The fits invert the cost model: seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
+(``partitioner/cost/compute.py``), of a collective ``start + share bytes / bandwidth``
+(``partitioner/cost/collectives.py``). All are medians or least absolute errors, so that single disturbed times do not
+count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from partitioner.cost.collectives import moved_share
+from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
+from partitioner.cost.operators import Kernel
+from partitioner.errors import TopologyError
+from partitioner.profile.lines import fit_line, median_error
+from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
+from partitioner.topology.parts import DeviceType, Level
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
+_LEAST_SHARE = 0.05  # of a time: what may be left of it without launch and memory
+_ANY_PEAK = {"fp32": 1.0}  # until it is fitted
+_UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: what memory itself bounds
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How well a fit tells its own samples: the median of ``|predicted / measured - 1|``."""
+
+    what: str
+    num_samples: int
+    median: float
+
+
+def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = (), **given: Any) -> DeviceType:
+    """The device that best explains ``samples``; ``given``: its fields that are not fitted (memory, ...).
+
+    Raises :class:`TopologyError` where there are no samples of matrix products or of kernels bound by memory.
+    """
+    products = [s for s in samples if s.kernel.kind == "matmul"]
+    moves = [s for s in samples if not s.kernel.flops]
+    if not products or not any(s.kernel.kind == "pointwise" and s.kernel.num_bytes > _NEGLIGIBLE_BYTES for s in moves):
+        raise TopologyError("a device needs times of matrix products and of pointwise kernels; measure both")
+    launch = fit_launch(moves)
+    bandwidth, efficiency, sizes = fit_memory(moves, launch)
+    draft = DeviceType(
+        peak=_ANY_PEAK,
+        memory_bandwidth=bandwidth,
+        launch=launch,
+        memory_efficiency=efficiency,
+        memory_sizes=sizes,
+        overlap_slowdown=fit_overlap(overlaps),
+        **given,
+    )
+    device = fit_products(products, draft)
+    return device.model_copy(update={"attention_efficiency": fit_attention(samples, device)})
+
+
+def fit_launch(samples: Iterable[KernelSample]) -> float:
+    """Seconds of a kernel that has next to nothing to do; 0 where none was measured."""
+    found = [s.seconds for s in samples if s.kernel.num_bytes <= _NEGLIGIBLE_BYTES]
+    return statistics.median(found) if found else 0.0
+
+
+def fit_memory(
+    samples: Iterable[KernelSample], launch: float
+) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
+    """Bandwidth, the fraction of it by kind, and the most of it that any kernel reaches, by size.
+
+    Pointwise kernels do little but move memory: their rates are what memory gives at their size, and the largest ones
+    tell the bandwidth. Of a kind, the efficiency is the one with the least sum of relative errors.
+    """
+    rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
+    for s in samples:
+        if s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
+            rate = s.kernel.num_bytes / max(s.seconds - launch, _LEAST_SHARE * s.seconds)
+            rates.setdefault(s.kernel.kind, []).append((s.kernel.num_bytes, rate))
+    by_size: dict[float, list[float]] = {}
+    for num_bytes, rate in rates["pointwise"]:
+        by_size.setdefault(_bin(num_bytes), []).append(rate)
+    caps = {size: statistics.median(by_size[size]) for size in sorted(by_size)}
+    bandwidth = caps[max(caps)]
+    curve = tuple((size, rate / bandwidth) for size, rate in caps.items()) if len(caps) > 1 else ()
+    bounded = DeviceType(
+        memory=1, peak=_ANY_PEAK, memory_bandwidth=bandwidth, memory_sizes=curve, memory_efficiency=_UNBOUNDED
+    )
+    efficiency = {kind: _memory_efficiency(found, bounded) for kind, found in sorted(rates.items())}
+    efficiency.setdefault("default", 1.0)
+    return bandwidth, efficiency, curve
+
+
+def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
+    """Of one kind; ``rates``: (bytes, rate). The best efficiency is one of those that were measured."""
+    most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
+
+    def error(efficiency: float) -> float:
+        return sum(abs(rate / min(efficiency * device.memory_bandwidth, cap) - 1) for cap, rate in most)
+
+    return min((rate / device.memory_bandwidth for _, rate in rates), key=error)
+
+
+def _bin(size: float) -> float:
+    """Sizes within an octave are one."""
+    return float(2.0 ** round(math.log2(size)))
+
+
+def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
+    """``device`` with peaks, the efficiency by the smallest dim, and the rate at which products move memory.
+
+    Peaks are reached by the best knot; between the rate and the efficiencies the one with the least errors is chosen.
+    """
+    leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
+    curve_samples = [s for s in samples if s.kernel.precision == leading]
+    best: tuple[float, DeviceType] | None = None
+    for share in np.geomspace(0.25, 16, 25):
+        efficiency = {**device.memory_efficiency, "matmul": float(share)}
+        rates = _product_rates(curve_samples, device.model_copy(update={"memory_efficiency": efficiency}))
+        knots = sorted(rates)
+        curve = list(accumulate((rates[k] for k in knots), max))  # more work in every dim is never slower
+        peak = curve[-1]
+        found = device.model_copy(
+            update={
+                "memory_efficiency": efficiency,
+                "peak": {leading: peak},
+                "matmul_efficiency": tuple((k, r / peak) for k, r in zip(knots, curve, strict=True)),
+            }
+        )
+        error = sum(abs(kernel_time(s.kernel, found) / s.seconds - 1) for s in curve_samples)
+        if best is None or error < best[0]:
+            best = error, found
+    assert best is not None
+    device = best[1]
+    peaks = dict(device.peak)
+    for precision in sorted({s.kernel.precision for s in samples} - {leading}):
+        others = [s for s in samples if s.kernel.precision == precision]
+        rates = _product_rates(others, device)
+        top = max(rates)
+        at = matmul_efficiency(top, device)
+        peaks[precision] = rates[top] / at
+    return device.model_copy(update={"peak": peaks})
+
+
+def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
+    """By the smallest dim, the median of FLOP/s in the time that launch and memory leave."""
+    rates: dict[float, list[float]] = {}
+    for s in samples:
+        left = s.seconds - _without_products(s.kernel, device)
+        rates.setdefault(s.kernel.smallest, []).append(s.kernel.flops / max(left, _LEAST_SHARE * s.seconds))
+    return {smallest: statistics.median(found) for smallest, found in rates.items()}
+
+
+def _without_products(kernel: Kernel, device: DeviceType) -> float:
+    moved = Kernel(kernel.kind, kernel.num_bytes, launches=kernel.launches)
+    return kernel_time(moved, device)
+
+
+def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
+    """The fraction of the peak that fused attention reaches; 0.5 where none was measured."""
+    found = [
+        s.kernel.flops
+        / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
+        / device.peak_of(s.kernel.precision)
+        for s in samples
+        if s.kernel.kind == "attention"
+    ]
+    return statistics.median(found) if found else 0.5
+
+
+def fit_overlap(overlaps: Sequence[Overlap]) -> float:
+    """How many times as long compute and a collective take while both run; 1 where it was not measured."""
+    found = []
+    for o in overlaps:
+        longer, shorter = max(o.compute_s, o.collective_s), min(o.compute_s, o.collective_s)
+        found.append(1 + (o.both_s - longer) / shorter)
+    return max(1.0, statistics.median(found)) if found else 1.0
+
+
+def fit_concurrent(measured: Measurements, cores: int) -> float | None:
+    """How many ranks can compute at a time: one for each core, less what taking turns on them costs. ``None`` where
+    that was not measured: all of them."""
+    if not measured.all_s:
+        return None
+    stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
+    return round(cores / max(1.0, stretch), 2)
+
+
+def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
+    """One level of links. Raises :class:`TopologyError` without times of messages."""
+    messages = [s for s in samples if s.op == "send"]
+    if not messages:
+        raise TopologyError("a level of links needs times of messages between two ranks; measure 'send'")
+    latency, per_byte = fit_line([s.num_bytes for s in messages], [s.seconds for s in messages])
+    tables: dict[str, tuple[tuple[int, float, float], ...]] = {}
+    for op in COLLECTIVES:
+        rows = []
+        for size in sorted({s.num_ranks for s in samples if s.op == op}):
+            found = [s for s in samples if s.op == op and s.num_ranks == size]
+            moved = [moved_share(op, size) * s.num_bytes for s in found]
+            start, per = fit_line(moved, [s.seconds for s in found])
+            rows.append((size, start, _rate(per)))
+        tables[op] = tuple(rows)
+    return Level.model_validate({"name": name, "bandwidth": _rate(per_byte), "latency": latency, **tables})
+
+
+def _rate(per_byte: float) -> float:
+    return 1 / max(per_byte, 1e-15)
+
+
+def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
+    """By kind of kernel; products by precision."""
+    groups: dict[str, list[KernelSample]] = {}
+    for s in samples:
+        if s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
+            label = f"matmul {s.kernel.precision}" if s.kernel.kind == "matmul" else s.kernel.kind
+            groups.setdefault(label, []).append(s)
+    return [
+        FitError(label, len(g), median_error([kernel_time(s.kernel, device) for s in g], [s.seconds for s in g]))
+        for label, g in groups.items()
+    ]
+
+
+def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitError]:
+    """By collective and number of ranks."""
+    errors = []
+    for op in ("send", *COLLECTIVES):
+        for size in sorted({s.num_ranks for s in samples if s.op == op}):
+            group = [s for s in samples if s.op == op and s.num_ranks == size]
+            measured = [s.seconds for s in group]
+            errors.append(
+                FitError(f"{op} over {size}", len(group), median_error([_predicted(s, level) for s in group], measured))
+            )
+    return errors
+
+
+def _predicted(sample: CollectiveSample, level: Level) -> float:
+    if sample.op == "send":
+        return level.latency + sample.num_bytes / level.bandwidth
+    start, bandwidth = next((a, b) for n, a, b in getattr(level, sample.op) if n == sample.num_ranks)
+    return float(start + moved_share(sample.op, sample.num_ranks) * sample.num_bytes / bandwidth)

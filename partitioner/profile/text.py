@@ -1,0 +1,57 @@
+"""A profile as people read it: the topology file with its errors as comments, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from partitioner.profile.fit import FitError
+from partitioner.topology import Topology
+
+_DIGITS = 4
+
+
+def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
+    """``topology`` as YAML that :meth:`Topology.load` reads, figures rounded to what the measurement is worth."""
+    lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
+    lines.append("# Median error of the fitted figures against the times that were measured:")
+    lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
+    data = _rounded(topology.model_dump(mode="json", exclude_defaults=True))
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return "\n".join(lines) + "\n\n" + text
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Rows of tables each on one line."""
+
+
+def _row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    plain = all(isinstance(v, int | float) for v in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
+
+
+_Dumper.add_representer(list, _row)
+
+
+def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
+    """Tables of the fit's errors, and of what was found."""
+    table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
+    for error in errors:
+        table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")
+    yield table
+    concurrent = topology.nodes[0].concurrent
+    if concurrent is not None:
+        yield Text(f"{topology.num_devices} ranks share the cores: {concurrent:g} of them compute at a time.")

@@ -130,7 +130,7 @@ def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequenc
 
     rows = []
     for node in nodes:
-        inner = _renamed(node.meta, stack, stack[:-1] + ("",))
+        inner = _renamed(node.meta, stack, ("",))
         if inner is None:
             return None
         kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])

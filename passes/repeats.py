@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class _Memo:
 
     number: int
     traced: int = 0
+    alone: bool = False  # each call is traced, since the first one could not stand for others
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
 
@@ -92,10 +93,10 @@ class Repeats:
     def of(cls, model: nn.Module) -> Repeats:
         return cls(alike(model, _LEAST))
 
-    def without_refused(self) -> Repeats:
-        """For another trace, after this one failed: without the groups that were given up, or without any."""
-        kept = [g for g in self.groups if not any(g is r for r in self.refused)] if self.refused else []
-        return Repeats(kept)
+    def without(self, refused: Sequence[Group]) -> Repeats:
+        """For a trace of another twin, after one failed: without the groups that it gave up, or without any."""
+        names = {group.names for group in refused}
+        return Repeats([g for g in self.groups if g.names not in names] if refused else [])
 
     def refuse(self, number: int) -> None:
         """Give up the group of the memo ``number``."""
@@ -122,21 +123,29 @@ class Repeats:
     def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = id(module) in self._called
         self._called.add(id(module))
-        call = None if again else _Call.of(module, args, kwargs)
+        call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
         if memo.traced == _TRACED:
             return _result(memo, call.operands, LAYER(call.operands, [], memo.number))
+        if memo.alone:
+            return forward(*args, **kwargs)
         group = self.groups[index]
         try:
             with _hidden(module, group.own if memo.traced else ()):
                 before = state_of(module)
                 output = forward(*args, **kwargs)
                 after = state_of(module)
-            results = _learn(memo, call, output)
-            if before != after or not call.unchanged():
-                raise Unlike("a call changes what it is given")
+            try:
+                results = _learn(memo, call, output)
+                if before != after or not call.unchanged():
+                    raise Unlike("a call changes what it is given")
+            except Unlike:
+                if memo.traced:
+                    raise
+                memo.alone = True
+                return output
         except Exception:
             self.refused.append(group)
             raise
@@ -169,7 +178,7 @@ class _Call:
     given: Any
 
     @classmethod
-    def of(cls, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
         """``None`` where a call may depend on more than its key says."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return None
@@ -187,7 +196,10 @@ class _Call:
             (*tensor_spec(t), places.setdefault(id(t), len(places)), stored.setdefault(_storage(t), len(stored)))
             for t in operands
         ]
+        texts: dict[tuple[str, str], Any] = {}
         key = (
+            state_of(module, texts),
+            tuple([(place, type(text), text) for place, text in texts.items() if place not in own]),
             repr(tree),
             tuple([isinstance(leaf, Tensor) for leaf in leaves]),
             tuple([(type(p), repr(p)) for p in plain]),

@@ -123,7 +123,8 @@ class Repeats:
     def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = id(module) in self._called
         self._called.add(id(module))
-        call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+        with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
+            call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
@@ -134,11 +135,12 @@ class Repeats:
         group = self.groups[index]
         try:
             with _hidden(module, group.own if memo.traced else ()):
-                before = state_of(module)
+                before = _state(module)
                 output = forward(*args, **kwargs)
-                after = state_of(module)
+                after = _state(module)
             try:
-                results = _learn(memo, call, output)
+                with torch._C.DisableTorchFunction():
+                    results = _learn(memo, call, output)
                 if before != after or not call.unchanged():
                     raise Unlike("a call changes what it is given")
             except Unlike:
@@ -213,6 +215,11 @@ class _Call:
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
+
+
+def _state(module: nn.Module) -> Any:
+    with torch._C.DisableTorchFunction():
+        return state_of(module)
 
 
 def _storage(tensor: Tensor) -> int:

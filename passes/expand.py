@@ -52,7 +52,7 @@ def expand(captured: Captured) -> Captured:
     classes = dict(captured.classes)
     moved: dict[str, str] = {}
     for node in found:
-        operands, results, number = node.args
+        _, results, number = node.args
         stack = node.meta["stack"]
         if not stack or "@" in stack[-1]:
             raise Unrepeated(number)  # type: ignore[arg-type]

@@ -31,7 +31,8 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each member has a value of its own."""
+    """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
+    member has a value of its own."""
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]

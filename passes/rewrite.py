@@ -29,7 +29,6 @@ class Builder:
         self.node = node
         self.constants: dict[str, Tensor] = {}
         self._placeholders: dict[str, fx.Node] = {}
-        self._known: dict[Any, Any] = {}  # results of operators by what they depend on: layers repeat
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
         """A placeholder for the constant ``name``, made when it is first asked for."""
@@ -45,33 +44,14 @@ class Builder:
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
-        made.meta["val"] = self._infer(target, args, kwargs)
+        made.meta["val"] = infer(target, value_of(args), value_of(kwargs))
         return made
-
-    def _infer(self, target: Any, args: Any, kwargs: Any) -> Any:
-        key = (target, _described(args), _described(tuple(kwargs.items())))
-        if key not in self._known:
-            self._known[key] = infer(target, value_of(args), value_of(kwargs))
-        return self._known[key]
 
     @property
     def where(self) -> str:
         """The module path and source line of the operator at hand, for messages."""
         meta = self.node.meta if self.node is not None else {}
         return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
-
-
-def _described(argument: Any) -> Any:
-    """A hashable value, equal for operands of equal shapes, strides and types and for equal constants."""
-    if isinstance(argument, fx.Node):
-        return _described(argument.meta["val"])
-    if isinstance(argument, Tensor):
-        return "tensor", tuple(argument.shape), argument.stride(), argument.dtype
-    if isinstance(argument, tuple | list):
-        return type(argument), tuple([_described(a) for a in argument])
-    if isinstance(argument, slice):
-        return "slice", _described(argument.start), _described(argument.stop), _described(argument.step)
-    return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
 def placeholder_name(constant: str) -> str:

@@ -1,4 +1,4 @@
-"""Layers that are alike are traced once, and the result is what the full trace gives; what is not alike is told apart."""
+"""Layers that are alike are traced once; the result is what the full trace gives, and what differs is told apart."""
 
 from __future__ import annotations
 

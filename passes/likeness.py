@@ -56,7 +56,7 @@ def alike(model: nn.Module, least: int) -> list[Group]:
         except Unlike:
             continue
         found.setdefault(described.key, []).append((name, module, described.texts))
-    groups = []
+    groups: list[Group] = []
     for members in found.values():
         groups += _with_own(members, least)
     return groups

@@ -76,10 +76,8 @@ def capture(
             dtype=dtype,
             with_labels=objective == "train" and loss is None,
         )
-        if loss is not None:
-            _append_loss(twin.module, loss)
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
-        captured = _trace(twin, args, kwargs, canonical, with_loss=loss is not None)
+        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical)
     captured = captured.with_(notes=notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -90,20 +88,34 @@ def capture(
     return captured
 
 
-def _trace(twin: Twin, args: Any, kwargs: Any, canonical: Mapping[str, str], *, with_loss: bool) -> Captured:
-    """The twin's graph: each layer among others that are alike traced once, all of them where that fails."""
+def _trace(
+    model: nn.Module,
+    twin: Twin,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None,
+    loss: Callable[[Any], Tensor] | None,
+    canonical: Mapping[str, str],
+) -> Captured:
+    """The twin's graph: of layers that are alike two are traced, or all where that fails."""
+    if loss is not None:
+        _append_loss(twin.module, loss)
     repeats = Repeats.of(twin.module)
     while repeats.groups:
         try:
             with repeats.tracing():
-                program = export(twin, args, kwargs, diagnose=False)
-            return expand(assemble(flatten_program(program), canonical, with_loss=with_loss))
+                program = flatten_program(export(twin, args, kwargs, diagnose=False))
+            return expand(assemble(program, canonical, with_loss=loss is not None))
         except Unrepeated as error:
             repeats.refuse(error.number)
-        except Exception:  # of the shortcut or of the model: the full trace says
+        except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
-        repeats = repeats.without_refused()
-    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=with_loss)
+        refused = repeats.refused
+        twin = make_twin(model, dtype, twin.mode)  # what forward did to the other is not to be seen
+        if loss is not None:
+            _append_loss(twin.module, loss)
+        repeats = Repeats.of(twin.module).without(refused)
+    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=loss is not None)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

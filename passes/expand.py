@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -52,20 +52,20 @@ def expand(captured: Captured) -> Captured:
     classes = dict(captured.classes)
     moved: dict[str, str] = {}
     for node in found:
-        operands, results, number = node.args
+        _, results, number = _parts(node)
         stack = node.meta["stack"]
         if not stack or "@" in stack[-1]:
-            raise Unrepeated(number)  # type: ignore[arg-type]
+            raise Unrepeated(number)
         if results:
             body = _body(node)
-            if bodies.setdefault(number, body).key != body.key:  # type: ignore[arg-type]
-                raise Unrepeated(number)  # type: ignore[arg-type]
+            if bodies.setdefault(number, body).key != body.key:
+                raise Unrepeated(number)
             made = body.results
         else:
-            made = _copy(graph, node, bodies[number], classes)  # type: ignore[index]
+            made = _copy(graph, node, bodies[number], classes)
         for user in list(node.users):
             assert user.target is operator.getitem, user
-            result = made[user.args[1]]  # type: ignore[index]
+            result = made[_place(user)]
             user.replace_all_uses_with(result)
             moved[user.name] = result.name
             graph.erase_node(user)
@@ -88,27 +88,38 @@ def expand(captured: Captured) -> Captured:
     )
 
 
+def _parts(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int]:
+    """The operands, results and memo of a layer operator."""
+    operands, results, number = cast(Any, call.args)
+    return list(operands), list(results), int(number)
+
+
+def _place(item: fx.Node) -> int:
+    """Which of several results a ``getitem`` takes."""
+    return int(cast(Any, item.args[1]))
+
+
 def _body(call: fx.Node) -> _Body:
     """The operators between a call's operands and its results. All of them must be the call's own."""
-    operands, results, number = call.args
+    operands, results, number = _parts(call)
     stack = call.meta["stack"]
-    ends = set(operands)  # type: ignore[arg-type]
+    ends = set(operands)
     inside: set[fx.Node] = set()
-    waiting = [n for n in results if n not in ends]  # type: ignore[union-attr]
+    waiting = [n for n in results if n not in ends]
     while waiting:
         node = waiting.pop()
         if node in inside:
             continue
         own = node.meta.get("stack", ())[: len(stack)] == stack or node.target is operator.getitem
         if node.op != "call_function" or not own:
-            raise Unrepeated(number)  # type: ignore[arg-type]
+            raise Unrepeated(number)
         inside.add(node)
         waiting += [n for n in node.all_input_nodes if n not in ends]
     nodes = sorted(inside)
-    key = _key(nodes, operands, results, stack)  # type: ignore[arg-type]
+    key = _key(nodes, operands, results, stack)
     if key is None:
-        raise Unrepeated(number)  # type: ignore[arg-type]
-    return _Body(nodes, list(operands), list(results), stack, key)  # type: ignore[arg-type]
+        raise Unrepeated(number)
+    return _Body(nodes, operands, results, stack, key)
 
 
 def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any) -> Any:
@@ -130,7 +141,7 @@ def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequenc
 
     rows = []
     for node in nodes:
-        inner = _renamed(node.meta, stack, stack[:-1] + ("",))
+        inner = _renamed(node.meta, stack, ("",))
         if inner is None:
             return None
         kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])
@@ -157,7 +168,7 @@ def _spec(value: Any) -> Any:
 
 def _copy(graph: fx.Graph, call: fx.Node, body: _Body, classes: dict[str, str]) -> list[fx.Node]:
     """Append the operators of ``body`` before ``call``, on its operands; the results."""
-    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, call.args[0], strict=True))  # type: ignore[arg-type]
+    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, _parts(call)[0], strict=True))
     stack = call.meta["stack"]
     with graph.inserting_before(call):
         for node in body.nodes:

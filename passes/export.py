@@ -48,12 +48,12 @@ class Twin:
             return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def make_twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
-    """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are).
+def make_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode | None = None) -> Twin:
+    """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
 
     Raises :class:`CaptureError` where the model cannot be copied.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:

@@ -18,8 +18,41 @@ from passes.errors import PartitionError
 META = torch.device("meta")
 
 
+# What operators make of which operands: layers repeat, and so do the candidates of a search.
+_known: dict[Any, Any] = {}
+_MOST_KNOWN = 1 << 14
+
+
 def infer(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``target`` on meta tensors: shapes and types, no numbers."""
+    """The result of ``target`` on meta tensors: shapes and types, no numbers. It may be shared: do not change it."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return _run(target, args, kwargs)  # a mode may change what operators make
+    try:
+        key = (target, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items())))
+        known = _known.get(key, _known)
+    except TypeError:  # an argument that cannot be told from others
+        return _run(target, args, kwargs)
+    if known is _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[key] = _run(target, args, kwargs)
+    return known
+
+
+def _described(argument: Any) -> Any:
+    """A hashable value, equal for tensors of equal shapes, strides and types and for equal constants."""
+    if isinstance(argument, Tensor):
+        if type(argument) is not Tensor:
+            raise TypeError("a tensor of another kind")
+        return "tensor", tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, tuple | list):
+        return type(argument), tuple([_described(a) for a in argument])
+    if isinstance(argument, slice):
+        return "slice", _described(argument.start), _described(argument.stop), _described(argument.step)
+    return type(argument), repr(argument) if isinstance(argument, float) else argument
+
+
+def _run(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     with torch.no_grad(), META:
         result = target(*args, **kwargs)
     return tuple(result) if isinstance(result, list) else result

@@ -22,15 +22,20 @@ _OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what th
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
 
 
+_Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
+
+
 class Unlike(Exception):
     """What was taken for alike is not, or cannot be shown to be."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are alike. ``own``: (path of a sub-module, attribute) where each member has a value of its own."""
+    """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
+    member has a value of its own."""
 
     members: tuple[nn.Module, ...]
+    names: tuple[str, ...]
     own: tuple[tuple[str, str], ...] = ()
 
 
@@ -40,9 +45,9 @@ def alike(model: nn.Module, least: int) -> list[Group]:
     for name, _ in model.named_modules(remove_duplicate=False):
         module = model.get_submodule(name)
         counts[id(module)] = counts.get(id(module), 0) + 1
-    found: dict[Any, list[tuple[nn.Module, dict[tuple[str, str], Any]]]] = {}
+    found: dict[Any, list[_Member]] = {}
     for name, module in model.named_modules():
-        if not name.rpartition(".")[2].isdigit() or not has_state(module):
+        if not name.rpartition(".")[2].isdigit() or not _is_layer(module):
             continue
         if any(counts[id(m)] > counts[id(module)] or id(m) == id(model) for m in module.modules()):
             continue  # a part of it is also a part of another
@@ -50,33 +55,35 @@ def alike(model: nn.Module, least: int) -> list[Group]:
             described = describe(module)
         except Unlike:
             continue
-        found.setdefault(described.key, []).append((module, described.texts))
-    groups = []
+        found.setdefault(described.key, []).append((name, module, described.texts))
+    groups: list[Group] = []
     for members in found.values():
         groups += _with_own(members, least)
     return groups
 
 
-def _with_own(members: Sequence[tuple[nn.Module, dict[tuple[str, str], Any]]], least: int) -> Iterable[Group]:
+def _with_own(members: Sequence[_Member], least: int) -> Iterable[Group]:
     """Modules equal but for numbers and texts: those in which all of these are equal or each member's own."""
     if len(members) < least:
         return
     own = []
-    for place in members[0][1]:
-        values = [repr(texts[place]) for _, texts in members]
+    for place in members[0][2]:
+        values = [repr(texts[place]) for _, _, texts in members]
         if len(set(values)) == len(values):
             own.append(place)
-    rest: dict[Any, list[nn.Module]] = {}
-    for module, texts in members:
+    rest: dict[Any, list[tuple[str, nn.Module]]] = {}
+    for name, module, texts in members:
         key = tuple((type(v), v) for place, v in texts.items() if place not in own)
-        rest.setdefault(key, []).append(module)
+        rest.setdefault(key, []).append((name, module))
     for found in rest.values():
         if len(found) >= least:
-            yield Group(tuple(found), tuple(own))
+            yield Group(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
 
 
-def has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module has parameters and is more than one of torch's own single operators."""
+    single = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return not single and next(module.parameters(), None) is not None
 
 
 def hooked(module: nn.Module) -> bool:

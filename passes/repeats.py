@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class _Unread:
         raise Unlike("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
@@ -75,6 +75,7 @@ class _Memo:
 
     number: int
     traced: int = 0
+    alone: bool = False  # each call is traced, since the first one could not stand for others
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
 
@@ -92,10 +93,10 @@ class Repeats:
     def of(cls, model: nn.Module) -> Repeats:
         return cls(alike(model, _LEAST))
 
-    def without_refused(self) -> Repeats:
-        """For another trace, after this one failed: without the groups that were given up, or without any."""
-        kept = [g for g in self.groups if not any(g is r for r in self.refused)] if self.refused else []
-        return Repeats(kept)
+    def without(self, refused: Sequence[Group]) -> Repeats:
+        """For a trace of another twin, after one failed: without the groups that it gave up, or without any."""
+        names = {group.names for group in refused}
+        return Repeats([g for g in self.groups if g.names not in names] if refused else [])
 
     def refuse(self, number: int) -> None:
         """Give up the group of the memo ``number``."""
@@ -122,21 +123,31 @@ class Repeats:
     def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = id(module) in self._called
         self._called.add(id(module))
-        call = None if again else _Call.of(module, args, kwargs)
+        with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
+            call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
         if memo.traced == _TRACED:
             return _result(memo, call.operands, LAYER(call.operands, [], memo.number))
+        if memo.alone:
+            return forward(*args, **kwargs)
         group = self.groups[index]
         try:
             with _hidden(module, group.own if memo.traced else ()):
-                before = state_of(module)
+                before = _state(module)
                 output = forward(*args, **kwargs)
-                after = state_of(module)
-            results = _learn(memo, call, output)
-            if before != after or not call.unchanged():
-                raise Unlike("a call changes what it is given")
+                after = _state(module)
+            try:
+                with torch._C.DisableTorchFunction():
+                    results = _learn(memo, call, output)
+                if before != after or not call.unchanged():
+                    raise Unlike("a call changes what it is given")
+            except Unlike:
+                if memo.traced:
+                    raise
+                memo.alone = True
+                return output
         except Exception:
             self.refused.append(group)
             raise
@@ -169,7 +180,7 @@ class _Call:
     given: Any
 
     @classmethod
-    def of(cls, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
         """``None`` where a call may depend on more than its key says."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return None
@@ -187,7 +198,10 @@ class _Call:
             (*tensor_spec(t), places.setdefault(id(t), len(places)), stored.setdefault(_storage(t), len(stored)))
             for t in operands
         ]
+        texts: dict[tuple[str, str], Any] = {}
         key = (
+            state_of(module, texts),
+            tuple([(place, type(text), text) for place, text in texts.items() if place not in own]),
             repr(tree),
             tuple([isinstance(leaf, Tensor) for leaf in leaves]),
             tuple([(type(p), repr(p)) for p in plain]),
@@ -201,6 +215,11 @@ class _Call:
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
+
+
+def _state(module: nn.Module) -> Any:
+    with torch._C.DisableTorchFunction():
+        return state_of(module)
 
 
 def _storage(tensor: Tensor) -> int:

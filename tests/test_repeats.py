@@ -1,4 +1,4 @@
-"""Layers that are alike are traced once, and the result is what the full trace gives; what is not alike is told apart."""
+"""Layers that are alike are traced once; the result is what the full trace gives, and what differs is told apart."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def with_weights(model: Any, x: Tensor) -> Tensor:
 
 def with_different_arguments(model: Any, x: Tensor) -> Tensor:
     for i, layer in enumerate(model.layers):
-        x = layer(x, None if i % 2 else x, i // 3)
+        x = layer(x, None if i % 2 else x, i // 6)
     return x
 
 
@@ -323,7 +323,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "twice": (lambda: Stack(Layer, twice), True),
     "out of order": (lambda: Stack(Layer, out_of_order), True),
     "weights read outside": (lambda: Stack(Layer, with_weights), True),
-    "arguments": (lambda: Stack(Layer, with_different_arguments), True),
+    "arguments": (lambda: Stack(Layer, with_different_arguments, 12), True),
     "no gradient": (lambda: Stack(Layer, without_gradient), True),
     "tied": (lambda: tied(Stack(Layer)), True),
     "tied in pairs": (lambda: tied_pairs(Stack(Layer)), True),
@@ -344,12 +344,19 @@ def test_attributes_changed_between_calls(monkeypatch: pytest.MonkeyPatch):
     both(monkeypatch, Stack(lambda i: Layer(i, scaled, scale=1.0), changed_between), (torch.ones(4, 8),))
 
 
-def test_counters_are_seen():
+def test_counters_are_seen(monkeypatch: pytest.MonkeyPatch):
     shared = {"calls": 0}
-    model = Stack(lambda i: Layer(i, counted, shared=shared))
-    result = folded(model, (torch.ones(4, 8),))
-    scales = [n.args[1] for b in result.blocks.values() for n in b.graph.nodes if "mul.Tensor" in str(n.target)]
-    assert len(scales) == 8  # none is taken for another
+    model, _ = both(monkeypatch, Stack(lambda i: Layer(i, counted, shared=shared)), (torch.ones(4, 8),))
+    assert len([b for b in model.blocks if b.startswith("layers")]) == 8  # none is taken for another
+
+
+def test_counters_and_indices(monkeypatch: pytest.MonkeyPatch):
+    """A trace that is given up leaves nothing behind."""
+
+    def extra(layer: Any, x: Tensor) -> Tensor:
+        return counted(layer, x) if layer.index == 0 else x * layer.shared["calls"]
+
+    both(monkeypatch, Stack(lambda i: Layer(i, extra, shared={"calls": 0})), (torch.ones(4, 8),))
 
 
 def test_gpt2_scaled_by_its_index(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.calls import CallCost
-from partitioner.cost.collectives import message_time
 from partitioner.errors import PlanError
 from partitioner.solve.pipelines import PIPELINES
 from partitioner.solve.segments import Segments
@@ -99,12 +98,13 @@ class StageTables:
         self.allowed = self._allowed()
         self.times: list[Table] = []
         self.least_memory: list[Table] = []
+        self._recomputed: dict[int, Counts] = {}
         for stage in range(p):
-            again, most = self.recomputed(stage), self.most_recomputed()
+            again = self.recomputed(stage)
             memory = self.memory(stage, again)
             fits = self.allowed[stage] & (memory <= problem.capacity[stage] + _ROUNDING_BYTES)
             self.times.append(np.where(fits, self.time(stage, again), np.inf))
-            least = np.minimum(memory, self.memory(stage, most))
+            least = np.minimum(memory, self._most_saved(stage))
             self.least_memory.append(np.where(self.allowed[stage], least, np.inf))
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
@@ -129,11 +129,12 @@ class StageTables:
         zero = np.zeros(len(problem.calls) + 1)
         before = after = zero
         if stage > 0:
-            before = np.array([message_time(size, problem.links[stage - 1]) for size in cut.forward])
+            before = _message_times(cut.forward, problem.links[stage - 1])
         if stage < problem.num_stages - 1 and problem.train:
-            after = np.array([message_time(size, problem.links[stage]) for size in cut.backward])
+            after = _message_times(cut.backward, problem.links[stage])
         return before[:, None], after[None, :]
 
+    @cached_property
     def most_recomputed(self) -> Counts:
         """The most calls that each segment may recompute."""
         n = len(self.problem.calls)
@@ -149,16 +150,24 @@ class StageTables:
         What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
         calls save says how many must go.
         """
-        most = self.most_recomputed()
+        if stage not in self._recomputed:
+            self._recomputed[stage] = self._as_few(stage)
+        return self._recomputed[stage]
+
+    def _as_few(self, stage: int) -> Counts:
+        most, capacity = self.most_recomputed, self.problem.capacity[stage]
         if self.problem.recompute == "full" or not most.any():
             return most
-        plain = self.memory(stage, np.zeros_like(most))
-        excess = self.memory(stage, most, saved=False) + self.problem.in_flight(stage) * self.segments.saved
-        excess = (excess - self.problem.capacity[stage]) / self.problem.in_flight(stage)
+        flying = self.problem.in_flight(stage)
+        plain = self._plain(stage)
+        if plain[0, -1] <= capacity and (plain <= capacity).all():
+            return np.zeros_like(most)
+        excess = self._again(stage) + flying * self.segments.saved
+        excess = (excess - capacity) / flying
         prefix = self.segments.saved[0]
         count = np.searchsorted(prefix, prefix[:, None] + excess * (1 - TINY), side="left")
         count = np.clip(count - np.arange(len(prefix))[:, None], 1, np.maximum(most, 1))
-        return np.where(plain <= self.problem.capacity[stage], 0, np.minimum(count, most))
+        return np.where(plain <= capacity, 0, np.minimum(count, most))
 
     def time(self, stage: int, recomputed: Counts) -> Table:
         cut, overhead = self.segments, self.problem.overhead
@@ -181,18 +190,39 @@ class StageTables:
         cut = self.segments
         return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
-    def memory(self, stage: int, recomputed: Counts, saved: bool = True) -> Table:
-        """Peak bytes of a rank; without ``saved``, as if the calls that are not recomputed saved nothing."""
-        cut, flying = self.segments, self.problem.in_flight(stage)
+    def _plain(self, stage: int) -> Table:
+        """Peak bytes where nothing is recomputed."""
+        cut = self.segments
+        return self.fixed_memory + self.problem.in_flight(stage) * (cut.saved + cut.saved_inputs)
+
+    def _again(self, stage: int) -> Table:
+        """Peak bytes where calls are recomputed, besides what the others save."""
+        cut = self.segments
+        return self.fixed_memory + self.problem.in_flight(stage) * cut.all_inputs + cut.largest_saved
+
+    def _most_saved(self, stage: int) -> Table:
+        """Peak bytes where all calls are recomputed that may be."""
         if not self.problem.train:
             return self.fixed_memory
+        return np.where(self.most_recomputed > 0, self._again(stage), self._plain(stage))
+
+    def memory(self, stage: int, recomputed: Counts) -> Table:
+        """Peak bytes of a rank."""
+        if not self.problem.train:
+            return self.fixed_memory
+        plain = self._plain(stage)
+        if not recomputed.any():
+            return plain
         start = np.arange(recomputed.shape[0])[:, None]
-        prefix = cut.saved[0]
-        kept = cut.saved - (prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start])
-        plain = flying * (cut.saved + cut.saved_inputs)
-        again = flying * (np.maximum(0.0, kept) * saved + cut.all_inputs) + cut.largest_saved
-        total: Table = self.fixed_memory + np.where(recomputed > 0, again, plain)
-        return total
+        prefix = self.segments.saved[0]
+        kept = self.segments.saved - (prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start])
+        again = self._again(stage) + self.problem.in_flight(stage) * np.maximum(0.0, kept)
+        return np.where(recomputed > 0, again, plain)
+
+
+def _message_times(num_bytes: Table, link: Link) -> Table:
+    """Seconds of messages between stages, see :func:`partitioner.cost.collectives.message_time`."""
+    return np.where(num_bytes > 0, link.latency + num_bytes / link.bandwidth, 0.0)
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:

@@ -7,11 +7,11 @@ first. All groups of an axis work at the same time, and the slowest one is what 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -256,18 +256,22 @@ def stage_links(topology: Topology, mesh: Mapping[str, int]) -> tuple[Link, ...]
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's."""
-    return tuple(min(topology.devices[i].usable for i in ranks) for ranks in stage_ranks(mesh))
+    return tuple(int(least) for least in _by_stage(topology.usable_bytes, mesh).min(axis=1))
 
 
 def reference_type(topology: Topology) -> str:
     """The kind of device that compute costs are reckoned for: the commonest."""
-    return Counter(device.kind for device in topology.devices).most_common(1)[0][0]
+    return topology.commonest_type
 
 
 def stage_slowdown(topology: Topology, mesh: Mapping[str, int], precision: str) -> tuple[float, ...]:
     """How many times as long as on the reference device compute takes on the slowest device of each stage."""
     reference = topology.types[reference_type(topology)].peak_of(precision)
-    pace = {kind: reference / described.peak_of(precision) for kind, described in topology.types.items()}
-    return tuple(
-        max(pace[d.kind] / d.speed for d in topology.devices[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)
-    )
+    kinds, kind_of, speeds = topology.paces
+    pace = np.array([reference / topology.types[kind].peak_of(precision) for kind in kinds])
+    return tuple(float(most) for most in _by_stage(pace[kind_of] / speeds, mesh).max(axis=1))
+
+
+def _by_stage(values: NDArray[Any], mesh: Mapping[str, int]) -> NDArray[Any]:
+    """``values`` of all devices as ``[pp, ranks of a stage]``."""
+    return values[: math.prod(mesh.values())].reshape(mesh.get("pp", 1), -1)

@@ -119,6 +119,25 @@ class Topology(Part):
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """What a program may use of every device's memory, shape ``[num_devices]``."""
+        return np.array([device.usable for device in self.devices])
+
+    @cached_property
+    def paces(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
+        """The kinds of device, the place of every device's among them, and its speed; shapes ``[num_devices]``."""
+        kinds = list(dict.fromkeys(device.kind for device in self.devices))
+        place = {kind: i for i, kind in enumerate(kinds)}
+        kind_of = np.array([place[device.kind] for device in self.devices])
+        return kinds, kind_of, np.array([device.speed for device in self.devices])
+
+    @cached_property
+    def commonest_type(self) -> str:
+        """The kind of most devices; the first of several."""
+        kinds, kind_of, _ = self.paces
+        return kinds[int(np.bincount(kind_of).argmax())]
+
+    @cached_property
     def node_of(self) -> NDArray[np.int64]:
         """The node of every device, shape ``[num_devices]``."""
         sizes = [group.devices for group in self.nodes for _ in range(group.count)]

@@ -7,17 +7,20 @@ One representative per class then shows how all ranks run, since what a rank doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
 from runtime.events import Collective, Event, Trace
-from runtime.program import Program
+from runtime.program import AXES, Program
 
 
 def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
     """For each rank the first rank of its class."""
     colors = _by_events(program, traces)
     axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, Collective) and e.axes}
-    groups = [sorted({program.group(r, a) for r in traces}) for a in sorted(axes)]
+    groups = [_groups(program, a) for a in sorted(axes)]
     stride, world = program.strides["pp"], program.world_size
     pipelines = [tuple(range(first, world, stride)) for first in range(stride)]
     number = len(set(colors))
@@ -36,6 +39,16 @@ def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int,
         if len(set(colors)) == number:
             return tuple(colors)
         number = len(set(colors))
+
+
+def _groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
+    """All groups over ``axes``."""
+    ranks = np.arange(program.world_size).reshape([program.mesh.get(axis, 1) for axis in AXES])
+    inner = [place for place, axis in enumerate(AXES) if axis in axes]
+    outer = [place for place in range(len(AXES)) if place not in inner]
+    size = math.prod(program.mesh.get(axis, 1) for axis in axes)
+    found: list[list[int]] = ranks.transpose(*outer, *inner).reshape(-1, size).tolist()
+    return found
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:

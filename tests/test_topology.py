@@ -29,6 +29,14 @@ links: [{between: [left, right], bandwidth: 300 GB/s, latency: 8 us}]
 """
 
 
+CHAIN = """
+nodes: [{type: a100-80gb, names: [a, b, c], devices: 3}]
+links:
+  - {between: [a, b], bandwidth: 100 GB/s, latency: 5 us}
+  - {between: [b, c], bandwidth: 50 GB/s, latency: 5 us}
+"""
+
+
 def test_a_preset_has_its_devices_and_links_by_level():
     topology = Topology.preset("dgx-h100", nodes=2)
     assert (topology.num_devices, topology.num_nodes) == (16, 2)
@@ -76,15 +84,22 @@ def test_single_devices_and_links_may_differ():
 
 
 def test_devices_without_a_common_level_talk_over_others():
-    chain = loads("""
-nodes: [{type: a100-80gb, names: [a, b, c], devices: 3}]
-links:
-  - {between: [a, b], bandwidth: 100 GB/s, latency: 5 us}
-  - {between: [b, c], bandwidth: 50 GB/s, latency: 5 us}
-""")
+    chain = loads(CHAIN)
     assert chain.link(0, 2).bandwidth == 50e9
     assert chain.link(0, 2).latency == pytest.approx(10e-6)
     assert axis_group(chain, {"tp": 3}, "tp").bus_bandwidth == 50e9
+
+
+@pytest.mark.parametrize("text", [LAB, CHAIN, "machine: dgx-h100\nnodes: 3"])
+def test_links_between_devices_are_those_of_each_pair(text: str):
+    topology = loads(text)
+    chosen = list(range(topology.num_devices))[::-1]
+    bandwidth, latency = topology.links_between(chosen)
+    links = [[topology.link(i, j) for j in chosen] for i in chosen]
+    assert bandwidth.tolist() == [[link.bandwidth for link in row] for row in links]
+    assert latency.tolist() == [[link.latency for link in row] for row in links]
+    with pytest.raises(TopologyError, match="device 99 is outside"):
+        topology.links_between([0, 99])
 
 
 def test_the_graph_joins_devices_over_hubs():

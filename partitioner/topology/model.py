@@ -8,8 +8,8 @@ unless ``links`` gives the pair a link of its own. ``overrides`` describes singl
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Self
 
 import networkx as nx
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
+from partitioner.topology.pairs import Floats, pair_links, routes
 from partitioner.topology.parts import Device, DeviceOverride, DeviceType, Level, Link, LinkOverride, NodeGroup, Part
 
 
@@ -158,7 +159,7 @@ class Topology(Part):
         """
         for k in (i, j):
             if not 0 <= k < self.num_devices:
-                raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
+                self._refuse(k)
         if i == j:
             bandwidth = self.device_type(i).memory_bandwidth
             return Link(name="memory", bandwidth=bandwidth, latency=0.0, level=-1)
@@ -172,11 +173,23 @@ class Topology(Part):
 
     def _routed(self, i: int, j: int) -> Link:
         """Over other devices: the path of least latency, as fast as its slowest link."""
-        graph = self.graph()
-        path = nx.shortest_path(graph, self.names[i], self.names[j], weight="latency")
-        hops = [graph.edges[a, b] for a, b in pairwise(path)]
-        bandwidth, latency = min(h["bandwidth"] for h in hops), sum(h["latency"] for h in hops)
+        bandwidth, latency = routes(self.graph(), self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
+
+    def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Bytes/s and seconds of the links among the devices ``indices``, each of shape ``[n, n]``; as :meth:`link`.
+
+        On the diagonal the device's own memory. Memory and time are quadratic in ``n``: for some thousand devices.
+        Raises :class:`TopologyError` for a device that is not there.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
+        if len(outside):
+            self._refuse(int(outside[0]))
+        return pair_links(self, chosen[:, None], chosen[None, :])
+
+    def _refuse(self, k: int) -> None:
+        raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
 
     @staticmethod
     def _pair(i: int, j: int) -> tuple[int, int]:

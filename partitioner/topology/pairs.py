@@ -1,0 +1,73 @@
+"""Bandwidth and latency of many pairs of devices at once: what :meth:`Topology.link` says, as arrays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from partitioner.topology.model import Topology
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
+    """(bytes/s, seconds) of the links between ``a[k]`` and ``b[k]``, whose shapes are broadcast.
+
+    Between a device and itself: its memory's bandwidth and no latency.
+    """
+    a, b = np.broadcast_arrays(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))
+    bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
+    for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
+        joined = groups[a] == groups[b]
+        bandwidth[joined], latency[joined] = level.bandwidth, level.latency
+    _put_own(topology, a, b, bandwidth, latency)
+    same = a == b
+    bandwidth[same], latency[same] = _memory_bandwidths(topology)[a[same]], 0.0
+    _put_routed(topology, a, b, bandwidth, latency)
+    return bandwidth, latency
+
+
+def _memory_bandwidths(topology: Topology) -> Floats:
+    return np.array([topology.types[d.kind].memory_bandwidth for d in topology.devices])
+
+
+def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """The links that single pairs have."""
+    if not topology.own_links:
+        return
+    keys = np.minimum(a, b) * topology.num_devices + np.maximum(a, b)
+    ordered = sorted(topology.own_links.items())
+    known = np.array([i * topology.num_devices + j for (i, j), _ in ordered])
+    place = np.searchsorted(known, keys).clip(max=len(known) - 1)
+    found = known[place] == keys
+    bandwidth[found] = np.array([link.bandwidth for _, link in ordered])[place[found]]
+    latency[found] = np.array([link.latency for _, link in ordered])[place[found]]
+
+
+def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """What nothing joins directly: paths over other devices."""
+    missing = np.isnan(bandwidth)
+    if not missing.any():
+        return
+    graph = topology.graph()
+    for source in np.unique(a[missing]).tolist():
+        here = missing & (a == source)
+        widest = routes(graph, topology.names[source])
+        found = np.array([widest[topology.names[j]] for j in b[here].tolist()])
+        bandwidth[here], latency[here] = found[:, 0], found[:, 1]
+
+
+def routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
+    """(bytes/s, seconds) from ``source`` to all it reaches: the path of least latency, as fast as its slowest link."""
+    paths = nx.single_source_dijkstra_path(graph, source, weight="latency")
+    result = {}
+    for target, path in paths.items():
+        hops = [graph.edges[x, y] for x, y in pairwise(path)]
+        result[target] = (min((h["bandwidth"] for h in hops), default=np.inf), sum(h["latency"] for h in hops))
+    return result

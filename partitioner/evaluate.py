@@ -8,8 +8,9 @@ from functools import cached_property
 
 from partitioner.constraints import Constraints
 from partitioner.cost.axes import TensorCosts
-from partitioner.cost.calls import CallCost, call_costs
+from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import Machine, estimate, stage_problem
+from partitioner.cost.seats import SeatCosts
 from partitioner.cost.states import state_costs
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
@@ -70,7 +71,7 @@ class Evaluator:
     job: Job
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, bool], dict[str, CallCost]] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, bool], SeatCosts] = field(default_factory=dict)
 
     def solve(self, mesh: Mapping[str, int], microbatch_size: int, schedule: str) -> Solved:
         """The best plan of one candidate.
@@ -85,14 +86,12 @@ class Evaluator:
         key = tp, num_microbatches * dp, num_microbatches == 1
         local = self._local(key, machine, num_microbatches, dp)
         if key not in self._costs:
-            self._costs[key] = {
-                name: call_costs(block, machine.device, machine.groups, train=job.train)
-                for name, block in local.model.blocks.items()
-            }
+            self._costs[key] = SeatCosts(local.model.blocks, job.topology, job.train)
+        by_stage = self._costs[key].by_stage(machine)
         states = state_costs(local.model.states, local.sharding.states, mesh, optimizer=job.optimizer, train=job.train)
         problem = stage_problem(
             local.model,
-            self._costs[key],
+            by_stage[0],
             states,
             machine,
             num_microbatches=num_microbatches,
@@ -100,6 +99,7 @@ class Evaluator:
             schedule=schedule,
             constraints=job.constraints,
             train=job.train,
+            costs_by_stage=by_stage,
         )
         split = solve_stages(problem)
         stage_of_call = [0] * len(local.model.calls)

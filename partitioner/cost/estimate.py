@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.machine import Machine
 from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
-from partitioner.solve.stages import StageCall, StagePlan, StageProblem, StageSplit
-from partitioner.topology.groups import (
-    Group,
-    axis_group,
-    reference_type,
-    stage_capacity,
-    stage_links,
-    stage_ranks,
-    stage_slowdown,
-)
-from partitioner.topology.model import Topology
-from partitioner.topology.parts import DeviceType
+from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
+from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
-from runtime.program import AXES
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A topology with a mesh laid over it: rank ``i`` on device ``i``. ``precision`` is that of most of the work."""
-
-    topology: Topology
-    mesh: Mapping[str, int]
-    precision: str = "bf16"
-
-    @cached_property
-    def device(self) -> DeviceType:
-        """The kind of device that costs are reckoned for."""
-        return self.topology.types[reference_type(self.topology)]
-
-    def group(self, *axes: str) -> Group:
-        """The slowest group over ``axes``."""
-        return axis_group(self.topology, self.mesh, *axes)
-
-    @cached_property
-    def groups(self) -> dict[str, Group]:
-        """By mesh axis, for the collectives inside blocks."""
-        return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
 
 def stage_problem(
@@ -61,9 +27,11 @@ def stage_problem(
     schedule: str = "1f1b",
     constraints: Constraints | None = None,
     train: bool = True,
+    costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
 ) -> StageProblem:
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
+    ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
     Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them.
     """
     constraints = constraints or Constraints()
@@ -76,20 +44,31 @@ def stage_problem(
         ),
         num_stages=stages,
         num_microbatches=num_microbatches,
-        capacity=stage_capacity(machine.topology, machine.mesh),
-        links=stage_links(machine.topology, machine.mesh),
+        capacity=machine.capacity,
+        links=machine.links,
         state_bytes={name: cost.total for name, cost in states.items()},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
         schedule="gpipe" if schedule == "gpipe" else "1f1b",
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
         overhead=_together([costs[call.block] for call in everywhere]),
-        slowdown=stage_slowdown(machine.topology, machine.mesh, machine.precision),
+        paces=_paces(costs_by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
     )
+
+
+def _paces(
+    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
+) -> tuple[Pace, ...]:
+    """A pace for each stage; stages of the same costs have one and the same."""
+    made: dict[int, Pace] = {}
+    for costs in by_stage:
+        if id(costs) not in made:
+            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _together([costs[b] for b in everywhere]))
+    return tuple(made[id(costs)] for costs in by_stage)
 
 
 def _together(costs: Sequence[CallCost]) -> CallCost:
@@ -119,7 +98,11 @@ def estimate(
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
     stage = split.stages[slowest]
     reduced = reduction_tail(problem, split, states, machine)
-    updated = max(update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages)
+    updated = max(
+        update_time(list(_held(problem, plan, states).values()), device)
+        for s, plan in enumerate(split.stages)
+        for device in machine.devices_of(s)
+    )
     updated = updated if problem.train else 0.0
     step = split.pipeline_s + reduced + updated
     communicated = m * _communication(problem, stage, slowest)
@@ -132,16 +115,12 @@ def estimate(
         "reduction": reduced,
         "optimizer": updated,
     }
-    peak = sum(
-        machine.topology.types[d.kind].peak_of(machine.precision) * d.speed
-        for d in machine.topology.devices[: stage_ranks(machine.mesh)[-1].stop]
-    )
     memory = tuple(
         plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks
     )
     return Estimate(
         step_time=step,
-        mfu=model_flops / (step * peak) if step else 0.0,
+        mfu=model_flops / (step * machine.peak) if step else 0.0,
         bubble=breakdown["bubble"] / step if step else 0.0,
         memory=memory,
         breakdown=breakdown,
@@ -150,10 +129,10 @@ def estimate(
 
 def _communication(problem: StageProblem, stage: StagePlan, index: int) -> float:
     """Seconds of collectives per microbatch on a stage, forward and backward."""
-    costs = [call.cost for call in problem.calls[stage.start : stage.stop]]
+    pace = problem.pace(index)
+    costs = pace.costs[stage.start : stage.stop]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
-    slowdown = problem.slowdown[index] if problem.slowdown else 1.0
-    return slowdown * (seconds + problem.overhead.forward_comm_s)
+    return seconds + pace.overhead.forward_comm_s
 
 
 def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> dict[str, StateCost]:
@@ -173,11 +152,12 @@ def reduction_tail(
         return 0.0
     held = [_held(problem, stage, states) for stage in split.stages]
     every = {c.grad_axes for costs in held for c in costs.values() if c.grad_axes}
-    groups = {axes: machine.group(*axes) for axes in every}
+    groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
-    for stage, costs in zip(split.stages, held, strict=True):
-        work = reduction(list(costs.values()), groups)
-        exposed = work.exposed(stage.backward_s + stage.recompute_s, machine.device.overlap_slowdown)
+    for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
+        work = reduction(list(costs.values()), {axes: by_stage[s] for axes, by_stage in groups.items()})
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
+        exposed = work.exposed(stage.backward_s + stage.recompute_s, slowdown)
         tail = max(tail, exposed - ahead)
         ahead += stage.backward_s + stage.recompute_s
     return tail + _tied(held, machine)

@@ -1,25 +1,30 @@
 """Which links the ranks of a mesh talk over.
 
-Rank ``i`` sits on device ``i``, and the mesh's axes are nested in the order of ``runtime.program.AXES``, outermost
-first. All groups of an axis work at the same time, and the slowest one is what a step waits for.
+Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.AXES``, outermost first; a placement
+says on which device each sits (without one: rank ``i`` on device ``i``). All groups of an axis work at the same time,
+and the slowest one is what a stage waits for.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
 from partitioner.topology.model import Topology
+from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link
+from partitioner.topology.rings import edges, ring_rate, widest_ring
 from runtime.program import AXES
+
+Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,8 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
     return np.ascontiguousarray(grid).reshape(-1, math.prod(sizes[i] for i in inner))
 
 
-def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list[Group]:
-    """The different kinds of groups that the ranks of ``axes`` form, each once.
+def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
+    """The device of every rank: ``devices``, or each rank on its namesake.
 
     Raises :class:`TopologyError` where the mesh has more ranks than the topology has devices.
     """
@@ -127,22 +132,64 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
             "expected at most one rank per device"
         )
-    rows = rank_grid(mesh, *axes)
-    if rows.shape[1] == 1:
-        return [Group(1)]
-    shapes = [_spread(groups[rows]) for groups in topology.groups]
-    kinds = np.stack([column for shape in shapes for column in shape], axis=1) if shapes else np.zeros((len(rows), 0))
-    _, first = np.unique(kinds, axis=0, return_index=True)
-    picked = {int(i): None for i in first}
-    if topology.links:
-        paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
-        picked |= {int(i): None for i in np.flatnonzero(np.isin(rows, paired).any(axis=1))}
-    return list(dict.fromkeys(_group(topology, rows[i]) for i in picked))
+    return np.arange(world) if devices is None else np.asarray(devices, dtype=np.int64)
 
 
-def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str) -> Group:
+def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
+    """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see :func:`placed`."""
+    rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
+    _, groups = _kinds_of(topology, rows)
+    return list(dict.fromkeys(groups))
+
+
+def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
     """The slowest group that the ranks of ``axes`` form; see :func:`axis_groups`."""
-    return min(axis_groups(topology, mesh, *axes), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+    return _slowest(axis_groups(topology, mesh, *axes, devices=devices))
+
+
+def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> tuple[Group, ...]:
+    """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them."""
+    assert "pp" not in axes, axes
+    rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
+    kinds, groups = _kinds_of(topology, rows)
+    # groups of one stage follow each other, since pp is the outermost axis
+    return tuple(_slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
+
+
+def _slowest(groups: Iterable[Group]) -> Group:
+    return min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+
+
+def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
+    """For each row of devices the number of its kind, and a group of each kind."""
+    if rows.shape[1] == 1:
+        return np.zeros(len(rows), dtype=np.int64), [Group(1)]
+    shapes = [_spread(groups[rows]) for groups in topology.groups]
+    columns = [column for shape in shapes for column in shape]
+    if topology.own_links:  # rows that have links of their own are told apart by these
+        paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
+        own = np.zeros(len(rows), dtype=np.int64)
+        known: dict[bytes, int] = {}
+        for i in np.flatnonzero(np.isin(rows, paired).sum(axis=1) > 1).tolist():
+            links = _own_bandwidth(topology, rows[i])
+            own[i] = known.setdefault(links.tobytes(), len(known) + 1) if links.any() else 0
+        columns.append(own)
+    if not columns:
+        columns = [np.zeros(len(rows), dtype=np.int64)]
+    _, first, kinds = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
+    return kinds.reshape(-1), [_group(topology, rows[i]) for i in first]
+
+
+def _own_bandwidth(topology: Topology, row: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Bytes/s of the links that pairs of ``row`` have of their own, shape ``[n, n]``, 0 for the others."""
+    matrix = np.zeros((len(row), len(row)))
+    members = row.tolist()
+    for i, j in combinations(range(len(members)), 2):
+        a, b = members[i], members[j]
+        link = topology.own_links.get((a, b) if a < b else (b, a))
+        if link is not None:
+            matrix[i, j] = matrix[j, i] = link.bandwidth
+    return matrix
 
 
 def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -158,27 +205,41 @@ def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     return starts.sum(axis=1), fewest, length.max(axis=1)
 
 
-def _group(topology: Topology, ranks: NDArray[np.int64]) -> Group:
-    size = len(ranks)
-    ring = list(zip(ranks.tolist(), np.roll(ranks, -1).tolist(), strict=True))[: size if size > 2 else 1]
-    own = [link for a, b in ring if (link := topology.own_links.get((min(a, b), max(a, b)))) is not None]
-    if own and len(own) == len(ring):
-        return Group(size, (Tier(_level("own", own), size, 1),))
+def _group(topology: Topology, devices: NDArray[np.int64]) -> Group:
+    """The group of ``devices``: over rings of links of their own where these close, else level by level."""
+    size = len(devices)
+    own = _own_bandwidth(topology, devices) if topology.own_links else np.zeros((size, size))
+    if not own.any():
+        return _level_group(topology, devices, [], math.inf)
+    latency = max(topology.link(int(a), int(b)).latency for a, b in _pairs(devices, own > 0))
+    rate = ring_rate(own)
+    over_own = [Group(size, (Tier(Level(name="own", bandwidth=rate, latency=latency), size, 1),))] if rate else []
+    ring = widest_ring(topology.links_between(devices)[0])
+    if all(own[i, j] for i, j in ring) and over_own:
+        return over_own[0]
+    cap = min((own[i, j] for i, j in ring if own[i, j]), default=math.inf)
+    return max([*over_own, _level_group(topology, devices, ring, cap)], key=lambda group: group.bus_bandwidth)
+
+
+def _pairs(devices: NDArray[np.int64], joined: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    return [(int(devices[i]), int(devices[j])) for i, j in np.argwhere(joined).tolist()]
+
+
+def _level_group(topology: Topology, devices: NDArray[np.int64], ring: list[tuple[int, int]], cap: float) -> Group:
+    size = len(devices)
     tiers: list[Tier] = []
     parts, below = size, 1
     for level, groups in zip(topology.levels, topology.groups, strict=True):
-        count, fewest, _ = (int(column[0]) for column in _spread(groups[ranks][None]))
+        count, fewest, _ = (int(column[0]) for column in _spread(groups[devices][None]))
         if count < parts:
             tiers.append(Tier(level, math.ceil(parts / count), below))
             parts, below = count, fewest
     if parts > 1:  # no level joins them all: they reach each other over other devices
-        tiers.append(Tier(_level("routed", [topology.link(a, b) for a, b in ring]), parts, below))
-    return Group(size, tuple(tiers), min((link.bandwidth for link in own), default=math.inf))
-
-
-def _level(name: str, links: list[Link]) -> Level:
-    slowest = min(links, key=lambda link: link.bandwidth)
-    return Level(name=name, bandwidth=slowest.bandwidth, latency=max(link.latency for link in links))
+        hops = [topology.link(int(devices[i]), int(devices[j])) for i, j in ring or edges(list(range(size)))]
+        slowest = min(hops, key=lambda link: link.bandwidth)
+        routed = Level(name="routed", bandwidth=slowest.bandwidth, latency=max(link.latency for link in hops))
+        tiers.append(Tier(routed, parts, below))
+    return Group(size, tuple(tiers), cap)
 
 
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
@@ -188,38 +249,33 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
     return [range(s * size, (s + 1) * size) for s in range(stages)]
 
 
-def stage_links(topology: Topology, mesh: Mapping[str, int]) -> tuple[Link, ...]:
+def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
     """What each stage talks to the next one over: the slowest of the links between their ranks."""
-    stages = stage_ranks(mesh)
-    links = []
-    for here, there in pairwise(stages):
-        a, b = np.arange(here.start, here.stop), np.arange(there.start, there.stop)
-        level = np.full(len(a), len(topology.levels))
-        for number in range(len(topology.levels) - 1, -1, -1):
-            groups = topology.groups[number]
-            level[groups[a] == groups[b]] = number
-        candidates = {int(np.argmax(level))}
-        if topology.links:
-            candidates |= set(range(len(a)))
-        found = [topology.link(int(a[i]), int(b[i])) for i in candidates]
-        links.append(min(found, key=lambda link: (link.bandwidth, -link.latency)))
-    return tuple(links)
+    stages = mesh.get("pp", 1)
+    grid = placed(topology, mesh, devices).reshape(stages, -1)
+    if stages == 1:
+        return ()
+    bandwidth, latency = pair_links(topology, grid[:-1], grid[1:])
+    slowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
+    return tuple(topology.link(int(grid[s, i]), int(grid[s + 1, i])) for s, i in enumerate(slowest.tolist()))
 
 
-def stage_capacity(topology: Topology, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's."""
-    return tuple(min(topology.devices[i].usable for i in ranks) for ranks in stage_ranks(mesh))
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    return tuple(int(n) for n in topology.usable[grid].min(axis=1))
+
+
+def stage_paces(
+    topology: Topology, mesh: Mapping[str, int], devices: Devices = None
+) -> tuple[tuple[tuple[str, float], ...], ...]:
+    """For each stage the different (kind, speed) of its devices."""
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    paces, of_device = topology.paces
+    return tuple(tuple(paces[k] for k in np.unique(of_device[row]).tolist()) for row in grid)
 
 
 def reference_type(topology: Topology) -> str:
-    """The kind of device that compute costs are reckoned for: the commonest."""
-    return Counter(device.kind for device in topology.devices).most_common(1)[0][0]
-
-
-def stage_slowdown(topology: Topology, mesh: Mapping[str, int], precision: str) -> tuple[float, ...]:
-    """How many times as long as on the reference device compute takes on the slowest device of each stage."""
-    reference = topology.types[reference_type(topology)].peak_of(precision)
-    pace = {kind: reference / described.peak_of(precision) for kind, described in topology.types.items()}
-    return tuple(
-        max(pace[d.kind] / d.speed for d in topology.devices[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)
-    )
+    """The kind of device that the sharding is chosen for: the commonest, and of those the first by name."""
+    counts = Counter(device.kind for device in topology.devices)
+    return min(counts, key=lambda kind: (-counts[kind], kind))

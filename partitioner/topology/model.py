@@ -139,6 +139,27 @@ class Topology(Part):
             made.append(Device.model_construct(None, **device, speed=own.speed))  # unchecked: there may be many
         return tuple(made)
 
+    @cached_property
+    def usable(self) -> NDArray[np.int64]:
+        """Bytes that a program may use on every device, shape ``[num_devices]``."""
+        return np.array([device.usable for device in self.devices], dtype=np.int64)
+
+    @cached_property
+    def paces(self) -> tuple[tuple[tuple[str, float], ...], NDArray[np.int64]]:
+        """The different (kind, speed) of devices, in order, and for every device the number of its own."""
+        own = [(device.kind, device.speed) for device in self.devices]
+        known = tuple(sorted(set(own)))
+        numbers = {pace: k for k, pace in enumerate(known)}
+        return known, np.array([numbers[pace] for pace in own], dtype=np.int64)
+
+    def paced_type(self, kind: str, speed: float) -> DeviceType:
+        """A kind of device at ``speed`` times its rates of compute and of memory."""
+        plain = self.types[kind]
+        if speed == 1.0:
+            return plain
+        peak = {precision: rate * speed for precision, rate in plain.peak.items()}
+        return plain.model_copy(update={"peak": peak, "memory_bandwidth": plain.memory_bandwidth * speed})
+
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]
 

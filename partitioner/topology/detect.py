@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
-from partitioner.topology.files import catalogue
+from partitioner.topology.fabric import pattern_matrix
+from partitioner.topology.files import catalogue, machine_fields, topology_of
 from partitioner.topology.model import Topology
+from partitioner.topology.parts import Pattern
 from partitioner.topology.quantities import quantity
+from partitioner.topology.smi import Wiring, wiring
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MOST_PORTS = 18  # NVLinks of a device, of any generation so far
 
 
 def local(num_ranks: int) -> Topology:
@@ -28,6 +36,8 @@ def local(num_ranks: int) -> Topology:
     core["memory"] = _physical_memory() // num_ranks
     core["memory_bandwidth"] = quantity(core["memory_bandwidth"]) * share
     core["peak"] = {name: quantity(value) * share for name, value in core["peak"].items()}
+    for name in ("price", "power_busy", "power_idle"):
+        core[name] = quantity(core[name]) * share
     levels = [{"name": "loopback", **catalogue("links")["loopback"]}] if num_ranks > 1 else []
     return Topology(
         name=f"local:{num_ranks}", nodes=({"type": "cpu", "devices": num_ranks},), types={"cpu": core}, levels=levels
@@ -37,28 +47,136 @@ def local(num_ranks: int) -> Topology:
 def detect() -> Topology:
     """This machine's CUDA devices, times the launcher's number of nodes; without CUDA, its CPU.
 
-    Reads ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them. Raises :class:`TopologyError` for a device
-    that the catalogue does not know.
+    Reads ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and takes all nodes to be like this one. Links
+    are what ``nvidia-smi`` says; without it, those of the machine that such devices are commonly built into. The
+    network between nodes cannot be seen from here and is always that machine's.
+
+    Raises :class:`TopologyError` for a device that the catalogue does not know, and for more ranks than devices.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if not torch.cuda.is_available():
         return local(world)
-    kinds = [_kind(torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
-    if len(set(kinds)) > 1:
-        raise TopologyError(f"this machine mixes {', '.join(sorted(set(kinds)))}; describe it in a YAML file")
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(kinds))))
-    nodes = max(1, world // per_node)
-    inside, between = _links(kinds[0])
-    memory = torch.cuda.get_device_properties(0).total_memory
-    levels = [{"name": inside, "nodes": 1, **catalogue("links")[inside]}] if per_node > 1 else []
-    if nodes > 1:
-        levels.append({"name": between, **catalogue("links")[between]})
-    return Topology(
-        name=f"detected {kinds[0]}",
-        nodes=({"type": kinds[0], "devices": per_node, "count": nodes},),
-        types={kinds[0]: {**catalogue("devices")[kinds[0]], "memory": memory}},
-        levels=levels,
+    present = torch.cuda.device_count()
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", str(present)))
+    if devices > present:
+        raise TopologyError(
+            f"{devices} ranks on this node, which has {present} CUDA devices; start at most one rank per device"
+        )
+    seen = [torch.cuda.get_device_properties(i) for i in range(devices)]
+    kinds = [_kind(each.name) for each in seen]
+    nodes = max(1, world // devices)
+    return describe(kinds, [each.total_memory for each in seen], nodes, _visible(wiring(), seen))
+
+
+def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None) -> Topology:
+    """``nodes`` machines whose devices are ``kinds`` of the catalogue, with ``memories`` bytes and ``wires``."""
+    main = Counter(kinds).most_common(1)[0][0]
+    fields = _machine(main, nodes, len(kinds))
+    (group,) = fields["nodes"]
+    if wires is not None and len(kinds) > 1:
+        fields |= _inside(group, main, wires)
+    if wires is not None and nodes > 1 and 0 < wires.num_nics < len(kinds):  # then they share them
+        group["nics"] = wires.num_nics
+        fields["levels"][-1] = {**fields["levels"][-1], "oversubscription": len(kinds) / wires.num_nics}
+    slot = wires.pcie if wires is not None and wires.pcie is not None else None
+    host = {"bandwidth": "25 GB/s", **_host(group.get("host")), "memory": _physical_memory(), "disk": 0}
+    group["host"] = {**host, "bandwidth": slot} if slot is not None else host
+    first = {kind: memories[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
+    fields["types"] = {kind: {"like": kind, "memory": memory} for kind, memory in first.items()}
+    fields["overrides"] = {
+        f"node{node}/{place}": {"type": kind} if kind != main else {"memory": memory}
+        for node in range(nodes)
+        for place, (kind, memory) in enumerate(zip(kinds, memories, strict=True))
+        if kind != main or memory != first[kind]
+    }
+    names = " and ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
+    return topology_of({"name": f"detected {names}", **fields}, "the machine at hand")
+
+
+def _machine(kind: str, nodes: int, devices: int) -> dict[str, Any]:
+    """Nodes and levels of the first machine of the catalogue that is built from ``kind``; else PCIe and Ethernet."""
+    name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
+    if name is None:
+        levels: list[Any] = [{"like": "pcie4", "nodes": 1}] if devices > 1 else []
+        levels += [{"like": "ethernet-10g"}] if nodes > 1 else []
+        return {"nodes": [{"type": kind, "devices": devices, "count": nodes}], "levels": levels}
+    fields = machine_fields(name, nodes, devices)
+    (group,) = fields["nodes"]
+    if devices != catalogue("machines")[name]["devices"]:  # which of its places they have is not known
+        group.pop("nics", None)
+        pattern = group.get("pattern")
+        if pattern and any(link["pairs"] != "all" for link in catalogue("patterns")[pattern]["links"]):
+            del group["pattern"]
+    return fields
+
+
+def _inside(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
+    """The levels inside and beyond the node and the pattern, as ``wires`` say; ``group`` is told of the pattern."""
+    fields = _machine(kind, group["count"], group["devices"])
+    known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
+    beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
+    group.pop("pattern", None)
+    slot = {} if wires.pcie is None else {"bandwidth": wires.pcie}
+    pcie = known if known and known["like"].startswith("pcie") else {"like": "pcie4", "nodes": 1}
+    apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
+    speed = wires.speed or 25e9
+    if not apart.any():
+        return {"levels": [{**pcie, **slot}, *beyond]}
+    if _switched(wires):
+        bandwidth = float(apart[0]) * speed
+        if known and abs(quantity(catalogue("links")[known["like"]]["bandwidth"]) - bandwidth) < 0.05 * bandwidth:
+            return {"levels": [known, *beyond]}
+        base = known["like"] if known and known["like"].startswith("nvlink") else "nvlink3"
+        level = {"name": "nvlink", "like": base, "nodes": 1, "bandwidth": bandwidth, "all_reduce": []}
+        return {"levels": [level, *beyond]}
+    matrix = wires.nvlinks * speed
+    group["pattern"], patterns = _pattern(matrix)
+    return {"levels": [{**pcie, **slot}, *beyond], "patterns": patterns}
+
+
+def _switched(wires: Wiring) -> bool:
+    """Whether all NVLinks of a device go to switches: every pair then counts all of them."""
+    apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
+    count = int(apart[0])
+    if len(wires.nvlinks) == 2 or (apart != count).any():
+        return len(wires.nvlinks) == 2  # where it makes no difference
+    return count == wires.ports if wires.ports is not None else count * (len(wires.nvlinks) - 1) > _MOST_PORTS
+
+
+def _pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
+    """The name of the pattern of direct links ``matrix`` and, unless the catalogue has it, its description."""
+    for name, entry in catalogue("patterns").items():
+        places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
+        if places and max(places) < len(matrix):
+            known = pattern_matrix(Pattern(**entry), len(matrix))
+            if np.array_equal(known, matrix):
+                return name, {}
+    links = [
+        {"bandwidth": float(rate), "pairs": np.argwhere(np.triu(matrix == rate)).tolist()}
+        for rate in sorted(set(matrix[matrix > 0].tolist()), reverse=True)
+    ]
+    like = {key: value for key, value in catalogue("patterns")["hybrid-cube-mesh"].items() if key != "starts"}
+    return "nvlink", {"nvlink": {**like, "links": links}}
+
+
+def _visible(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
+    """``wires`` of the devices ``seen`` alone, in their order (``CUDA_VISIBLE_DEVICES``)."""
+    if wires is None:
+        return None
+    uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]
+    if set(uuids) <= set(wires.uuids) and len(wires.uuids) == len(wires.nvlinks):
+        chosen = [wires.uuids.index(uuid) for uuid in uuids]
+    elif len(seen) == len(wires.nvlinks):
+        chosen = list(range(len(seen)))
+    else:
+        return None  # which of them are visible cannot be told
+    return Wiring(
+        wires.nvlinks[np.ix_(chosen, chosen)], wires.num_nics, wires.speed, wires.ports, wires.pcie, tuple(uuids)
     )
+
+
+def _host(name: str | None) -> dict[str, Any]:
+    return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 
 def _kind(name: str) -> str:
@@ -68,14 +186,6 @@ def _kind(name: str) -> str:
     raise TopologyError(
         f"unknown device {name!r}; describe it in a YAML file, under types: mine: {{like: h100-sxm, ...}}"
     )
-
-
-def _links(kind: str) -> tuple[str, str]:
-    """The links of the machine that is built from ``kind``; PCIe and Ethernet where none is known."""
-    for machine in catalogue("machines").values():
-        if machine["type"] == kind and "inside" in machine:
-            return machine["inside"], machine["between"]
-    return "pcie4", "ethernet-10g"
 
 
 def _num_cores() -> int:

@@ -1,11 +1,11 @@
-"""Topologies from files: the catalogue of devices, links and machines, and the user's own YAML.
+"""Topologies from files: the catalogue of devices, links, patterns, hosts and machines, and the user's own YAML.
 
 A file gives either a known machine::
 
     machine: dgx-h100
     nodes: 4
 
-or all of it; device types and links may start from the catalogue with ``like``::
+or all of it; types, levels, patterns and hosts may start from the catalogue with ``like`` (``docs/topology.md``)::
 
     name: lab
     types:
@@ -33,14 +33,15 @@ import yaml
 from pydantic import ValidationError
 
 from partitioner.errors import TopologyError
-from partitioner.topology.model import Topology, explain
+from partitioner.topology.checks import explain
+from partitioner.topology.model import Topology
 
-_ALL = ("name", "types", "nodes", "levels", "overrides", "links")
+_ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "links", "patterns")
 
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """The entries of a data file (``devices``, ``links``, ``machines``), with ``like`` resolved."""
+    """The entries of a data file: ``devices``, ``links``, ``patterns``, ``hosts``, ``machines``. ``like`` is resolved."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve(entry, entries, f"{kind}.yaml") for name, entry in entries.items()}
@@ -57,19 +58,34 @@ def preset(name: str, nodes: int = 1) -> Topology:
         raise TopologyError(f"unknown preset {name!r}; known are {', '.join(machines)}, and local:<ranks>")
     if nodes < 1:
         raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1")
-    machine = machines[name]
-    levels = []
-    if machine["devices"] > 1:
-        levels.append({"name": machine["inside"], "nodes": 1, **catalogue("links")[machine["inside"]]})
-    if nodes > 1:
-        levels.append({"name": machine["between"], **catalogue("links")[machine["between"]]})
-    kind = machine["type"]
-    return Topology(
-        name=name if nodes == 1 else f"{nodes} x {name}",
-        nodes=({"type": kind, "devices": machine["devices"], "count": nodes},),
-        types={kind: catalogue("devices")[kind]},
-        levels=levels,
-    )
+    return topology_of({"name": name if nodes == 1 else f"{nodes} x {name}", **machine_fields(name, nodes)}, name)
+
+
+def topology_of(data: dict[str, Any], source: str) -> Topology:
+    """The topology that ``data``, as a YAML file has it, describes; ``source`` names it in errors."""
+    return Topology(**_expand(data, source))
+
+
+def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
+    """Nodes and levels of ``nodes`` machines ``name``, with ``devices`` in each in place of what it has."""
+    machine = dict(catalogue("machines")[name])
+    levels = machine.pop("levels")
+    group = {**machine, "count": nodes}
+    if devices is not None:
+        group["devices"] = devices
+    return {"nodes": [group], "levels": needed_levels(levels, nodes, group["devices"])}
+
+
+def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int) -> list[Mapping[str, Any]]:
+    """Of ``levels`` those that join some of ``nodes`` times ``devices``, up to the first that joins all."""
+    needed = []
+    for level in levels:
+        extent = level.get("nodes", nodes)
+        if min(extent, nodes) * devices > 1 and (extent > 1 or devices > 1):
+            needed.append(level)
+        if extent >= nodes:
+            break
+    return needed
 
 
 def load(path: str | os.PathLike[str]) -> Topology:
@@ -139,7 +155,7 @@ def _expand_machine(data: dict[str, Any], source: str) -> dict[str, Any]:
     nodes = data.get("nodes", 1)
     if not isinstance(nodes, int):
         raise TopologyError(f"{source}: with 'machine', 'nodes' is their number; got {type(nodes).__name__}")
-    base = preset(str(data["machine"]), nodes).model_dump(mode="json", exclude_defaults=True)
+    base = preset(str(data["machine"]), nodes).model_dump(exclude_defaults=True)
     return {**base, **{k: v for k, v in data.items() if k not in ("machine", "nodes")}}
 
 
@@ -148,16 +164,40 @@ def _expand(data: dict[str, Any], source: str) -> dict[str, Any]:
     unknown = sorted(set(data) - set(_ALL))
     if unknown:
         raise TopologyError(f"{source}: unknown key {unknown[0]!r}; expected machine, {', '.join(_ALL)}")
-    devices, links = catalogue("devices"), catalogue("links")
-    own = data.get("types") or {}
-    types = {n: _resolve(t, devices, source) if isinstance(t, dict) else t for n, t in own.items()}
-    named = [g.get("type") for g in data.get("nodes") or () if isinstance(g, dict)]
+    devices = catalogue("devices")
+    types = _resolve_all(data.get("types"), "devices", source)
+    groups = [_expand_group(g, source) if isinstance(g, dict) else g for g in data.get("nodes") or ()]
+    patterns = _resolve_all(data.get("patterns"), "patterns", source)
+    named = [g.get("type") for g in groups if isinstance(g, dict)]
     named += [o.get("type") for o in (data.get("overrides") or {}).values() if isinstance(o, dict)]
     for kind in named:
         if kind in devices and kind not in types:
             types[kind] = devices[kind]
-    levels = [_resolve(v, links, source) if isinstance(v, dict) else v for v in data.get("levels") or ()]
-    return {"name": source, **{k: v for k, v in data.items() if v is not None}, "types": types, "levels": levels}
+    for name in (g.get("pattern") for g in groups if isinstance(g, dict)):
+        if name in catalogue("patterns") and name not in patterns:
+            patterns[name] = catalogue("patterns")[name]
+    levels = [_expand_level(v, source) if isinstance(v, dict) else v for v in data.get("levels") or ()]
+    made = {"types": types, "nodes": groups, "levels": levels, "patterns": patterns}
+    given = {k: v for k, v in data.items() if v is not None}
+    return {"name": source, **given, **{k: v for k, v in made.items() if v or k in given}, "types": types}
+
+
+def _resolve_all(own: Any, kind: str, source: str) -> dict[str, Any]:
+    return {n: _resolve(e, catalogue(kind), source) if isinstance(e, dict) else e for n, e in (own or {}).items()}
+
+
+def _expand_level(level: dict[str, Any], source: str) -> dict[str, Any]:
+    """A level that is ``like`` a link of the catalogue has its name, where it has none of its own."""
+    named = {"name": level["like"]} if "like" in level else {}
+    return {**named, **_resolve(level, catalogue("links"), source)}
+
+
+def _expand_group(group: dict[str, Any], source: str) -> dict[str, Any]:
+    host = group.get("host")
+    if host is None:
+        return group
+    host = {"like": host} if isinstance(host, str) else host
+    return {**group, "host": _resolve(host, catalogue("hosts"), source) if isinstance(host, dict) else host}
 
 
 def _refuse_duplicates(node: Any, source: str) -> None:
@@ -179,7 +219,7 @@ def _line(node: Any, path: Sequence[int | str]) -> int | None:
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):
-            inner = next((v for k, v in node.value if k.value == key), None)
+            inner = next((v for k, v in node.value if k.value == str(key)), None)
         elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
             inner = node.value[key]
         if inner is None:

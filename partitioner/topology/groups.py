@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
+from partitioner.topology.fabric import Storey, inside_levels, least_cut, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link
-from partitioner.topology.rings import edges, ring_rate, widest_ring
 from runtime.program import AXES
 
+_RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
 Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
 
 
@@ -164,20 +166,33 @@ def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.i
     """For each row of devices the number of its kind, and a group of each kind."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
-    shapes = [_spread(groups[rows]) for groups in topology.groups]
-    columns = [column for shape in shapes for column in shape]
-    if topology.own_links:  # rows that have links of their own are told apart by these
+    traits = np.stack(list(_traits(topology, rows)), axis=1)
+    _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
+    return kinds.reshape(-1), [_group(topology, rows[i]) for i in first]
+
+
+def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
+    """Columns that are equal for rows whose groups cost the same."""
+    yield np.zeros(len(rows))
+    for groups in topology.groups:
+        yield from (column.astype(np.float64) for column in _spread(groups[rows]))
+    below = rows
+    for storey in topology.storeys:
+        if storey.shares is not None:
+            yield least_share(below, storey.shares[rows])
+        below = storey.joined[rows]
+    if topology.pattern_kinds:
+        inside = inside_levels(topology, rows)
+        numbers = {level: n for n, level in enumerate(dict.fromkeys(inside))}
+        yield np.array([numbers[level] for level in inside], dtype=np.float64)
+    if topology.own_links:
         paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
-        own = np.zeros(len(rows), dtype=np.int64)
-        known: dict[bytes, int] = {}
+        numbers_of: dict[bytes, int] = {}
+        column = np.zeros(len(rows))
         for i in np.flatnonzero(np.isin(rows, paired).sum(axis=1) > 1).tolist():
             links = _own_bandwidth(topology, rows[i])
-            own[i] = known.setdefault(links.tobytes(), len(known) + 1) if links.any() else 0
-        columns.append(own)
-    if not columns:
-        columns = [np.zeros(len(rows), dtype=np.int64)]
-    _, first, kinds = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
-    return kinds.reshape(-1), [_group(topology, rows[i]) for i in first]
+            column[i] = numbers_of.setdefault(links.tobytes(), len(numbers_of) + 1) if links.any() else 0
+        yield column
 
 
 def _own_bandwidth(topology: Topology, row: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -206,40 +221,65 @@ def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def _group(topology: Topology, devices: NDArray[np.int64]) -> Group:
-    """The group of ``devices``: over rings of links of their own where these close, else level by level."""
+    """The group of ``devices``: over links that pairs of them have of their own where these join all, else by level."""
+    if not topology.own_links or not (own := _own_bandwidth(topology, devices)).any():
+        return _level_group(topology, devices)
     size = len(devices)
-    own = _own_bandwidth(topology, devices) if topology.own_links else np.zeros((size, size))
-    if not own.any():
-        return _level_group(topology, devices, [], math.inf)
-    latency = max(topology.link(int(a), int(b)).latency for a, b in _pairs(devices, own > 0))
-    rate = ring_rate(own)
-    over_own = [Group(size, (Tier(Level(name="own", bandwidth=rate, latency=latency), size, 1),))] if rate else []
-    ring = widest_ring(topology.links_between(devices)[0])
-    if all(own[i, j] for i, j in ring) and over_own:
-        return over_own[0]
-    cap = min((own[i, j] for i, j in ring if own[i, j]), default=math.inf)
-    return max([*over_own, _level_group(topology, devices, ring, cap)], key=lambda group: group.bus_bandwidth)
+    widest = math.inf
+    if size <= _RINGS_FOUND:
+        bandwidth = topology.links_between(devices)[0]
+        limit = _widest(bandwidth)
+        widest = limit if (own == limit).any() else math.inf
+    groups = [_level_group(topology, devices, widest)]
+    rate = least_cut(own)
+    if rate:
+        pairs = [(int(devices[i]), int(devices[j])) for i, j in np.argwhere(np.triu(own)).tolist()]
+        latency = max(topology.link(a, b).latency for a, b in pairs)
+        groups.append(Group(size, (Tier(Level(name="own", bandwidth=rate, latency=latency), size, 1),)))
+    return max(groups, key=lambda group: group.bus_bandwidth)
 
 
-def _pairs(devices: NDArray[np.int64], joined: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    return [(int(devices[i]), int(devices[j])) for i, j in np.argwhere(joined).tolist()]
+def _widest(bandwidth: NDArray[np.float64]) -> float:
+    """The most bytes/s at which a ring may pass through all devices: that of links that leave no device cut off."""
+    apart = ~np.eye(len(bandwidth), dtype=bool)
+    for limit in np.unique(bandwidth[apart])[::-1].tolist():
+        if nx.is_biconnected(nx.from_numpy_array((bandwidth >= limit) & apart)):
+            return float(limit)
+    raise AssertionError("all devices reach each other")
 
 
-def _level_group(topology: Topology, devices: NDArray[np.int64], ring: list[tuple[int, int]], cap: float) -> Group:
+def _level_group(topology: Topology, devices: NDArray[np.int64], cap: float = math.inf) -> Group:
+    """Level by level from the inside out; ``cap``: bytes/s of a slow link inside."""
     size = len(devices)
     tiers: list[Tier] = []
-    parts, below = size, 1
-    for level, groups in zip(topology.levels, topology.groups, strict=True):
-        count, fewest, _ = (int(column[0]) for column in _spread(groups[devices][None]))
+    parts, below, ids = size, 1, devices
+    for storey in topology.storeys:
+        joined = storey.joined[devices]
+        count, fewest, _ = (int(column[0]) for column in _spread(joined[None]))
         if count < parts:
+            share = 1.0
+            if storey.shares is not None:
+                share = float(least_share(ids[None], storey.shares[devices][None])[0]) / below
+            level = _storey_level(topology, storey, devices).shared(share)
             tiers.append(Tier(level, math.ceil(parts / count), below))
-            parts, below = count, fewest
+            parts, below, ids = count, fewest, joined
     if parts > 1:  # no level joins them all: they reach each other over other devices
-        hops = [topology.link(int(devices[i]), int(devices[j])) for i, j in ring or edges(list(range(size)))]
-        slowest = min(hops, key=lambda link: link.bandwidth)
-        routed = Level(name="routed", bandwidth=slowest.bandwidth, latency=max(link.latency for link in hops))
+        bandwidth, latency = topology.links_between(devices)
+        routed = Level(name="routed", bandwidth=_widest(bandwidth), latency=float(latency.max()))
         tiers.append(Tier(routed, parts, below))
     return Group(size, tuple(tiers), cap)
+
+
+def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) -> Level:
+    """Of the levels of ``storey`` that join some of ``ranks``, the slowest."""
+    if not storey.levels:
+        (inside,) = inside_levels(topology, ranks[None])
+        assert inside is not None
+        return inside
+    used = [n for n in storey.levels if len(np.unique(topology.groups[n][ranks])) < len(ranks)]
+    return min(
+        (topology.levels[n] for n in used or storey.levels), key=lambda level: level.bandwidth * level.efficiency
+    )
 
 
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:

@@ -2,12 +2,14 @@
 
 Device ``i`` is the ``i``-th in the order of nodes. A level joins aligned runs of ``devices`` devices inside a node, or
 of ``nodes`` whole nodes, or (neither given) all devices; two devices talk over the innermost level that joins them,
-unless ``links`` gives the pair a link of its own. ``overrides`` describes single devices that differ from their kind.
+unless ``links`` gives the pair a link of its own, or the ``pattern`` of their node does. ``overrides`` describes single
+devices that differ from their kind, ``node_overrides`` whole nodes. Bandwidths are those when all talk at once.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
@@ -18,8 +20,31 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
-from partitioner.topology.pairs import Floats, pair_links, routes
-from partitioner.topology.parts import Device, DeviceOverride, DeviceType, Level, Link, LinkOverride, NodeGroup, Part
+from partitioner.topology.checks import check_parts, explain
+from partitioner.topology.fabric import (
+    Floats,
+    Storey,
+    inside_level,
+    level_groups,
+    network_share,
+    pattern_matrix,
+    spans_nodes,
+    storeys,
+)
+from partitioner.topology.pairs import pair_links, routes
+from partitioner.topology.parts import (
+    Device,
+    DeviceOverride,
+    DeviceType,
+    Host,
+    Level,
+    Link,
+    LinkOverride,
+    NodeGroup,
+    NodeOverride,
+    Part,
+    Pattern,
+)
 
 
 class Topology(Part):
@@ -31,6 +56,8 @@ class Topology(Part):
     levels: tuple[Level, ...] = ()
     overrides: dict[str, DeviceOverride] = Field(default_factory=dict)
     links: tuple[LinkOverride, ...] = ()
+    patterns: dict[str, Pattern] = Field(default_factory=dict)
+    node_overrides: dict[int, NodeOverride] = Field(default_factory=dict)
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -49,21 +76,7 @@ class Topology(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for kind in {g.type for g in self.nodes} | {o.type for o in self.overrides.values() if o.type}:
-            if kind not in self.types:
-                known = ", ".join(sorted(self.types))
-                raise ValueError(f"device type {kind!r} is not described; described are {known}")
-        duplicates = _duplicates(self.names)
-        if duplicates:
-            raise ValueError(f"duplicate device names: {', '.join(duplicates)}; give every device a name of its own")
-        mentioned = [*self.overrides, *(name for link in self.links for name in link.between)]
-        unknown = [name for name in mentioned if name not in self.index]
-        if unknown:
-            few = ", ".join(self.names[:4])
-            raise ValueError(f"unknown device {unknown[0]!r} in overrides or links; devices are named {few}, ...")
-        for link in self.links:
-            if link.between[0] == link.between[1]:
-                raise ValueError(f"a link joins {link.between[0]!r} to itself; name two devices")
+        check_parts(self)
         apart = self._apart()
         if apart:
             raise ValueError(
@@ -112,31 +125,62 @@ class Topology(Part):
         return np.repeat(np.arange(len(sizes)), sizes)
 
     @cached_property
+    def place_of(self) -> NDArray[np.int64]:
+        """The place of every device in its node, shape ``[num_devices]``."""
+        return np.arange(self.num_devices) - np.searchsorted(self.node_of, self.node_of)
+
+    @cached_property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
         """For each level the group of every device, shape ``[num_devices]``: equal numbers are joined."""
-        starts = np.searchsorted(self.node_of, np.arange(self.num_nodes))
-        place = np.arange(self.num_devices) - starts[self.node_of]
-        groups = []
-        for level in self.levels:
-            if level.nodes is not None:
-                groups.append(self.node_of // level.nodes)
-            elif level.devices is not None:
-                groups.append(self.node_of * (1 + place.max()) + place // level.devices)
-            else:
-                groups.append(np.zeros(self.num_devices, dtype=np.int64))
-        return tuple(groups)
+        return tuple(level_groups(self, level) for level in self.levels)
+
+    @cached_property
+    def network_share(self) -> Floats:
+        """The share of the bandwidth between nodes that every device is left with, shape ``[num_devices]``."""
+        return network_share(self.nodes, self.node_overrides)
+
+    @cached_property
+    def storeys(self) -> tuple[Storey, ...]:
+        """Who is joined, from the inside out."""
+        return storeys(self)
+
+    @cached_property
+    def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
+        """The patterns in use with their bandwidths, shape ``[devices, devices]`` of a node, 0 where there is none."""
+        kinds = dict.fromkeys((g.pattern, g.devices) for g in self.nodes if g.pattern is not None)
+        return tuple((name, pattern_matrix(self.patterns[name], devices)) for name, devices in kinds)
+
+    @cached_property
+    def pattern_of(self) -> NDArray[np.int64]:
+        """The number of the pattern of every device's node, shape ``[num_devices]``; -1 for none."""
+        kinds = {(name, len(matrix)): number for number, (name, matrix) in enumerate(self.pattern_kinds)}
+        numbers = [kinds.get((g.pattern or "", g.devices), -1) for g in self.nodes]
+        return np.repeat(numbers, [g.count * g.devices for g in self.nodes])
+
+    @cached_property
+    def _inside(self) -> dict[tuple[int, int], Level]:
+        return {}
+
+    def inside_level(self, kind: int, members: int) -> Level:
+        """The links among the places ``members`` (bits) of a node of pattern number ``kind``, as a level."""
+        if (kind, members) not in self._inside:
+            self._inside[kind, members] = inside_level(self, kind, members)
+        return self._inside[kind, members]
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         kinds = [g.type for g in self.nodes for _ in range(g.count * g.devices)]
+        as_described, node_as_described = DeviceOverride(), NodeOverride()
         made = []
         for i, (name, kind, node) in enumerate(zip(self.names, kinds, self.node_of.tolist(), strict=True)):
-            own = self.overrides.get(name, DeviceOverride())
+            own, whole = self.overrides.get(name, as_described), self.node_overrides.get(node, node_as_described)
             kind = own.type or kind
-            memory = own.memory or self.types[kind].memory
+            memory = own.memory or whole.memory or self.types[kind].memory
             reserved = min(self.types[kind].reserved, memory)
             device = {"index": i, "name": name, "node": node, "kind": kind, "memory": memory, "reserved": reserved}
-            made.append(Device.model_construct(None, **device, speed=own.speed))  # unchecked: there may be many
+            made.append(
+                Device.model_construct(None, **device, speed=own.speed * whole.speed)
+            )  # unchecked: there may be many
         return tuple(made)
 
     @cached_property
@@ -163,6 +207,18 @@ class Topology(Part):
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]
 
+    def host(self, node: int) -> Host | None:
+        """The host of node number ``node``, if it is described."""
+        ends = np.cumsum([g.count for g in self.nodes])
+        return self.nodes[int(np.searchsorted(ends, node, side="right"))].host
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """US dollars for all devices; ``None`` where the price of one is not known."""
+        counts = Counter(device.kind for device in self.devices)
+        prices = [(self.types[kind].price, count) for kind, count in counts.items()]
+        return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)
+
     @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
         """Links that single pairs of devices have, by (smaller, larger) index."""
@@ -184,17 +240,30 @@ class Topology(Part):
         if i == j:
             bandwidth = self.device_type(i).memory_bandwidth
             return Link(name="memory", bandwidth=bandwidth, latency=0.0, level=-1)
-        own = self.own_links.get(self._pair(i, j))
+        own = self.own_links.get(self._pair(i, j)) or self._inside_node(i, j)
         if own is not None:
             return own
         for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):
             if groups[i] == groups[j]:
-                return Link(name=level.name, bandwidth=level.bandwidth, latency=level.latency, level=number)
+                share = min(self.network_share[i], self.network_share[j]) if spans_nodes(level) else 1.0
+                bandwidth = level.bandwidth * float(share) / level.oversubscription
+                return Link(name=level.name, bandwidth=bandwidth, latency=level.latency, level=number)
         return self._routed(i, j)
+
+    def _inside_node(self, i: int, j: int) -> Link | None:
+        """The direct link that the pattern of a node gives two of its devices."""
+        kind = int(self.pattern_of[i])
+        if kind < 0 or self.node_of[i] != self.node_of[j]:
+            return None
+        name, matrix = self.pattern_kinds[kind]
+        bandwidth = float(matrix[self.place_of[i], self.place_of[j]])
+        return (
+            Link(name=name, bandwidth=bandwidth, latency=self.patterns[name].latency, level=-1) if bandwidth else None
+        )
 
     def _routed(self, i: int, j: int) -> Link:
         """Over other devices: the path of least latency, as fast as its slowest link."""
-        bandwidth, latency = routes(self.graph(), self.names[i])[self.names[j]]
+        bandwidth, latency = routes(self.roads, self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
     def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
@@ -211,6 +280,11 @@ class Topology(Part):
 
     def _refuse(self, k: int) -> None:
         raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
+
+    @cached_property
+    def roads(self) -> nx.Graph[str]:
+        """:meth:`graph`, made once."""
+        return self.graph()
 
     @staticmethod
     def _pair(i: int, j: int) -> tuple[int, int]:
@@ -232,7 +306,14 @@ class Topology(Part):
                 if group in shared:
                     hub = f"{level.name}:{group}"
                     graph.add_node(hub, kind="hub", level=number)
-                    graph.add_edge(name, hub, bandwidth=level.bandwidth, latency=level.latency / 2)
+                    share = float(self.network_share[self.index[name]]) if spans_nodes(level) else 1.0
+                    bandwidth = level.bandwidth * share / level.oversubscription
+                    graph.add_edge(name, hub, bandwidth=bandwidth, latency=level.latency / 2)
+        for first in np.flatnonzero((self.place_of == 0) & (self.pattern_of >= 0)).tolist():
+            pattern, matrix = self.pattern_kinds[self.pattern_of[first]]
+            for i, j in np.argwhere(np.triu(matrix)).tolist():
+                ends = self.names[first + i], self.names[first + j]
+                graph.add_edge(*ends, bandwidth=float(matrix[i, j]), latency=self.patterns[pattern].latency)
         for link in self.links:
             graph.add_edge(*link.between, bandwidth=link.bandwidth, latency=link.latency)
         return graph
@@ -277,21 +358,3 @@ class Topology(Part):
         from partitioner.topology.files import parse
 
         return parse(text)
-
-
-def _duplicates(names: tuple[str, ...]) -> list[str]:
-    if len(set(names)) == len(names):
-        return []
-    seen: set[str] = set()
-    return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
-
-
-def explain(error: ValidationError, what: str, line_of: Any = None) -> str:
-    """The first of ``error``'s complaints as one sentence; ``line_of`` maps a path of keys to a line of a file."""
-    first = error.errors()[0]
-    path = ".".join(str(p) for p in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    line = line_of(first["loc"]) if line_of is not None else None
-    got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r})"
-    where = f", line {line}" if line else ""
-    return f"{what}{where}: {path + ': ' if path else ''}{message}{got}"

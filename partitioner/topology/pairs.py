@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
+
+from partitioner.topology.fabric import Floats, Ints, spans_nodes
 
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
@@ -23,9 +21,14 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     """
     a, b = np.broadcast_arrays(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
+    shares = np.minimum(topology.network_share[a], topology.network_share[b])
     for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
         joined = groups[a] == groups[b]
-        bandwidth[joined], latency[joined] = level.bandwidth, level.latency
+        bandwidth[joined] = level.bandwidth / level.oversubscription
+        if spans_nodes(level):
+            bandwidth[joined] = level.bandwidth * shares[joined] / level.oversubscription
+        latency[joined] = level.latency
+    _put_patterns(topology, a, b, bandwidth, latency)
     _put_own(topology, a, b, bandwidth, latency)
     same = a == b
     bandwidth[same], latency[same] = _memory_bandwidths(topology)[a[same]], 0.0
@@ -35,6 +38,17 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 def _memory_bandwidths(topology: Topology) -> Floats:
     return np.array([topology.types[d.kind].memory_bandwidth for d in topology.devices])
+
+
+def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
+    """The direct links inside nodes."""
+    inside = (topology.node_of[a] == topology.node_of[b]) & (topology.pattern_of[a] >= 0)
+    for kind, (name, matrix) in enumerate(topology.pattern_kinds):
+        here = inside & (topology.pattern_of[a] == kind)
+        direct = np.zeros_like(bandwidth)
+        direct[here] = matrix[topology.place_of[a[here]], topology.place_of[b[here]]]
+        found = direct > 0
+        bandwidth[found], latency[found] = direct[found], topology.patterns[name].latency
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
@@ -55,7 +69,7 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
     missing = np.isnan(bandwidth)
     if not missing.any():
         return
-    graph = topology.graph()
+    graph = topology.roads
     for source in np.unique(a[missing]).tolist():
         here = missing & (a == source)
         widest = routes(graph, topology.names[source])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -20,7 +20,8 @@ class DeviceType(Part):
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
-    ``matches``: the names under which the driver knows it.
+    ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
+    and ``power_idle``: watts of one device. ``None``: not known.
     """
 
     memory: Bytes
@@ -33,6 +34,9 @@ class DeviceType(Part):
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
     overlap_slowdown: float = Field(default=1.0, ge=1.0)
     matches: tuple[str, ...] = ()
+    price: NonNegative | None = None
+    power_busy: Positive | None = None
+    power_idle: NonNegative | None = None
 
     @field_validator("peak")
     @classmethod
@@ -57,7 +61,8 @@ class Level(Part):
 
     ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
     the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) as measured inside one group.
+    bandwidth) as measured inside one group. ``oversubscription``: what the bandwidth is divided by when all talk at
+    once. ``only``: the islands of nodes that have these links; none given: all.
     """
 
     name: str
@@ -69,6 +74,8 @@ class Level(Part):
     base: NonNegative = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
     all_reduce: tuple[tuple[int, NonNegative, Positive], ...] = ()
+    oversubscription: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    only: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_extent(self) -> Self:
@@ -80,14 +87,78 @@ class Level(Part):
     def step_s(self) -> float:
         return self.latency if self.step is None else self.step
 
+    def shared(self, share: float = 1.0) -> Level:
+        """The level when all talk at once, over links that are left ``share`` of their bandwidth."""
+        share /= self.oversubscription
+        if share == 1.0:
+            return self
+        measured = tuple((ranks, start, bandwidth * share) for ranks, start, bandwidth in self.all_reduce)
+        return self.model_copy(
+            update={"bandwidth": self.bandwidth * share, "oversubscription": 1.0, "all_reduce": measured}
+        )
+
+
+class PatternLink(Part):
+    """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of places in a node, or between ``all``."""
+
+    pairs: Literal["all"] | tuple[tuple[int, int], ...]
+    bandwidth: Positive
+
+
+class Pattern(Part):
+    """The direct links inside one node, where they are not alike for all pairs; written once for a kind of node.
+
+    A pair that is not listed talks over the levels. ``latency``, ``step``, ``base``, ``efficiency``: as of a level;
+    ``starts``: (ranks, seconds) of an all-reduce of nothing, as measured.
+    """
+
+    links: tuple[PatternLink, ...] = Field(min_length=1)
+    latency: NonNegative = 0.0
+    step: NonNegative | None = None
+    base: NonNegative = 0.0
+    efficiency: float = Field(default=1.0, gt=0, le=1)
+    starts: tuple[tuple[int, NonNegative], ...] = ()
+
+
+class Host(Part):
+    """What a node has beside its devices: memory and disk, in bytes per node.
+
+    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``disk_bandwidth``:
+    bytes/s of the node's local disks, read and write alike.
+    """
+
+    memory: Bytes
+    bandwidth: Positive
+    latency: NonNegative = 0.0
+    disk: BytesOrNone = 0
+    disk_bandwidth: Positive | None = None
+
+    @model_validator(mode="after")
+    def _disk_has_a_rate(self) -> Self:
+        if self.disk and self.disk_bandwidth is None:
+            raise ValueError("a disk without disk_bandwidth; give both, like {disk: 30 TB, disk_bandwidth: 20 GB/s}")
+        return self
+
 
 class NodeGroup(Part):
-    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``."""
+    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``.
+
+    ``island``: the name by which levels know these nodes, else the type. ``pattern``: of the links inside a node.
+    ``nics``: network cards of a node, which its devices share evenly; else one for each device.
+    """
 
     type: str
     devices: int = Field(default=1, gt=0)
     count: int = Field(default=1, gt=0)
     names: tuple[str, ...] = ()
+    island: str = ""
+    pattern: str | None = None
+    nics: int | None = Field(default=None, gt=0)
+    host: Host | None = None
+
+    @property
+    def island_name(self) -> str:
+        return self.island or self.type
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -103,6 +174,25 @@ class DeviceOverride(Part):
     type: str | None = None
     memory: Bytes | None = None
     speed: float = Field(default=1.0, gt=0)
+
+
+class NodeOverride(Part):
+    """How one node differs. ``network``: the fraction of the bandwidth between nodes that it is left with.
+
+    ``dead_nics``: how many of its network cards are gone (the last ones), or which, from 0; their devices share the
+    nearest living one. ``memory`` and ``speed``: of each of its devices.
+    """
+
+    network: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    dead_nics: int | tuple[int, ...] = 0
+    memory: Bytes | None = None
+    speed: float = Field(default=1.0, gt=0)
+
+    def dead(self, nics: int) -> frozenset[int]:
+        """The dead ones among ``nics`` cards."""
+        if isinstance(self.dead_nics, int):
+            return frozenset(range(nics - self.dead_nics, nics))
+        return frozenset(self.dead_nics)
 
 
 class LinkOverride(Part):

@@ -17,13 +17,15 @@ UNITS: dict[str, float] = {
     **{f"{prefix}b/s": scale / 8 for prefix, scale in _PREFIXES.items()},
     **{f"{prefix}bit/s": scale / 8 for prefix, scale in _PREFIXES.items()},
     **{f"{prefix}FLOP/s": scale for prefix, scale in _PREFIXES.items()},
+    **{f"{prefix}W": _PREFIXES[prefix] for prefix in ("", "k")},
+    "USD/h": 1.0,
     **_TIMES,
 }
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
 
 
 def quantity(value: Any) -> Any:
-    """``value`` in bytes, seconds, bytes/s or FLOP/s if it is text with a unit; anything else as it is."""
+    """``value`` in the base unit (bytes, seconds, FLOP/s, watts, ...) if it is text with one; else as it is."""
     if not isinstance(value, str):
         return value
     match = _NUMBER.fullmatch(value)

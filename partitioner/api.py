@@ -77,7 +77,7 @@ def partition(
     return Plan(
         program=program,
         topology=topology,
-        devices=tuple(range(program.world_size)),
+        devices=chosen.devices,
         constraints=constraints,
         estimate=chosen.estimate,
         certificate=certificate,

@@ -27,6 +27,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         train=job.train,
         optimizer=job.optimizer,
         precision=job.precision,
+        placements=evaluator.placements,
     )
     space = Space(job.topology, job.global_batch, bounds.num_calls, bounds.dims, job.constraints, job.train)
     candidates = points(space)
@@ -43,7 +44,11 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
         estimate, split = solved.estimate, solved.stages
         least = estimate.step_time - (split.pipeline_s - split.least_s)
-        return Evaluated(estimate.step_time, max(estimate.memory), solved, split.microbatch_s, least)
+        if not evaluator.placements.complete:  # others may be better than those that were tried
+            least = min(least, bounds.refine(point))
+        # a floor for other points only where none of their seats can be better than this one's
+        floor = split.microbatch_s if evaluator.placements.regular else None
+        return Evaluated(estimate.step_time, max(estimate.memory), solved, floor, least)
 
     always = baselines(space, candidates, first.__getitem__, fits)
     result = search(

@@ -6,13 +6,13 @@ reach the efficiency of their whole shapes. A block's time is then linear,
 ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
 
 so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by solving the stages
-of the relaxed problem exactly.
+of the relaxed problem exactly. Devices, links and groups are the best that any placement could give (``relaxed.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from torch import fx
 from partitioner.constraints import Constraints
 from partitioner.cost.calls import CallCost, fan_out, node_operands, operand_needs
 from partitioner.cost.compute import memory_rate, product_rate
-from partitioner.cost.estimate import Machine, stage_problem
+from partitioner.cost.estimate import stage_problem
 from partitioner.cost.operators import (
     VIEWS,
     Kernel,
@@ -33,11 +33,12 @@ from partitioner.cost.operators import (
     forward_kernels,
     operator_name,
 )
+from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.saved import Kept, kept_by
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
+from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
-from partitioner.topology.groups import Group, reference_type
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block, FoldedModel
@@ -47,8 +48,9 @@ from passes.fuse import fuse_bias
 Vector = NDArray[np.float64]
 Number = TypeVar("Number", float, Vector)
 
-_FIELDS = ("pp", "dp", "tp", "microbatch_size")
+_FIELDS = ("dp", "tp", "microbatch_size")
 _ROUNDING = 1 - 1e-9
+_TINY_S = 1e-15
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,10 @@ def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceTyp
     return Work(launches, batch, weights, sum(k.flops for k in kernels), copies)
 
 
+def _at_speed(cost: CallCost, speed: float) -> CallCost:
+    return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
+
+
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
@@ -161,12 +167,20 @@ class ModelBounds:
         train: bool = True,
         optimizer: str = "adamw",
         precision: str = "bf16",
+        placements: Placements | None = None,
     ) -> None:
         self.model, self.global_batch, self.topology = model, global_batch, topology
         self.constraints, self.train, self.precision = constraints or Constraints(), train, precision
-        device = topology.types[reference_type(topology)]
-        self.device = device
-        self.blocks = {name: block_work(block, device, train) for name, block in model.blocks.items()}
+        self.placements = placements or Placements(topology, precision)
+        paces, of_device = topology.paces
+        self._counts = np.bincount(of_device, minlength=len(paces))
+        types = [topology.paced_type(kind, speed) for kind, speed in paces]
+        self.device = best_type(types)
+        self.blocks = {name: block_work(block, self.device, train) for name, block in model.blocks.items()}
+        self._paced = [
+            {name: block_work(block, device, train) for name, block in model.blocks.items()}
+            for device in (types if len(types) > 1 else [])
+        ]
         self.states = state_costs(model.states, {}, {"dp": 2}, optimizer=optimizer, train=train)
         self._calls: dict[tuple[int, int], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, int], float] = {}
@@ -187,8 +201,9 @@ class ModelBounds:
         return len(self._placed)
 
     @cached_property
-    def _placed(self) -> list[BlockWork]:
-        return [self.blocks[c.block] for c in self.model.calls if not c.shared and not c.prologue]
+    def _placed(self) -> list[str]:
+        """The blocks of the calls that stages can be cut between."""
+        return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     def times(self, points: Sequence[Point]) -> Vector:
         """For each point the seconds that no plan of it can go below.
@@ -196,19 +211,42 @@ class ModelBounds:
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        pp, dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        dp, tp, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
         num_microbatches = self.global_batch / (dp * size)
-        blocks = list(dict.fromkeys(self._placed))
-        calls = np.array([self._placed.count(block) for block in blocks])
+        blocks = [self.blocks[name] for name in dict.fromkeys(self._placed)]
+        calls = np.array([self._placed.count(name) for name in dict.fromkeys(self._placed)])
         share = size / self.global_batch
         several = (size > 1).astype(np.float64)
         forward = np.stack([block.forward.at(share, tp, several) for block in blocks])
         backward = np.stack([block.backward.at(share, tp, several) for block in blocks])
+        fastest, together = self._speeds(points)
         total = calls @ (forward + backward)
-        slowest = np.maximum(total / pp, (forward + backward).max(axis=0))
-        after = self._after(points, calls @ backward)
-        bound: Vector = ((num_microbatches - 1) * slowest + total + after) * _ROUNDING
+        slowest = np.maximum(total / together, (forward + backward).max(axis=0) / fastest)
+        after = self._after(points, calls @ backward / fastest)
+        bound: Vector = ((num_microbatches - 1) * slowest + total / fastest + after) * _ROUNDING
         return bound
+
+    def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
+        """For each point the speed of the fastest stage, and of all stages together, at best.
+
+        1 is the speed of the best kind of device. A kind has the most that it has for any block, and a stage that of
+        its slowest device.
+        """
+        if not self._paced:
+            return np.ones(len(points)), np.array([float(p.pp) for p in points])
+        best = self._seconds(self.blocks, points)
+        speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
+        by_point = zip(points, np.stack(speeds, axis=1), strict=True)
+        stages = [stage_speeds(of_kinds, self._counts, point.pp) for point, of_kinds in by_point]
+        return np.array([of[0] for of in stages]), np.array([of.sum() for of in stages])
+
+    def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
+        """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""
+        _, tp, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        share, several = size / self.global_batch, (size > 1).astype(np.float64)
+        works = [w for b in dict.fromkeys(self._placed) for w in (blocks[b].forward, blocks[b].backward)]
+        seconds = np.stack([work.at(share, tp, several) for work in works])
+        return np.maximum(seconds, _TINY_S)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
@@ -226,9 +264,12 @@ class ModelBounds:
         if dp == 1:
             return 0.0
         if (dp, tp) not in self._reductions:
-            group: Group = Machine(self.topology, {"dp": dp, "tp": tp}).group("dp")
-            shares = self.share_of_states(tp)
-            self._reductions[dp, tp] = reduction(list(shares.values()), {("dp",): group}).total_s
+            if self.placements.complete:
+                groups = [m.group("dp") for m in self.placements.candidates({"dp": dp, "tp": tp})]
+            else:
+                groups = [best_group(self.topology, dp)]
+            shares = list(self.share_of_states(tp).values())
+            self._reductions[dp, tp] = min(reduction(shares, {("dp",): group}).total_s for group in groups)
         return self._reductions[dp, tp]
 
     def share_of_states(self, tp: int) -> dict[str, StateCost]:
@@ -244,12 +285,14 @@ class ModelBounds:
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch, point.microbatch_size > 1
             self._calls[key] = {n: block.at(share, point.tp, several) for n, block in self.blocks.items()}
-        calls = self._calls[key]
+        fastest = float(self._speeds([point])[0][0])
+        calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
+        candidates = self.placements.candidates(point.mesh) if self.placements.complete else None
         problem = stage_problem(
             self.model,
             calls,
             self.share_of_states(point.tp),
-            Machine(self.topology, point.mesh, self.precision),
+            relaxed(self.topology, point.mesh, candidates),
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,

@@ -9,6 +9,7 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
+from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
 from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
@@ -20,7 +21,7 @@ def stage_problem(
     model: FoldedModel,
     costs: Mapping[str, CallCost],
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: Machine | Relaxed,
     *,
     num_microbatches: int,
     microbatch_size: int = 1,

@@ -71,6 +71,10 @@ class Machine:
     def _stage_groups(self) -> dict[tuple[str, ...], tuple[Group, ...]]:
         return {}
 
+    @property
+    def device_of_rank(self) -> tuple[int, ...]:
+        return tuple(placed(self.topology, self.mesh, self.devices).tolist())
+
     @cached_property
     def capacity(self) -> tuple[int, ...]:
         """Bytes that a rank may use."""

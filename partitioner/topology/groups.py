@@ -168,7 +168,7 @@ def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.i
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     traits = np.stack(list(_traits(topology, rows)), axis=1)
     _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
-    return kinds.reshape(-1), [_group(topology, rows[i]) for i in first]
+    return kinds.reshape(-1), [group_of(topology, rows[i]) for i in first]
 
 
 def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
@@ -220,7 +220,7 @@ def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     return starts.sum(axis=1), fewest, length.max(axis=1)
 
 
-def _group(topology: Topology, devices: NDArray[np.int64]) -> Group:
+def group_of(topology: Topology, devices: NDArray[np.int64]) -> Group:
     """The group of ``devices``: over links that pairs of them have of their own where these join all, else by level."""
     if not topology.own_links or not (own := _own_bandwidth(topology, devices)).any():
         return _level_group(topology, devices)

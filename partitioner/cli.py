@@ -17,6 +17,7 @@ from rich.text import Text
 from partitioner.cli_report import Commands, output, print_parts, progress
 from partitioner.cli_target import load_target
 from partitioner.units import plural, seconds_text
+from runtime.files import write_text
 
 app = typer.Typer(
     cls=Commands,
@@ -40,6 +41,9 @@ ModelFunction = Annotated[
 ]
 Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
 Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
+Layout = Annotated[
+    Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
+]
 
 
 def _example(*lines: str) -> str:
@@ -127,6 +131,7 @@ def show(
     rank: Annotated[int | None, typer.Option(help="Show the program of this rank.", show_default=False)] = None,
     svg: Picture = None,
     timeline: Chart = None,
+    topology: Layout = None,
 ) -> None:
     """Print a plan's summary, or one rank's program; draw pictures."""
     from partitioner import Plan
@@ -138,6 +143,8 @@ def show(
     else:
         print_parts(rank_parts(loaded, rank))
     _draw(loaded, svg, timeline)
+    if topology:
+        _wrote("topology", loaded.to_svg(topology, view="topology"))
 
 
 @app.command(epilog=_example("partitioner explain plan.json"))
@@ -203,20 +210,33 @@ def run(
         console.print(f"step {step:>4}  loss {loss:.6f}")
 
 
-@app.command(epilog=_example("partitioner topology local:4", "partitioner topology dgx-h100:2 --yaml > cluster.yaml"))
+@app.command(
+    epilog=_example(
+        "partitioner topology local:4",
+        "partitioner topology dgx-h100:2 --yaml > cluster.yaml",
+        "partitioner topology cluster.yaml --svg cluster.svg",
+    )
+)
 def topology(
     name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
     yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
 ) -> None:
     """Show the devices and links that a name stands for."""
     from partitioner import Topology
     from partitioner.cli_rank import topology_parts
 
     where = Topology.parse(name)
+    if svg:
+        from partitioner.draw.topology import draw_topology
+
+        write_text(svg, draw_topology(where))
     if yaml:
         typer.echo(where.to_yaml(), nl=False)
         return
     print_parts(topology_parts(where))
+    if svg:
+        _wrote("picture", svg)
 
 
 @app.command(epilog=_example("partitioner schema > plan.schema.json"))

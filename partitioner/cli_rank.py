@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from rich import box
@@ -9,15 +10,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from partitioner.draw.axes import link_rows
 from partitioner.errors import PlanError
 from partitioner.explain_tables import heading, indented, pairs
 from partitioner.plan import Plan
-from partitioner.topology import Topology
-from partitioner.units import bytes_text, digits, plural, ranges, seconds_text
+from partitioner.topology import DeviceType, Topology
+from partitioner.units import bytes_text, digits, plural, ranges
 from passes.layouts import local_shape
 from runtime.program import AXES, RankProgram
 
 _MOST_STATES = 40
+_MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
@@ -73,27 +76,65 @@ def _instructions(mine: RankProgram) -> RenderableType:
 
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
-    """Kinds of devices and levels of links."""
+    """Kinds of devices, their hosts, levels of links, and what differs."""
     count = f"{plural(topology.num_devices, 'device')} on {plural(topology.num_nodes, 'node')}"
-    yield heading(f"{topology.name}: {count}")
-    devices = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("device", "count", "memory", "usable", "memory bandwidth", "peak"):
-        devices.add_column(title)
-    for kind, entry in topology.types.items():
-        those = [d for d in topology.devices if d.kind == kind]
-        if not those:
-            continue
+    price = topology.price_per_hour
+    yield heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
+    devices = _table("device", "count", "memory", "usable", "memory bandwidth", "peak", "USD/h", "watts")
+    counts = Counter(d.kind for d in topology.devices)
+    for kind, number in counts.items():
+        entry = topology.types[kind]
         peaks = ", ".join(f"{name} {digits(flops / 1e12)} TFLOP/s" for name, flops in entry.peak.items())
-        bandwidth = f"{digits(entry.memory_bandwidth / 1e9)} GB/s"
-        memory, usable = those[0].memory, those[0].usable
-        devices.add_row(kind, str(len(those)), bytes_text(memory), bytes_text(usable), bandwidth, peaks)
-    links = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("link", "joins", "bandwidth", "latency"):
-        links.add_column(title)
-    for level in topology.levels:
-        whole = "all devices" if level.nodes is None else plural(level.nodes, "node")
-        joins = whole if level.devices is None else plural(level.devices, "device")
-        links.add_row(level.name, joins, f"{digits(level.bandwidth / 1e9)} GB/s", seconds_text(level.latency))
+        room = max(0, entry.memory - entry.reserved)
+        price = entry.price
+        devices.add_row(
+            *(kind, str(number), bytes_text(entry.memory), bytes_text(room), _rate(entry.memory_bandwidth), peaks),
+            *("" if price is None else f"{price:.2f}", _watts(entry)),
+        )
     yield indented(devices)
-    if topology.levels:
+    hosts = _table("nodes", "device and host", "host memory", "disk", "disk bandwidth")
+    for group in topology.nodes:
+        if (host := group.host) is not None:
+            disk = (bytes_text(host.disk), _rate(host.disk_bandwidth)) if host.disk_bandwidth else ("", "")
+            hosts.add_row(f"{group.count} x {group.island_name}", _rate(host.bandwidth), bytes_text(host.memory), *disk)
+    if hosts.row_count:
+        yield from ("", indented(hosts))
+    links = _table("link", "joins", "bandwidth", "latency")
+    for row in link_rows(topology):
+        links.add_row(*row)
+    if links.row_count:
         yield from ("", indented(links))
+    different = _differences(topology)
+    if different:
+        yield from ("", indented(Text("\n".join(different))))
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in titles:
+        table.add_column(title)
+    return table
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{digits(bandwidth / 1e9)} GB/s"
+
+
+def _watts(entry: DeviceType) -> str:
+    if entry.power_busy is None:
+        return ""
+    idle = f", idle {digits(entry.power_idle)}" if entry.power_idle is not None else ""
+    return f"{digits(entry.power_busy)}{idle}"
+
+
+def _differences(topology: Topology) -> list[str]:
+    """What nodes and devices have of their own, a line each."""
+    lines = []
+    for node, own in list(topology.node_overrides.items())[:_MOST_DIFFERENT]:
+        given = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in own.model_dump(exclude_defaults=True).items())
+        lines.append(f"node {node}: {given}")
+    for name, override in list(topology.overrides.items())[:_MOST_DIFFERENT]:
+        given = ", ".join(f"{k} {v}" for k, v in override.model_dump(exclude_defaults=True).items())
+        lines.append(f"{name}: {given}")
+    rest = len(topology.node_overrides) + len(topology.overrides) - len(lines)
+    return lines + ([f"and {rest} more"] if rest else [])

@@ -109,7 +109,7 @@ class Plan(Data):
         return verify(self, model, inputs, loss)
 
     def to_svg(self, path: str | Path, view: str = "graph") -> Path:
-        """Draw ``view`` ("graph" or "timeline") to ``path``."""
+        """Draw ``view`` ("graph", "timeline" or "topology") to ``path``."""
         from partitioner.draw import draw
 
         return write_text(Path(path), draw(self, view))

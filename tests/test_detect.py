@@ -27,7 +27,8 @@ Legend:
 
 # DGX-1 V100, driver 450: four cards, tabs, an underlined header
 CUBE_MESH = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tmlx5_1\tmlx5_2\tmlx5_3\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tmlx5_1\tmlx5_2\tmlx5_3"
+    "\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
     "GPU0\t X \tNV1\tNV1\tNV2\tNV2\tSYS\tSYS\tSYS\tPIX\tPHB\tSYS\tSYS\t0-19,40-59\t0\n"
     "GPU1\tNV1\t X \tNV2\tNV1\tSYS\tNV2\tSYS\tSYS\tPIX\tPHB\tSYS\tSYS\t0-19,40-59\t0\n"
     "GPU2\tNV1\tNV2\t X \tNV2\tSYS\tSYS\tNV1\tSYS\tPHB\tPIX\tSYS\tSYS\t0-19,40-59\t0\n"
@@ -43,6 +44,13 @@ PAIR_BY_PCIE = """\
         GPU0    GPU1    CPU Affinity    NUMA Affinity   GPU NUMA ID
 GPU0     X      PHB     0-63    0               N/A
 GPU1    PHB      X      0-63    0               N/A
+"""
+
+BRIDGED = """\
+        GPU0    GPU1    GPU2    CPU Affinity    NUMA Affinity
+GPU0     X      NV12    NODE    0-31    0
+GPU1    NV12     X      NODE    0-31    0
+GPU2    NODE    NODE     X      0-31    0
 """
 
 
@@ -155,8 +163,9 @@ def test_without_links_it_is_pcie_at_the_slots_speed(machine):
 
 
 def test_devices_that_differ_are_described(machine):
-    machine([A100, A100, "NVIDIA L40S"], PAIR_BY_PCIE.replace("GPU1", "GPU1"), "", "")
+    machine([A100, A100, "NVIDIA L40S"], BRIDGED, status(A100, 2, 12, "25.781"), query(3))
     mixed = Topology.detect()
+    assert (mixed.link(0, 1).bandwidth, mixed.link(1, 2).name) == (300e9, "pcie4")
     assert [d.kind for d in mixed.devices] == ["a100-80gb", "a100-80gb", "l40s"]
     assert mixed.device_type(2).peak_of("bf16") == 362e12
 

@@ -34,4 +34,10 @@ def _timeline(plan: Plan) -> str:
     return draw_plan_timeline(plan)
 
 
-VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline}
+def _topology(plan: Plan) -> str:
+    from partitioner.draw.topology import draw_plan_topology
+
+    return draw_plan_topology(plan)
+
+
+VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline, "topology": _topology}

@@ -49,7 +49,24 @@ PALETTE: dict[str, Colour] = {
     "long_edge": Colour("#ee7733", "#f39a66"),
     "memory": Colour("#5d8ab8", "#5b8fc4"),
     "memory_left": Colour("#dfe4ea", "#2c3540"),
+    "on_stage": Colour("#14181c", "#0b0f14"),
+    **{
+        f"stage_{i}": Colour(light, dark)
+        for i, (light, dark) in enumerate(
+            [
+                ("#77aadd", "#6f9fcf"),
+                ("#eedd88", "#d9c878"),
+                ("#44bb99", "#48b090"),
+                ("#ee8866", "#dd8163"),
+                ("#99ddff", "#8bcbe9"),
+                ("#bbcc33", "#aebd3a"),
+                ("#ffaabb", "#e89cac"),
+                ("#aaaa00", "#a3a31c"),
+            ]
+        )
+    },
 }
+NUM_STAGE_COLOURS = 8  # further stages take them again
 
 
 def style_sheet() -> str:

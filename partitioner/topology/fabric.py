@@ -175,7 +175,7 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
     levels = [
         level.shared()
         for level, groups in zip(topology.levels, topology.groups, strict=True)
-        if len(set(groups[devices].tolist())) == 1
+        if not spans_nodes(level) and len(set(groups[devices].tolist())) == 1
     ]
     cut = least_cut(matrix[np.ix_(places, places)])
     if levels and cut * pattern.efficiency <= _rate(levels[0]):

@@ -41,7 +41,7 @@ _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "link
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """The entries of a data file: ``devices``, ``links``, ``patterns``, ``hosts``, ``machines``. ``like`` is resolved."""
+    """The entries of a data file (devices, links, patterns, hosts, machines), with ``like`` resolved."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve(entry, entries, f"{kind}.yaml") for name, entry in entries.items()}
@@ -73,6 +73,8 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
     group = {**machine, "count": nodes}
     if devices is not None:
         group["devices"] = devices
+    if nodes == 1 and "pattern" in group:  # which joins them
+        levels = [level for level in levels if level.get("nodes") == 1]
     return {"nodes": [group], "levels": needed_levels(levels, nodes, group["devices"])}
 
 
@@ -80,10 +82,10 @@ def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int)
     """Of ``levels`` those that join some of ``nodes`` times ``devices``, up to the first that joins all."""
     needed = []
     for level in levels:
-        extent = level.get("nodes", nodes)
-        if min(extent, nodes) * devices > 1 and (extent > 1 or devices > 1):
+        extent = min(level.get("nodes", nodes), nodes)
+        if extent * devices > 1:
             needed.append(level)
-        if extent >= nodes:
+        if extent == nodes:
             break
     return needed
 

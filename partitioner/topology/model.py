@@ -177,10 +177,7 @@ class Topology(Part):
             kind = own.type or kind
             memory = own.memory or whole.memory or self.types[kind].memory
             reserved = min(self.types[kind].reserved, memory)
-            device = {"index": i, "name": name, "node": node, "kind": kind, "memory": memory, "reserved": reserved}
-            made.append(
-                Device.model_construct(None, **device, speed=own.speed * whole.speed)
-            )  # unchecked: there may be many
+            made.append(Device(i, name, node, kind, memory, reserved, own.speed * whole.speed))
         return tuple(made)
 
     @cached_property
@@ -203,6 +200,11 @@ class Topology(Part):
             return plain
         peak = {precision: rate * speed for precision, rate in plain.peak.items()}
         return plain.model_copy(update={"peak": peak, "memory_bandwidth": plain.memory_bandwidth * speed})
+
+    @cached_property
+    def memory_bandwidths(self) -> Floats:
+        """Bytes/s of every device's own memory, shape ``[num_devices]``."""
+        return np.array([self.types[device.kind].memory_bandwidth for device in self.devices])
 
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]

@@ -31,24 +31,22 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     _put_patterns(topology, a, b, bandwidth, latency)
     _put_own(topology, a, b, bandwidth, latency)
     same = a == b
-    bandwidth[same], latency[same] = _memory_bandwidths(topology)[a[same]], 0.0
+    if same.any():
+        bandwidth[same], latency[same] = topology.memory_bandwidths[a[same]], 0.0
     _put_routed(topology, a, b, bandwidth, latency)
     return bandwidth, latency
 
 
-def _memory_bandwidths(topology: Topology) -> Floats:
-    return np.array([topology.types[d.kind].memory_bandwidth for d in topology.devices])
-
-
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
     """The direct links inside nodes."""
+    if not topology.pattern_kinds:
+        return
     inside = (topology.node_of[a] == topology.node_of[b]) & (topology.pattern_of[a] >= 0)
     for kind, (name, matrix) in enumerate(topology.pattern_kinds):
-        here = inside & (topology.pattern_of[a] == kind)
-        direct = np.zeros_like(bandwidth)
-        direct[here] = matrix[topology.place_of[a[here]], topology.place_of[b[here]]]
-        found = direct > 0
-        bandwidth[found], latency[found] = direct[found], topology.patterns[name].latency
+        here = np.nonzero(inside & (topology.pattern_of[a] == kind))
+        direct = matrix[topology.place_of[a[here]], topology.place_of[b[here]]]
+        found = tuple(axis[direct > 0] for axis in here)
+        bandwidth[found], latency[found] = direct[direct > 0], topology.patterns[name].latency
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -216,7 +217,8 @@ class Link(Part):
         return self.latency + num_bytes / self.bandwidth
 
 
-class Device(Part):
+@dataclass(frozen=True, slots=True)
+class Device:
     """One device of a topology. ``speed``: relative to its kind."""
 
     index: int

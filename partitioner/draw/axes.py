@@ -1,0 +1,199 @@
+"""Levels of links from the inside out, and over which of them the groups of each mesh axis talk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.draw.figures import AXIS_NAMES
+from partitioner.draw.svg import group, line, rect, text, text_width
+from partitioner.topology.groups import Group, rank_grid, row_groups
+from partitioner.topology.model import Topology
+from partitioner.topology.pairs import pair_links
+from partitioner.topology.parts import Level, Link
+from partitioner.units import digits, plural, seconds_text
+from runtime.program import AXES
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+_ROW, _HEAD, _GAP = 26.0, 40.0, 26.0
+_MOST_OWN = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where an axis uses a level: what the groups do there."""
+
+    label: str
+    tooltip: str
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """``rows``: name, what it joins, bandwidth, latency; ``axes``: (head, subhead) of each mesh axis that talks.
+
+    ``cells``: by (row, axis), for the levels that the axis's groups span.
+    """
+
+    rows: tuple[tuple[str, str, str, str], ...]
+    axes: tuple[tuple[str, str], ...]
+    cells: dict[tuple[int, int], Cell]
+
+    @property
+    def columns(self) -> list[float]:
+        """Widths of the first four columns and of the axes'."""
+        fixed = [
+            max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _GAP
+            for i, head in enumerate(("links", "join", "bandwidth", "latency"))
+        ]
+        return fixed + [
+            max(
+                [
+                    text_width(head, 12, True),
+                    text_width(sub, 10),
+                    *(text_width(c.label, 10.5) + 18 for (_, k), c in self.cells.items() if k == i),
+                ]
+            )
+            + 12
+            for i, (head, sub) in enumerate(self.axes)
+        ]
+
+    @property
+    def width(self) -> float:
+        return sum(self.columns)
+
+    @property
+    def height(self) -> float:
+        return _HEAD + _ROW * len(self.rows)
+
+
+def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
+    """The links of ``topology`` and, with a plan, the axes of its mesh that have more than one rank."""
+    rows = link_rows(topology)
+    used = {} if plan is None else _uses(plan)
+    names = [row[0] for row in rows]
+    for uses in used.values():
+        for name in uses.cells:
+            if name not in names:  # over other devices, or links of single pairs
+                names.append(name)
+                rows.append((name, "some pairs", "", ""))
+    cells = {(names.index(name), k): cell for k, uses in enumerate(used.values()) for name, cell in uses.cells.items()}
+    heads = tuple((f"{axis} {plan.mesh[axis]}" if plan else axis, uses.summary) for axis, uses in used.items())
+    return LinkTable(tuple(rows), heads, cells)
+
+
+def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    """Name, what it joins, bandwidth and latency of all links of ``topology``, from the inside out."""
+    return [*_pattern_rows(topology), *(_level_row(level) for level in topology.levels), *_own_rows(topology)]
+
+
+def _level_row(level: Level) -> tuple[str, str, str, str]:
+    joins = f"up to {plural(level.nodes, 'node')}" if level.nodes is not None else "all devices"
+    if level.devices is not None:
+        joins = plural(level.devices, "device")
+    elif level.nodes == 1:
+        joins = "a node"
+    if level.only:
+        joins += f" of {', '.join(level.only)}"
+    rate = f"{_rate(level.bandwidth / level.oversubscription)}"
+    if level.oversubscription != 1:
+        rate += f" ({_rate(level.bandwidth)} shared by {digits(level.oversubscription)})"
+    return level.name, joins, rate, seconds_text(level.latency)
+
+
+def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for name, matrix in topology.pattern_kinds:
+        rates = sorted(set(matrix[matrix > 0].tolist()), reverse=True)
+        words = " or ".join(digits(rate / 1e9) for rate in rates) + " GB/s per pair"
+        whole = (matrix > 0).sum() == len(matrix) * (len(matrix) - 1)
+        joins = "all pairs of a node" if whole else "some pairs of a node"
+        rows.append((name, joins, words, seconds_text(topology.patterns[name].latency)))
+    return rows
+
+
+def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    own = list(topology.own_links.values())
+    rows = [(link.name, "two devices", _rate(link.bandwidth), seconds_text(link.latency)) for link in own[:_MOST_OWN]]
+    if len(own) > _MOST_OWN:
+        rows.append((f"{len(own) - _MOST_OWN} more", "two devices", "", ""))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """``summary``: of the axis; ``cells``: by the name of the level."""
+
+    summary: str
+    cells: dict[str, Cell]
+
+
+def _uses(plan: Plan) -> dict[str, _Uses]:
+    """For each axis of more than one rank."""
+    devices = np.array(plan.devices)
+    found = {}
+    for axis in (a for a in AXES if plan.mesh.get(a, 1) > 1):
+        rows = devices[rank_grid(plan.mesh, axis)]
+        found[axis] = _hand_overs(plan, rows) if axis == "pp" else _collectives(axis, row_groups(plan.topology, rows))
+    return found
+
+
+def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:
+    slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+    cells = {}
+    for tier in slowest.tiers:
+        parts = plural(tier.ways, "rank") if tier.below == 1 else f"{plural(tier.ways, 'part')} of {tier.below}"
+        rate = _rate(tier.level.bandwidth * tier.below)
+        tip = f"{AXIS_NAMES[axis]}: {parts} talk over {tier.level.name}, each sends {rate}"
+        cells[tier.level.name] = Cell(f"{parts}, {rate}", tip)
+    return _Uses(f"{AXIS_NAMES[axis]}: ring at {_rate(slowest.bus_bandwidth)}", cells)
+
+
+def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
+    """Every stage to the next, over the slowest of the links between their ranks."""
+    slowest: list[Link] = []
+    for stage in range(rows.shape[1] - 1):
+        here, there = rows[:, stage], rows[:, stage + 1]
+        bandwidth, latency = pair_links(plan.topology, here, there)
+        pair = int(np.lexsort((-latency, bandwidth))[0])
+        slowest.append(plan.topology.link(int(here[pair]), int(there[pair])))
+    counts = Counter(link.name for link in slowest)
+    rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}
+    cells = {}
+    for name, count in counts.items():
+        words = f"{plural(count, 'hand-over')}, {_rate(rates[name])}"
+        cells[name] = Cell(words, f"pipeline: {words}, over {name}")
+    return _Uses(f"pipeline: {plural(len(slowest), 'hand-over')}", cells)
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{digits(bandwidth / 1e9)} GB/s"
+
+
+def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
+    """Draw ``table`` with its corner at ``x``, ``y``."""
+    widths = table.columns
+    lefts = [x + sum(widths[:i]) for i in range(len(widths))]
+    for left, head in zip(lefts, ("links", "join", "bandwidth", "latency"), strict=False):
+        text(root, left, y + 28, head, size=11, fill="muted")
+    for left, (head, sub) in zip(lefts[4:], table.axes, strict=True):
+        text(root, left, y + 14, head, size=12, bold=True)
+        text(root, left, y + 28, sub, size=10, fill="muted")
+    line(root, x, y + _HEAD - 5, x + table.width, y + _HEAD - 5, "line")
+    for number, row in enumerate(table.rows):
+        base = y + _HEAD + number * _ROW + 15
+        for i, words in enumerate(row):
+            text(root, lefts[i], base, words, size=11, bold=i == 0, fill="ink" if i in (0, 2) else "muted")
+        for k in range(len(table.axes)):
+            cell = table.cells.get((number, k))
+            if cell is not None:
+                mark = group(root, cell.tooltip, "hit")
+                rect(mark, lefts[4 + k], base - 13, widths[4 + k] - 12, 19, "memory", radius=9)
+                text(mark, lefts[4 + k] + 9, base, cell.label, size=10.5, fill="on_forward")

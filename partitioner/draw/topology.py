@@ -1,0 +1,361 @@
+"""The ``topology`` view: nodes as clusters of devices, coloured by pipeline stage, and the mesh's axes over the links.
+
+Nodes that are alike and do alike are drawn once with their count, so that the picture grows with what differs and not
+with the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.draw.axes import LinkTable, draw_links, link_table
+from partitioner.draw.figures import mesh_text, picture_title
+from partitioner.draw.svg import (
+    NUM_STAGE_COLOURS,
+    Header,
+    draw_header,
+    group,
+    line,
+    picture,
+    rect,
+    span,
+    text,
+    text_width,
+    to_text,
+)
+from partitioner.topology.groups import stage_ranks
+from partitioner.topology.model import Topology
+from partitioner.units import bytes_text, digits, percent, plural, ranges, seconds_text
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+MOST_CLUSTERS = 40  # with more, nodes that differ by their stages only are drawn once, too
+_MOST_DEVICES = 96  # of a node that are drawn one by one
+_MOST_NOTES = 3
+_WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0
+_BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 42.0, 26.0, 6.0
+_HEAD = 40.0
+_LEGEND_STAGES = 16
+
+
+def draw_plan_topology(plan: Plan) -> str:
+    """The picture of ``plan`` on its devices as SVG text."""
+    return to_text(_Scene(plan.topology, plan).draw())
+
+
+def draw_topology(topology: Topology) -> str:
+    """The picture of ``topology`` alone as SVG text: devices are coloured by kind."""
+    return to_text(_Scene(topology, None).draw())
+
+
+@dataclass(frozen=True)
+class Box:
+    """Devices that are drawn as one box: ``start`` to ``stop`` in the order of the topology."""
+
+    start: int
+    stop: int
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that are drawn once, as the first of them."""
+
+    nodes: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    title: str
+    lines: tuple[str, ...]
+    chords: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)  # places, bytes/s
+
+    @property
+    def columns(self) -> int:
+        count = len(self.boxes)
+        return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
+
+    @property
+    def box_width(self) -> float:
+        return max([_BOX_WIDTH, *(text_width(box.label, 11) + 12 for box in self.boxes)])
+
+    @property
+    def radius(self) -> float:
+        """Of the ring on which devices stand that direct links join."""
+        return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
+
+    @property
+    def width(self) -> float:
+        inner = 2 * self.radius + self.box_width
+        if not self.chords:
+            inner = self.columns * (self.box_width + _BOX_GAP) - _BOX_GAP
+        words = [text_width(self.title, 13, True) + 80, *(text_width(t, 11) for t in self.lines)]
+        return max(inner, *words) + 2 * _PAD
+
+    @property
+    def top(self) -> float:
+        return _PAD + 17 + 15.5 * len(self.lines) + 6
+
+    @property
+    def height(self) -> float:
+        if self.chords:
+            return self.top + 2 * self.radius + _BOX_HEIGHT + _PAD
+        return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
+
+    def centres(self, x: float, y: float) -> list[tuple[float, float]]:
+        """Of the boxes, the cluster's corner being at ``x``, ``y``."""
+        if self.chords:
+            middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2
+            turns = [2 * math.pi * (i + 0.5) / len(self.boxes) - math.pi / 2 for i in range(len(self.boxes))]
+            return [(middle[0] + self.radius * math.cos(t), middle[1] + self.radius * math.sin(t)) for t in turns]
+        across, down = self.box_width + _BOX_GAP, _BOX_HEIGHT + _BOX_GAP
+        left, top = x + _PAD + self.box_width / 2, y + self.top + _BOX_HEIGHT / 2
+        return [(left + (i % self.columns) * across, top + (i // self.columns) * down) for i in range(len(self.boxes))]
+
+
+class _Scene:
+    def __init__(self, topology: Topology, plan: Plan | None) -> None:
+        self.topology = topology
+        self.plan = plan
+        self.kinds = list(dict.fromkeys(d.kind for d in topology.devices))
+
+    @cached_property
+    def rank_of(self) -> NDArray[np.int64]:
+        """Of every device, -1 for none."""
+        ranks = np.full(self.topology.num_devices, -1)
+        if self.plan is not None:
+            ranks[list(self.plan.devices)] = np.arange(len(self.plan.devices))
+        return ranks
+
+    @cached_property
+    def stage_of(self) -> NDArray[np.int64]:
+        """Of every device, -1 for none."""
+        if self.plan is None:
+            return np.full(self.topology.num_devices, -1)
+        size = len(stage_ranks(self.plan.mesh)[0])
+        return np.where(self.rank_of >= 0, self.rank_of // size, -1)
+
+    def draw(self) -> ET.Element:
+        clusters = self.clusters()
+        links = link_table(self.topology, self.plan)
+        widest = max([_WIDTH, *(c.width + 2 * _MARGIN for c in clusters)])
+        used = max(x + c.width for c, x, _ in _flow(clusters, widest, 0.0)[0])
+        width = max(_LEAST_WIDTH, used + _MARGIN, links.width + 2 * _MARGIN)
+        header = Header(self.title, self.subtitle(clusters), self.figures(links), self.legend())
+        top = draw_header(picture(width, 0, ""), header, width) + 8
+        placed, bottom = _flow(clusters, width, top + links.height + 22)
+        root = picture(width, bottom + _MARGIN, self.title)
+        draw_header(root, header, width)
+        draw_links(root, links, _MARGIN, top)
+        for cluster, x, y in placed:
+            self.cluster(root, cluster, x, y)
+        return root
+
+    @property
+    def title(self) -> str:
+        return picture_title(self.plan) if self.plan is not None else self.topology.name
+
+    def subtitle(self, clusters: Sequence[Cluster]) -> str:
+        numbers = " Numbers are ranks." if self.plan is not None else ""
+        if any(len(c.nodes) > 1 for c in clusters):
+            numbers += " Nodes that are alike are drawn once, as the first of them."
+        return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
+
+    def figures(self, links: LinkTable) -> list[tuple[str, str]]:
+        topology = self.topology
+        found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
+        kinds = Counter(d.kind for d in topology.devices)
+        found.append(("kinds", ", ".join(f"{count:,} × {kind}" for kind, count in kinds.most_common(3))))
+        if self.plan is not None:
+            found = [("topology", topology.name), *found, ("mesh", mesh_text(self.plan.mesh))]
+            found.append(("step time", seconds_text(self.plan.estimate.step_time)))
+        elif topology.price_per_hour is not None:
+            found.append(("list price", f"{topology.price_per_hour:,.2f} USD/h"))
+        return found
+
+    def legend(self) -> list[tuple[str, str]]:
+        if self.plan is None:
+            return [(self.colour(self.kinds.index(kind)), kind) for kind in self.kinds]
+        stages = self.plan.mesh.get("pp", 1)
+        found = [(self.colour(s), f"stage {s}") for s in range(min(stages, _LEGEND_STAGES))]
+        if stages > _LEGEND_STAGES:
+            found.append((self.colour(_LEGEND_STAGES), "… and so on"))
+        return found + ([("idle", "no rank")] if (self.rank_of < 0).any() else [])
+
+    @staticmethod
+    def colour(number: int) -> str:
+        return f"stage_{number % NUM_STAGE_COLOURS}"
+
+    def clusters(self) -> list[Cluster]:
+        """The nodes, those that are alike together."""
+        firsts = np.flatnonzero(self.topology.place_of == 0)
+        ends = [*firsts[1:].tolist(), self.topology.num_devices]
+        spans = list(zip(firsts.tolist(), ends, strict=True))
+        runs: dict[object, list[int]] = {}
+        for exact in (True, False):
+            runs = {}
+            for node, (start, stop) in enumerate(spans):
+                runs.setdefault(self.likeness(start, stop, exact), []).append(node)
+            if len(runs) <= MOST_CLUSTERS:
+                break
+        shown = sorted(runs.values())
+        return [self.as_cluster(nodes, spans) for nodes in shown[:MOST_CLUSTERS]] + self.rest(shown[MOST_CLUSTERS:])
+
+    def rest(self, left_out: Sequence[Sequence[int]]) -> list[Cluster]:
+        if not left_out:
+            return []
+        nodes = sorted(n for nodes in left_out for n in nodes)
+        return [Cluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
+
+    def likeness(self, start: int, stop: int, exact: bool) -> object:
+        """What nodes that are drawn once have in common; without ``exact``, stages count from the node's first."""
+        here = slice(start, stop)
+        devices = self.topology.devices[here]
+        stages = self.stage_of[here]
+        if not exact:
+            stages = np.where(stages >= 0, stages - max(0, int(stages.max(initial=0))), 1)
+        traits = [self.topology.pattern_of[here], stages, self.topology.network_share[here].round(6)]
+        kinds = tuple((d.kind, d.speed, d.memory) for d in devices)
+        return (kinds if len(set(kinds)) > 1 else (kinds[0], len(kinds)), *(t.tobytes() for t in traits))
+
+    def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Cluster:
+        start, stop = spans[nodes[0]]
+        return Cluster(
+            nodes=tuple(nodes),
+            boxes=tuple(self.boxes(start, stop)),
+            title=_numbered("Node", nodes),
+            lines=tuple(self.lines(nodes, spans)),
+            chords=tuple(self.chords(start, stop)),
+        )
+
+    def lines(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+        start, stop = spans[nodes[0]]
+        kinds = Counter(d.kind for d in self.topology.devices[start:stop])
+        yield ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        if self.plan is not None:
+            ranks = sorted(r for n in nodes for r in self.rank_of[slice(*spans[n])].tolist() if r >= 0)
+            stages = sorted({s for n in nodes for s in self.stage_of[slice(*spans[n])].tolist() if s >= 0})
+            if ranks:
+                yield f"{_numbered('stage', stages)}, {_numbered('rank', ranks)}"
+        yield from self.notes(start, stop)
+
+    def notes(self, start: int, stop: int) -> list[str]:
+        """How a node and its devices differ from what is usual."""
+        found = []
+        shares = self.topology.network_share[start:stop]
+        if (shares < 1).any():
+            found.append(f"network at {percent(float(shares.mean()))}")
+        speeds = Counter(d.speed for d in self.topology.devices[start:stop])
+        found += [f"{plural(n, 'device')} at {digits(s)} × speed" for s, n in sorted(speeds.items()) if s != 1.0]
+        return found[:_MOST_NOTES]
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        one_by_one = stop - start <= _MOST_DEVICES
+        first = start
+        for i in range(start + 1, stop + 1):
+            if i == stop or one_by_one or self.look(i) != self.look(i - 1):
+                yield Box(first, i, self.label(first, i), self.look(first))
+                first = i
+
+    def look(self, device: int) -> str:
+        if self.plan is None:
+            return self.colour(self.kinds.index(self.topology.devices[device].kind))
+        return self.colour(int(self.stage_of[device])) if self.stage_of[device] >= 0 else "idle"
+
+    def label(self, start: int, stop: int) -> str:
+        if self.plan is not None:
+            return _short(ranges([r for r in self.rank_of[start:stop].tolist() if r >= 0]) or "")
+        return ranges(self.topology.place_of[start:stop].tolist())
+
+    def chords(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
+        """The direct links of a node, where its pattern is not alike for all pairs."""
+        kind = int(self.topology.pattern_of[start])
+        matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
+        apart = matrix[~np.eye(len(matrix), dtype=bool)]
+        if stop - start <= 32 and len(set(apart.tolist())) > 1:
+            for i, j in np.argwhere(np.triu(matrix)).tolist():
+                yield i, j, float(matrix[i, j])
+
+    def cluster(self, root: ET.Element, cluster: Cluster, x: float, y: float) -> None:
+        frame = group(root, f"nodes {ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}")
+        rect(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
+        title = text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
+        if len(cluster.nodes) > 1 and cluster.boxes:
+            span(title, f"{len(cluster.nodes):,} alike", size=11, fill="muted", gap=8)
+        for i, words in enumerate(cluster.lines):
+            text(frame, x + _PAD, y + _PAD + 28 + 15.5 * i, words, size=11, fill="muted")
+        centres = cluster.centres(x, y)
+        widest = max((rate for _, _, rate in cluster.chords), default=1.0)
+        for i, j, rate in cluster.chords:
+            joined = group(root, f"{self.words(cluster, i)} – {self.words(cluster, j)}: {digits(rate / 1e9)} GB/s")
+            line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
+        for box, (cx, cy) in zip(cluster.boxes, centres, strict=True):
+            drawn = group(root, self.tooltip(box), "hit")
+            left, top = cx - cluster.box_width / 2, cy - _BOX_HEIGHT / 2
+            rect(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
+            ink = "muted" if box.colour == "idle" else "on_stage"
+            text(drawn, cx, cy + 4, box.label, size=11, fill=ink, anchor="middle")
+            if box.colour != "idle" and self.topology.devices[box.start].speed != 1.0:
+                line(
+                    drawn,
+                    left + 3,
+                    top + _BOX_HEIGHT - 4,
+                    left + cluster.box_width - 3,
+                    top + _BOX_HEIGHT - 4,
+                    "tied",
+                    2,
+                )
+
+    def words(self, cluster: Cluster, place: int) -> str:
+        return self.topology.devices[cluster.boxes[place].start].name
+
+    def tooltip(self, box: Box) -> str:
+        device = self.topology.devices[box.start]
+        lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} usable"]
+        if box.stop - box.start > 1:
+            lines[0] = f"{device.name} to {self.topology.devices[box.stop - 1].name}: {device.kind}"
+        if device.speed != 1.0:
+            lines.append(f"{digits(device.speed)} × the speed of its kind")
+        share = float(self.topology.network_share[box.start])
+        if share < 1:
+            lines.append(f"{percent(share)} of the bandwidth between nodes")
+        rank = int(self.rank_of[box.start])
+        if self.plan is not None and rank >= 0:
+            place = ", ".join(f"{a} {n}" for a, n in self.plan.rank(rank).coordinates.items() if self.plan.mesh[a] > 1)
+            lines.append(f"rank {rank}" + (f": {place}" if place else ""))
+            if rank < len(self.plan.estimate.memory):
+                lines.append(f"{bytes_text(self.plan.estimate.memory[rank])} of memory at the peak")
+        return "\n".join(lines)
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else noun + 's'} {_short(ranges(numbers))}"
+
+
+def _short(words: str, longest: int = 30) -> str:
+    """``words``, a list of ranges, cut where it is long."""
+    if len(words) <= longest:
+        return words
+    kept = words[:longest].rsplit(",", 1)[0]
+    return f"{kept}, …"
+
+
+def _flow(clusters: Sequence[Cluster], width: float, top: float) -> tuple[list[tuple[Cluster, float, float]], float]:
+    """Places row by row, and where they end."""
+    placed = []
+    x, y, tallest = _MARGIN, top, 0.0
+    for cluster in clusters:
+        if x > _MARGIN and x + cluster.width > width - _MARGIN:
+            x, y, tallest = _MARGIN, y + tallest + _GAP, 0.0
+        placed.append((cluster, x, y))
+        x += cluster.width + _GAP
+        tallest = max(tallest, cluster.height)
+    return placed, y + tallest

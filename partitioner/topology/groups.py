@@ -134,27 +134,17 @@ def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None)
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
             "expected at most one rank per device"
         )
-<<<<<<< HEAD
     return np.arange(world) if devices is None else np.asarray(devices, dtype=np.int64)
-=======
-    return row_groups(topology, rank_grid(mesh, *axes))
-
-
-def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
-    """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
-    if rows.shape[1] == 1:
-        return [Group(1)]
-    kinds = np.stack(list(_traits(topology, rows)), axis=1)
-    _, first = np.unique(kinds, axis=0, return_index=True)
-    return list(dict.fromkeys(_group(topology, rows[i]) for i in np.sort(first)))
->>>>>>> topology
 
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
     """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see :func:`placed`."""
-    rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
-    _, groups = _kinds_of(topology, rows)
-    return list(dict.fromkeys(groups))
+    return row_groups(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)])
+
+
+def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
+    """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
+    return list(dict.fromkeys(_kinds_of(topology, rows)[1]))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
@@ -186,8 +176,7 @@ def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.i
 
 def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
     """Columns that are equal for rows whose groups cost the same."""
-    linked = np.isin(rows, [i for pair in topology.own_links for i in pair]).any(axis=1)
-    yield np.where(linked, 1.0 + np.arange(len(rows)), 0.0)  # by themselves
+    yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in _spread(groups[rows]))
     below = rows

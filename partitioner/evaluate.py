@@ -133,6 +133,10 @@ class Evaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
 
+    def alike(self, tp: int) -> bool:
+        """Whether all ranks are on devices of one kind, and can all be in ``tp`` groups of the best kind."""
+        return self.placements.nested({"dp": self.job.topology.num_devices // tp, "tp": tp})
+
     def _reference_seat(self, tp: int) -> Seat:
         """What decides a sharding: the commonest kind of device, over the best ``tp`` groups that all can have."""
         if tp not in self._seats:

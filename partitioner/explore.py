@@ -44,10 +44,10 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         solved = evaluator.solve(point.mesh, point.microbatch_size, point.schedule)
         estimate, split = solved.estimate, solved.stages
         least = estimate.step_time - (split.pipeline_s - split.least_s)
-        if not evaluator.placements.complete:  # others may be better than those that were tried
+        if not evaluator.placements.complete(point.mesh):  # others may be better than those that were tried
             least = min(least, bounds.refine(point))
         # a floor for other points only where none of their seats can be better than this one's
-        floor = split.microbatch_s if evaluator.placements.regular else None
+        floor = split.microbatch_s if evaluator.alike(point.tp) else None
         return Evaluated(estimate.step_time, max(estimate.memory), solved, floor, least)
 
     always = baselines(space, candidates, first.__getitem__, fits)

@@ -264,8 +264,9 @@ class ModelBounds:
         if dp == 1:
             return 0.0
         if (dp, tp) not in self._reductions:
-            if self.placements.complete:
-                groups = [m.group("dp") for m in self.placements.candidates({"dp": dp, "tp": tp})]
+            mesh = {"dp": dp, "tp": tp}
+            if self.placements.complete(mesh):
+                groups = [machine.group("dp") for machine in self.placements.candidates(mesh)]
             else:
                 groups = [best_group(self.topology, dp)]
             shares = list(self.share_of_states(tp).values())
@@ -287,7 +288,7 @@ class ModelBounds:
             self._calls[key] = {n: block.at(share, point.tp, several) for n, block in self.blocks.items()}
         fastest = float(self._speeds([point])[0][0])
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
-        candidates = self.placements.candidates(point.mesh) if self.placements.complete else None
+        candidates = self.placements.candidates(point.mesh) if self.placements.complete(point.mesh) else None
         problem = stage_problem(
             self.model,
             calls,

@@ -49,11 +49,20 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(sizes[1:])) if sizes[-1] == topology.num_devices else None
 
 
+def fits(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
+    """Whether ranks on their namesakes are a nesting: no axis straddles a level, like 2 ranks in nodes of 3."""
+    product = 1
+    for axis in reversed(AXES):
+        product *= mesh.get(axis, 1)
+        if any(size % product and product % size for size in levels):
+            return False
+    return True
+
+
 def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[Ints]:
     """The devices of the ranks under each nesting that may be best, shape ``[ranks]``.
 
-    ``levels``: see :func:`equal_levels`. First is the nesting in the order of ``AXES``, ranks on their namesakes, if
-    none beats it.
+    ``levels``: see :func:`equal_levels`. First are ranks on their namesakes, if no other nesting beats them.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = all_nestings(sizes, levels)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from partitioner.cost.machine import Machine
 from partitioner.errors import CapacityError
 from partitioner.solve.arrangement import arrangements, complete, group_size
-from partitioner.solve.nesting import equal_levels, nestings
+from partitioner.solve.nesting import equal_levels, fits, nestings
 from partitioner.topology.model import Topology
 from passes.errors import PartitionError
 from runtime.program import AXES
@@ -55,26 +55,24 @@ class Placements:
     def __post_init__(self) -> None:
         self._levels = equal_levels(self.topology)
 
-    @property
-    def regular(self) -> bool:
-        """Whether all devices are alike, and all groups of a level."""
-        return self._levels is not None
+    def nested(self, mesh: Mapping[str, int]) -> bool:
+        """Whether all devices are alike, and all groups of a level, and ``mesh`` fits them."""
+        return self._levels is not None and fits(mesh, self._levels)
 
-    @property
-    def complete(self) -> bool:
-        """Whether no placement outside of the candidates can be better than the best of them."""
-        return self.regular or complete(self.topology)
+    def complete(self, mesh: Mapping[str, int]) -> bool:
+        """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
+        return self.nested(mesh) or complete(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[Machine]:
         """What is tried for ``mesh``, of placements that cost the same one each."""
         key = _key(mesh)
         if key not in self._candidates:
-            if self._levels is not None:
+            if self._levels is not None and self.nested(mesh):
                 made = nestings(self.topology, mesh, self._levels)
             else:
                 made = arrangements(self.topology, mesh)
             machines = [Machine(self.topology, mesh, self.precision, devices) for devices in made]
-            if self._levels is None:
+            if not self.nested(mesh):
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
@@ -89,7 +87,7 @@ class Placements:
         for machine in self.candidates(mesh):
             best = _better(best, machine, judge, errors)
         key = _key(mesh)
-        if not self.complete and key not in self._exchanged and best is not None:
+        if not self.complete(mesh) and key not in self._exchanged and best is not None:
             self._exchanged.add(key)
             improved = self._exchange(best, judge, errors)
             if improved is not best:

@@ -37,6 +37,8 @@ def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
         return [np.array(order) for order in permutations(range(num))]
     size = group_size(mesh)
     found: dict[bytes, Ints] = {plain.tobytes(): plain}
+    for devices in _straddling(topology, mesh, size):
+        found.setdefault(devices.tobytes(), devices)
     for order in _orders(topology, size):
         for devices in _nested(topology, mesh, order, size):
             found.setdefault(devices.tobytes(), devices)
@@ -51,6 +53,14 @@ def group_size(mesh: Mapping[str, int]) -> int:
 def complete(topology: Topology) -> bool:
     """Whether :func:`arrangements` are all there are."""
     return topology.num_devices <= _EVERY
+
+
+def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
+    """Every nesting in nodes that groups of ``size`` do not fit."""
+    per_node = {group.devices for group in topology.nodes}
+    if len(per_node) == 1 and (devices := min(per_node)) % size:
+        levels = [n for n in (devices, topology.num_devices) if n > 1]
+        yield from all_nestings(tuple(mesh.get(axis, 1) for axis in AXES), levels)
 
 
 def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:

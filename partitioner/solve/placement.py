@@ -29,7 +29,9 @@ Result = TypeVar("Result")
 Key = tuple[int, ...]
 
 _BETTER = 1e-9  # of a cost: what rounding may differ by
-_EXCHANGES = 120  # placements that exchanges may try for one mesh
+_EXCHANGES = 120  # placements that exchanges may judge for one mesh
+_LOOKS = 400  # and look at
+_KEPT = 8  # placements of a mesh that are judged again for every microbatch
 _MOST_GROUPS = 64  # that are exchanged
 
 
@@ -84,12 +86,20 @@ class Placements:
         """
         best: Found[Result] | None = None
         errors: list[PartitionError] = []
-        for machine in self.candidates(mesh):
-            best = _better(best, machine, judge, errors)
+        costs: list[tuple[float, int]] = []
+        machines = self.candidates(mesh)
+        for number, machine in enumerate(machines):
+            found = _judged(machine, judge, errors)
+            if found is not None:
+                costs.append((found.cost, number))
+                best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         key = _key(mesh)
-        if not self.complete(mesh) and key not in self._exchanged and best is not None:
+        if best is not None and not self.complete(mesh) and key not in self._exchanged:
             self._exchanged.add(key)
             improved = self._exchange(best, judge, errors)
+            # for other microbatches of this mesh the best ones, and ranks on their namesakes, are enough
+            kept = sorted({0, *(number for _, number in sorted(costs)[:_KEPT])})
+            self._candidates[key] = [machines[number] for number in kept]
             if improved is not best:
                 self._candidates[key].append(improved.machine)
                 best = improved
@@ -104,22 +114,23 @@ class Placements:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
         seen = {signature(machine) for machine in self.candidates(mesh)}
-        left = _EXCHANGES
+        left, looks = _EXCHANGES, _LOOKS
         improved = True
-        while improved and left > 0:
+        while improved and left > 0 and looks > 0:
             improved = False
             for devices in _neighbours(np.asarray(best.machine.devices), mesh):
                 machine = Machine(self.topology, mesh, self.precision, devices)
                 mark = signature(machine)
+                looks -= 1
+                if left <= 0 or looks <= 0:
+                    break
                 if mark in seen:
                     continue
                 seen.add(mark)
                 left -= 1
-                found = _better(best, machine, judge, errors)
-                if found is not None and found is not best:
+                found = _judged(machine, judge, errors)
+                if found is not None and found.cost < best.cost * (1 - _BETTER):
                     best, improved = found, True
-                    break
-                if left <= 0:
                     break
         return best
 
@@ -152,20 +163,14 @@ def _neighbours(devices: Ints, mesh: Mapping[str, int]) -> Iterator[Ints]:
             yield groups[order].reshape(-1)
 
 
-def _better(
-    best: Found[Result] | None,
-    machine: Machine,
-    judge: Callable[[Machine], tuple[float, Result]],
-    errors: list[PartitionError],
+def _judged(
+    machine: Machine, judge: Callable[[Machine], tuple[float, Result]], errors: list[PartitionError]
 ) -> Found[Result] | None:
     try:
-        cost, result = judge(machine)
+        return Found(machine, *judge(machine))
     except PartitionError as error:
         errors.append(error)
-        return best
-    if best is None or cost < best.cost * (1 - _BETTER):
-        return Found(machine, cost, result)
-    return best
+        return None
 
 
 def _key(mesh: Mapping[str, int]) -> Key:

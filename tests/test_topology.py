@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import networkx as nx
@@ -135,6 +136,84 @@ def test_the_graph_joins_devices_over_hubs():
 def test_what_cannot_be_is_refused_with_its_line(text: str, message: str):
     with pytest.raises(TopologyError, match="(?s)" + message):
         loads(text, "cluster.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes:\n  - {type: l40s}\n  - {type: gpu}", r"line 3: nodes\.1\.type: device type 'gpu'"),
+        ("nodes:\n  - {type: l40s, devices: 2, pattern: ring}", "line 2.*pattern 'ring' is not described"),
+        (
+            "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p:\n    links:\n"
+            "      - {bandwidth: 1 GB/s, pairs: [[0, 2]]}",
+            r"line 5.*the pair \[0, 2\] on nodes of 2 devices",
+        ),
+        ("machine: dgx-h100\nnode_overrides:\n  1: {network: 0.1}", "line 3.*no node 1; nodes are numbered 0 to 0"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {network: 0}", "line 3.*network.*greater than 0"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {dead_nics: 9}", "line 3.*more than it has: 8 cards"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {dead_nics: 8}", "line 3.*all 8 network cards of node 0 are dead"),
+        (
+            "nodes: [{type: l40s, devices: 2}]\nlevels:\n  - {like: pcie4, only: [old]}",
+            "line 3.*only of 'old', which no nodes are; nodes are of l40s",
+        ),
+        ("nodes: [{type: l40s, devices: 2}]\nlevels:\n  - {like: pcie9}", "'pcie9' is unknown; known are nvlink3"),
+        (
+            "machine: dgx-h100\nlevels:\n  - {like: ib-ndr, oversubscription: 0.5}",
+            "line 3.*oversubscription.*greater than or equal to 1",
+        ),
+        (
+            "nodes:\n  - {type: l40s, host: {memory: 1 TB, bandwidth: 1 GB/s, disk: 1 TB}}",
+            "line 2.*without disk_bandwidth",
+        ),
+        (
+            "nodes: [{type: l40s, devices: 2}]\nlinks:\n  - {between: [node0/0, x], bandwidth: 1}",
+            "line 3.*unknown device 'x'",
+        ),
+        ("types:\n  mine: {like: h900}\nnodes: [{type: mine}]", "line 2.*'h900' is unknown"),
+        ("nodes:\n  - {type: l40s, host: dgx-9}", "line 2.*'dgx-9' is unknown; known are dgx-v100"),
+        ("name: x\nmachine: dgx-9", "line 2.*unknown preset 'dgx-9'"),
+        ("name: x\nspeed: 3\nnodes: [{type: l40s}]", "line 2.*unknown key 'speed'"),
+        ("nodes: 5", "line 1.*nodes"),
+        ("nodes:\n  - {type: [l40s]}", "line 2.*type"),
+        ("nodes: [{type: l40s}]\ntypes: [3]", "line 2.*types"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_its_line(text: str, message: str):
+    with pytest.raises(TopologyError, match="(?s)cluster.yaml.*" + message):
+        loads(text, "cluster.yaml")
+
+
+def test_the_page_on_topologies_is_true():
+    page = (Path(__file__).parent.parent / "docs" / "topology.md").read_text()
+    whole, machine = (loads(text, "topology.md") for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    assert (whole.num_devices, whole.num_nodes) == (52, 7)
+    assert whole.link(0, 48).bandwidth == 12.5e9  # its own
+    assert whole.link(48, 50).name == "square"
+    assert whole.link(0, 16).bandwidth == 12.5e9  # a spine shared by four
+    assert whole.link(16, 24).bandwidth == 5e9  # a leaf, and a slow node
+    assert loads(whole.to_yaml()) == whole
+    assert machine.num_nodes == 16
+    listed = set(re.findall(r"`([a-z0-9-]+)`", page.split("## Presets")[1].split("## Your own")[0]))
+    assert set(known_presets()) <= listed
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "memory", "price"),
+    [("dgx-h800", 989e12, 85_520_809_984, 4.0), ("tpu-v5p", 459e12, 95 * 2**30, 4.2), ("gaudi3", 1677e12, 128e9, 3.5)],
+)
+def test_presets_know_their_devices(name: str, peak: float, memory: int, price: float):
+    kind = Topology.preset(name).device_type(0)
+    assert (kind.peak_of("bf16"), kind.memory, kind.price) == (peak, memory, price)
+    assert all(entry.price is not None and entry.power_busy is not None for entry in [kind])
+
+
+def test_slices_of_tpus_are_joined_by_a_slower_network():
+    slices = Topology.preset("tpu-v5e", nodes=128)
+    assert [slices.link(0, j).name for j in (3, 255, 256)] == ["ici-v5e", "ici-v5e", "dcn"]
+    cubes = Topology.preset("tpu-v4", nodes=32)
+    assert [slices.link(0, 256).bandwidth, cubes.link(0, 64).bandwidth] == [6.25e9, 75e9]
+    row, cube = axis_group(cubes, {"dp": 32, "tp": 4}, "tp"), axis_group(cubes, {"dp": 2, "tp": 64}, "tp")
+    assert (row.bus_bandwidth, cube.bus_bandwidth) == (90e9, 270e9)  # two and six links of each chip
 
 
 def test_an_unknown_preset_lists_the_known():

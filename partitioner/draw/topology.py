@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def columns(self) -> int:
-        count = len(self.boxes)
+        count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
 
     @property

@@ -36,8 +36,9 @@ def local(num_ranks: int) -> Topology:
     core["memory"] = _physical_memory() // num_ranks
     core["memory_bandwidth"] = quantity(core["memory_bandwidth"]) * share
     core["peak"] = {name: quantity(value) * share for name, value in core["peak"].items()}
-    for name in ("price", "power_busy", "power_idle"):
+    for name in ("power_busy", "power_idle"):
         core[name] = quantity(core[name]) * share
+    del core["price"]  # the machine is the user's own
     levels = [{"name": "loopback", **catalogue("links")["loopback"]}] if num_ranks > 1 else []
     return Topology(
         name=f"local:{num_ranks}", nodes=({"type": "cpu", "devices": num_ranks},), types={"cpu": core}, levels=levels

@@ -33,7 +33,7 @@ import yaml
 from pydantic import ValidationError
 
 from partitioner.errors import TopologyError
-from partitioner.topology.checks import explain
+from partitioner.topology.checks import MisplacedError, explain
 from partitioner.topology.model import Topology
 
 _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "links", "patterns")
@@ -44,7 +44,7 @@ def catalogue(kind: str) -> dict[str, dict[str, Any]]:
     """The entries of a data file (devices, links, patterns, hosts, machines), with ``like`` resolved."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return {name: _resolve(entry, entries, f"{kind}.yaml") for name, entry in entries.items()}
+    return {name: _resolve(entry, entries, kind, name) for name, entry in entries.items()}
 
 
 def known_presets() -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def preset(name: str, nodes: int = 1) -> Topology:
 
 def topology_of(data: dict[str, Any], source: str) -> Topology:
     """The topology that ``data``, as a YAML file has it, describes; ``source`` names it in errors."""
-    return Topology(**_expand(data, source))
+    return Topology(**_expand({"name": source, **data}))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
@@ -110,11 +110,12 @@ def loads(text: str, source: str = "topology") -> Topology:
         raise TopologyError(f"{source}{line}: not valid YAML: {error.problem or error}") from error
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")
-    if "machine" in data:
-        data = _expand_machine(data, source)
-    fields = _expand(data, source)
     try:
-        return Topology(**fields)
+        return Topology(**_expand({"name": source, **(_expand_machine(data) if "machine" in data else data)}))
+    except MisplacedError as error:
+        line_number = _line(tree, error.path)
+        where = f"{source}, line {line_number}" if line_number else source
+        raise TopologyError(f"{where}: {error}") from error
     except TopologyError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError):
@@ -143,63 +144,76 @@ def parse(text: str) -> Topology:
     raise TopologyError(f"{text!r} is neither a file nor a known topology; known are local:<ranks>, {known} (:<nodes>)")
 
 
-def _resolve(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, Any]:
-    """``entry`` over the entry that it is ``like``."""
-    if "like" not in entry:
-        return dict(entry)
+def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
+    """``entry``, found at ``path``, over the entry that it is ``like``; what is no mapping is left as it is."""
+    if not isinstance(entry, Mapping) or "like" not in entry:
+        return entry
     base = entry["like"]
-    if base not in entries:
-        raise TopologyError(f"{source}: like: {base!r} is unknown; known are {', '.join(entries)}")
-    return {**_resolve(entries[base], entries, source), **{k: v for k, v in entry.items() if k != "like"}}
+    if not isinstance(base, str) or base not in entries:
+        raise MisplacedError(f"like: {base!r} is unknown; known are {', '.join(entries)}", *path, "like")
+    return {**_resolve(entries[base], entries, *path), **{k: v for k, v in entry.items() if k != "like"}}
 
 
-def _expand_machine(data: dict[str, Any], source: str) -> dict[str, Any]:
-    nodes = data.get("nodes", 1)
+def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
+    machine, nodes = data["machine"], data.get("nodes", 1)
     if not isinstance(nodes, int):
-        raise TopologyError(f"{source}: with 'machine', 'nodes' is their number; got {type(nodes).__name__}")
-    base = preset(str(data["machine"]), nodes).model_dump(exclude_defaults=True)
+        raise MisplacedError(f"with 'machine', 'nodes' is their number; got {type(nodes).__name__}", "nodes")
+    try:
+        base = preset(str(machine), nodes).model_dump(exclude_defaults=True)
+    except TopologyError as error:
+        raise MisplacedError(str(error), "nodes" if machine in known_presets() else "machine") from error
     return {**base, **{k: v for k, v in data.items() if k not in ("machine", "nodes")}}
 
 
-def _expand(data: dict[str, Any], source: str) -> dict[str, Any]:
-    """The fields of a topology: what is ``like`` the catalogue and what the catalogue describes is filled in."""
-    unknown = sorted(set(data) - set(_ALL))
+def _expand(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a topology: what is ``like`` the catalogue and what the catalogue describes is filled in.
+
+    Raises :class:`MisplacedError` for unknown keys and names; what has the wrong type is left for the model to refuse.
+    """
+    unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:
-        raise TopologyError(f"{source}: unknown key {unknown[0]!r}; expected machine, {', '.join(_ALL)}")
-    devices = catalogue("devices")
-    types = _resolve_all(data.get("types"), "devices", source)
-    groups = [_expand_group(g, source) if isinstance(g, dict) else g for g in data.get("nodes") or ()]
-    patterns = _resolve_all(data.get("patterns"), "patterns", source)
-    named = [g.get("type") for g in groups if isinstance(g, dict)]
-    named += [o.get("type") for o in (data.get("overrides") or {}).values() if isinstance(o, dict)]
-    for kind in named:
-        if kind in devices and kind not in types:
-            types[kind] = devices[kind]
-    for name in (g.get("pattern") for g in groups if isinstance(g, dict)):
-        if name in catalogue("patterns") and name not in patterns:
-            patterns[name] = catalogue("patterns")[name]
-    levels = [_expand_level(v, source) if isinstance(v, dict) else v for v in data.get("levels") or ()]
-    made = {"types": types, "nodes": groups, "levels": levels, "patterns": patterns}
-    given = {k: v for k, v in data.items() if v is not None}
-    return {"name": source, **given, **{k: v for k, v in made.items() if v or k in given}, "types": types}
+        raise MisplacedError(f"unknown key {unknown[0]!r}; expected machine, {', '.join(_ALL)}", unknown[0])
+    fields = {key: value for key, value in data.items() if value is not None}
+    types = fields.setdefault("types", {})
+    for key, kind in (("types", "devices"), ("patterns", "patterns")):
+        if isinstance(own := fields.get(key), dict):
+            fields[key] = {n: _resolve(entry, catalogue(kind), key, n) for n, entry in own.items()}
+    if isinstance(fields.get("levels"), list):
+        fields["levels"] = [_expand_level(level, i) for i, level in enumerate(fields["levels"])]
+    if isinstance(fields.get("nodes"), list):
+        fields["nodes"] = [_expand_group(nodes, i) for i, nodes in enumerate(fields["nodes"])]
+    groups = [g for g in _listed(fields.get("nodes")) if isinstance(g, dict)]
+    overrides = [o for o in _listed(fields.get("overrides")) if isinstance(o, dict)]
+    if isinstance(types, dict):
+        fields["types"] = _filled(fields["types"], "devices", [each.get("type") for each in (*groups, *overrides)])
+    if isinstance(patterns := fields.get("patterns", {}), dict):
+        patterns = _filled(patterns, "patterns", [g.get("pattern") for g in groups])
+        fields |= {"patterns": patterns} if patterns else {}
+    return fields
 
 
-def _resolve_all(own: Any, kind: str, source: str) -> dict[str, Any]:
-    return {n: _resolve(e, catalogue(kind), source) if isinstance(e, dict) else e for n, e in (own or {}).items()}
+def _listed(value: Any) -> list[Any]:
+    """The entries of a list or a mapping; none where it is neither."""
+    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
-def _expand_level(level: dict[str, Any], source: str) -> dict[str, Any]:
+def _filled(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
+    """``own`` and what the catalogue has of the ``names`` that are not among them."""
+    known = catalogue(kind)
+    return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
+
+
+def _expand_level(level: Any, number: int) -> Any:
     """A level that is ``like`` a link of the catalogue has its name, where it has none of its own."""
-    named = {"name": level["like"]} if "like" in level else {}
-    return {**named, **_resolve(level, catalogue("links"), source)}
+    resolved = _resolve(level, catalogue("links"), "levels", number)
+    return resolved if resolved is level else {"name": level["like"], **resolved}
 
 
-def _expand_group(group: dict[str, Any], source: str) -> dict[str, Any]:
-    host = group.get("host")
-    if host is None:
+def _expand_group(group: Any, number: int) -> Any:
+    if not isinstance(group, dict) or group.get("host") is None:
         return group
-    host = {"like": host} if isinstance(host, str) else host
-    return {**group, "host": _resolve(host, catalogue("hosts"), source) if isinstance(host, dict) else host}
+    host = {"like": group["host"]} if isinstance(group["host"], str) else group["host"]
+    return {**group, "host": _resolve(host, catalogue("hosts"), "nodes", number, "host")}
 
 
 def _refuse_duplicates(node: Any, source: str) -> None:

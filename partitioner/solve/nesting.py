@@ -83,7 +83,7 @@ def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
 
 def _ways(levels: Sequence[int]) -> tuple[int, ...]:
     """How many parts of the level below each level joins."""
-    return tuple(size // below for size, below in zip(levels, (1, *levels[:-1]), strict=True))
+    return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
 
 
 def _spread(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:

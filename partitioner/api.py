@@ -69,7 +69,7 @@ def partition(
     return Plan(
         program=program,
         topology=topology,
-        devices=tuple(range(topology.num_devices)),
+        devices=chosen.devices,
         constraints=constraints,
         estimate=chosen.estimate,
         certificate=certificate,

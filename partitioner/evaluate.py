@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.cost.axes import TensorCosts
-from partitioner.cost.calls import CallCost, call_costs
-from partitioner.cost.estimate import Machine, estimate, stage_problem
+from partitioner.cost.calls import call_costs
+from partitioner.cost.estimate import estimate, stage_problem
+from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import expert_region
 from partitioner.cost.states import state_costs
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
+from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.solve.share import matmul_flops
-from partitioner.solve.stages import StageSplit, solve_stages
+from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.topology import Topology
+from partitioner.topology.groups import reference_type
 from passes.blocks import FoldedModel
 from passes.microbatch import split_batch
 
@@ -41,11 +44,16 @@ class Job:
     optimizer: str
     precision: str  # of most of the work: "bf16", "fp32", ...
 
-    def machine(self, point: Point) -> Machine:
-        """The topology with the point's mesh laid over it."""
-        overlap = self.constraints.overlap is not False
-        return Machine(
-            self.topology, point.mesh, self.precision, point.expert_tp, point.zero, overlap, self.num_experts
+    def dressed(self, machine: Machine, point: Point) -> Machine:
+        """``machine``, over which the point's mesh is laid, with what else the point says."""
+        return replace(
+            machine,
+            precision=self.precision,
+            ep=point.ep,
+            etp=point.etp,
+            zero=point.zero,
+            overlap=self.constraints.overlap is not False,
+            num_experts=self.num_experts,
         )
 
     @cached_property
@@ -83,6 +91,7 @@ class Solved:
     estimate: Estimate
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
+    devices: tuple[int, ...]  # of each rank
 
 
 @dataclass
@@ -92,7 +101,8 @@ class Evaluator:
     job: Job
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
-    _costs: dict[tuple[Any, ...], dict[str, CallCost]] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, bool], SeatCosts] = field(default_factory=dict)
+    _seats: dict[int, Seat] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
         """The best plan of one candidate.
@@ -102,35 +112,39 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        machine = job.machine(point)
         key = point.tp, num_microbatches * point.dp, num_microbatches == 1
-        local = self._local(key, machine, num_microbatches, point.dp)
-        if (key, point.kind) not in self._costs:
-            self._costs[key, point.kind] = {
-                name: call_costs(block, machine.device, machine.groups, train=job.train, spread=machine.spread)
-                for name, block in local.model.blocks.items()
-            }
-        states = state_costs(
-            local.model.states,
-            local.sharding.states,
-            machine.grid,
-            optimizer=job.optimizer,
-            train=job.train,
-            sharded=machine.sharded(job.experts),
-        )
-        problem = stage_problem(
-            local.model,
-            self._costs[key, point.kind],
-            states,
-            machine,
-            num_microbatches=num_microbatches,
-            microbatch_size=point.microbatch_size,
-            schedule=point.schedule,
-            virtual_stages=point.virtual_stages,
-            constraints=job.constraints,
-            train=job.train,
-        )
-        split = solve_stages(problem)
+        local = self._local(key, num_microbatches, point.dp)
+        costs = self._seat_costs(key, local)
+
+        def judge(machine: Machine) -> tuple[float, tuple[StageProblem, StageSplit, Estimate]]:
+            machine = job.dressed(machine, point)
+            states = state_costs(
+                local.model.states,
+                local.sharding.states,
+                machine.mesh,
+                optimizer=job.optimizer,
+                train=job.train,
+                sharded=machine.sharded(job.experts),
+            )
+            problem = stage_problem(
+                local.model,
+                costs.at(self._reference_seat(point.tp), machine.spread),
+                states,
+                machine,
+                num_microbatches=num_microbatches,
+                microbatch_size=point.microbatch_size,
+                schedule=point.schedule,
+                virtual_stages=point.virtual_stages,
+                constraints=job.constraints,
+                train=job.train,
+                costs_by_stage=costs.by_stage(machine),
+            )
+            split = solve_stages(problem)
+            expected = estimate(problem, split, states, machine, job.flops)
+            return expected.step_time, (problem, split, expected)
+
+        found = self.placements.best(point.grid, judge)
+        problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         for stage, plan in enumerate(split.stages):
@@ -142,12 +156,35 @@ class Evaluator:
             num_microbatches,
             local,
             split,
-            estimate(problem, split, states, machine, job.flops),
+            expected,
             tuple(stage_of_call),
             tuple(recompute),
+            found.machine.device_of_rank,
         )
 
-    def _local(self, key: tuple[int, int, bool], machine: Machine, num_microbatches: int, dp: int) -> LocalModel:
+    @cached_property
+    def placements(self) -> Placements:
+        return Placements(self.job.topology, self.job.precision)
+
+    def alike(self, tp: int) -> bool:
+        """Whether all ranks are on devices of one kind, and can all be in ``tp`` groups of the best kind."""
+        return self.placements.nested({"dp": self.job.topology.num_devices // tp, "tp": tp})
+
+    def _reference_seat(self, tp: int) -> Seat:
+        """What decides a sharding: the commonest kind of device, over the best ``tp`` groups that all can have."""
+        if tp not in self._seats:
+            topology = self.job.topology
+            machines = self.placements.candidates({"dp": topology.num_devices // tp, "tp": tp})
+            group = max((m.group("tp") for m in machines), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+            self._seats[tp] = Seat(reference_type(topology), 1.0, (("tp", group),))
+        return self._seats[tp]
+
+    def _seat_costs(self, key: tuple[int, int, bool], local: LocalModel) -> SeatCosts:
+        if key not in self._costs:
+            self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
+        return self._costs[key]
+
+    def _local(self, key: tuple[int, int, bool], num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:
             tp, parts, whole = key
             if (parts, whole) not in self._splits:
@@ -156,15 +193,16 @@ class Evaluator:
                     self.job.model, batch.blocks, batch.values, num_microbatches, dp
                 )
             split = self._splits[parts, whole]
-            self._locals[key] = shard_tensors(split, tp, self._tensor_costs(split, machine, num_microbatches))
+            self._locals[key] = shard_tensors(split, tp, self._tensor_costs(split, tp, num_microbatches))
         return self._locals[key]
 
-    def _tensor_costs(self, split: FoldedModel, machine: Machine, num_microbatches: int) -> TensorCosts:
+    def _tensor_costs(self, split: FoldedModel, tp: int, num_microbatches: int) -> TensorCosts:
         """Costs on ``tp``, which is there to divide matrix products and weights: leaving one whole is dear.
 
         Without that price the best use of any axis is to split the batch, which ``dp`` does already.
         """
-        group = machine.group("tp")
+        seat = self._reference_seat(tp)
+        device, group = self.job.topology.types[seat.kind], dict(seat.groups)["tp"]
         flops = sum(
             split.num_calls(name) * matmul_flops(node)
             for name, block in split.blocks.items()
@@ -172,10 +210,10 @@ class Evaluator:
             if node.op == "call_function"
         )
         trained = sum(s.spec.nbytes for s in split.states.values() if s.requires_grad)
-        peak = machine.device.peak_of(self.job.precision)
-        dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, machine.device.launch)
+        peak = device.peak_of(self.job.precision)
+        dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
         return TensorCosts(
-            machine.device,
+            device,
             group,
             train=self.job.train,
             num_microbatches=num_microbatches,

@@ -19,7 +19,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
     is none for other reasons.
     """
     evaluator = Evaluator(job)
-    bounds = ModelBounds(job)
+    bounds = ModelBounds(job, evaluator.placements)
     length = max((i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1), default=0)
     space = Space(
         job.topology,
@@ -45,7 +45,11 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         solved = evaluator.solve(point)
         estimate, split = solved.estimate, solved.stages
         least = estimate.step_time - (split.pipeline_s - split.least_s)
-        return Evaluated(estimate.step_time, max(estimate.memory), solved, split.microbatch_s, least)
+        if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
+            least = min(least, bounds.refine(point))
+        # a floor for other points only where none of their seats can be better than this one's
+        floor = split.microbatch_s if evaluator.alike(point.tp) else None
+        return Evaluated(estimate.step_time, max(estimate.memory), solved, floor, least)
 
     always = baselines(space, candidates, first.__getitem__, fits)
     result = search(

@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from partitioner.cost.calls import CallCost, call_costs
+from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
-from partitioner.cost.estimate import Machine
+from partitioner.cost.machine import Machine
+from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
-from partitioner.topology.groups import stage_links, stage_ranks, stage_slowdown
+from partitioner.topology.groups import stage_ranks
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
 from runtime.program import Program
@@ -52,36 +53,37 @@ class PlanDurations:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.machine = Machine(plan.topology, plan.mesh, plan.precision or common_precision(plan.program))
-        self.links = stage_links(plan.topology, plan.mesh)
-        self.slowdown = stage_slowdown(plan.topology, plan.mesh, self.machine.precision)
+        precision = plan.precision or common_precision(plan.program)
+        self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices)
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        cost = self.costs[self.plan.program.stages[stage].calls[call].block]
-        seconds = {
+        cost = self.costs[stage][self.plan.program.stages[stage].calls[call].block]
+        seconds: dict[Part, float] = {
             "F": cost.forward_total_s,
             "B": cost.backward_total_s,
             "I": cost.backward_s / 2 + cost.backward_comm_s,  # each half is about as many products
             "W": cost.backward_s / 2,
         }
-        return self.slowdown[stage] * seconds[part]
+        return seconds[part]
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
         if abs(source - target) == 1:
-            return message_time(nbytes, self.links[min(source, target)])
-        ranks = stage_ranks(self.plan.mesh)
-        return message_time(nbytes, self.plan.topology.link(ranks[source].start, ranks[target].start))
+            return message_time(nbytes, self.machine.links[min(source, target)])
+        ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
+        link = self.plan.topology.link(devices[ranks[source].start], devices[ranks[target].start])
+        return message_time(nbytes, link)
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         if axes:
-            return collective_time("all_reduce", nbytes, self.machine.group(*axes))
+            groups = self.machine.stage_groups(*axes)
+            return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
         if len(stages) < 2:
             return 0.0
         return collective_time("all_reduce", nbytes, replace(self.machine.group("pp"), size=len(stages)))
 
     @cached_property
-    def costs(self) -> dict[str, CallCost]:
-        """By block. A placeholder needs a gradient if it does in any of the block's calls."""
+    def costs(self) -> tuple[dict[str, CallCost], ...]:
+        """By stage and block. A placeholder needs a gradient if it does in any of the block's calls."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}
@@ -89,12 +91,11 @@ class PlanDurations:
             graph = program.blocks[call.block]
             bound = [*zip(graph.states, call.states, strict=True), *zip(graph.inputs, call.inputs, strict=True)]
             needing[call.block] |= {placeholder for placeholder, name in bound if train and _trained(program, name)}
-        costs = {}
+        blocks = {}
         for name, data in program.blocks.items():
-            block = block_from_data(name, data.nodes, data.states, data.inputs)
-            mark_block(block, needing[name])
-            costs[name] = call_costs(block, self.machine.device, self.machine.groups, train=train)
-        return costs
+            blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
+            mark_block(blocks[name], needing[name])
+        return SeatCosts(blocks, self.plan.topology, train).by_stage(self.machine)
 
 
 def _trained(program: Program, name: str) -> bool:

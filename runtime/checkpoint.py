@@ -128,10 +128,10 @@ def load(
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Every whole parameter and buffer on rank 0's CPU, under all of its names; nothing on other ranks."""
+    """Every whole parameter and buffer on the CPU of the first process, under all of its names; nothing elsewhere."""
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
-    if rank.coordinates["dp"]:
+    if rank.coordinates["dp"] != rank.program.coordinates(communicator.home)["dp"]:
         return whole
     for name in saved_states(rank.program):
         data = rank.program.states[name]
@@ -144,7 +144,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
             # Others add zeros, byte by byte: exact for every type.
             flat = tensor.contiguous().reshape(-1).clone().view(torch.uint8)
             tensor = everyone.all_reduce(flat).wait().view(tensor.dtype).view(data.shape)
-        if rank.rank == 0:
+        if rank.rank == communicator.home:
             whole.update(dict.fromkeys((name, *data.aliases), tensor.cpu()))
     return whole
 

@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         program = program_of(plan)
         if communicator is None:
-            communicator = _default_communicator(program, device)
+            communicator = _default_communicator(program, device, placement_of(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
         self.communicator = communicator
         self.device = communicator.device
@@ -137,8 +137,8 @@ class Engine:
         return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """This rank's shards; with ``full``, on rank 0, every whole tensor on the CPU under all of its names (other
-        ranks take part and get nothing)."""
+        """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
+        (the others take part and get nothing)."""
         if full:
             return checkpoint.gather_all(self.rank_program, self._shards, self.communicator)
         return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
@@ -172,7 +172,21 @@ def program_of(plan: Any) -> Program:
     raise LaunchError(f"expected a plan, a Program or the path of a plan file, got {type(plan).__name__}")
 
 
+def placement_of(plan: Any) -> tuple[int, ...]:
+    """The device of each rank that a plan or a plan file gives; empty where ranks are on their namesakes."""
+    if isinstance(plan, str | Path):
+        return tuple(_content(Path(plan)).get("devices", ()))
+    return tuple(getattr(plan, "devices", ()))
+
+
 def _read(path: Path) -> Program:
+    try:
+        return Program.model_validate(_content(path)["program"])
+    except ValueError as error:
+        raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -181,13 +195,12 @@ def _read(path: Path) -> Program:
         raise LaunchError(f"{path} is not complete JSON ({error}); make the plan again") from None
     if not isinstance(content, dict) or "program" not in content:
         raise LaunchError(f"{path} is not a plan: it has no 'program'; save one with plan.save(path)")
-    try:
-        return Program.model_validate(content["program"])
-    except ValueError as error:
-        raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
+    return content
 
 
-def _default_communicator(program: Program, device: torch.device | str | None) -> Communicator:
+def _default_communicator(
+    program: Program, device: torch.device | str | None, placement: tuple[int, ...]
+) -> Communicator:
     if not dist.is_initialized():
         if program.world_size > 1:
             raise LaunchError(
@@ -202,7 +215,8 @@ def _default_communicator(program: Program, device: torch.device | str | None) -
             f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
             f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
         )
-    return TorchCommunicator(program.world_size, default_device() if device is None else torch.device(device))
+    device = default_device() if device is None else torch.device(device)
+    return TorchCommunicator(program.world_size, device, placement=placement)
 
 
 def _mesh(program: Program) -> str:

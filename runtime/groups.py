@@ -61,9 +61,10 @@ class Link(NamedTuple):
 
 
 class Communicator(Protocol):
-    """One rank's view of all the others."""
+    """One rank's view of all the others. ``home``: the rank that the first process runs."""
 
     rank: int
+    home: int
     device: torch.device
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
@@ -216,19 +217,44 @@ class NcclGroup(TorchGroup):
         return _Started([self.backend._reduce_scatter_base(out, parts)], out, kept=parts)
 
 
-# Groups outlive a program: they are costly to make, and Gloo cannot always take them down.
+# Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
+# another program may place its ranks otherwise.
 _made: dict[tuple[int, ...], TorchGroup] = {}
 _links: dict[Link, Any] = {}
 
 
-class TorchCommunicator:
-    """The ranks ``0 .. world_size - 1`` of the default process group, which is there already.
+def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """The process that runs each rank, where process ``p`` drives the ``p``-th of the devices that a plan uses.
 
+    ``placement[rank]``: the device of a rank; empty: each rank is on its namesake. Raises :class:`LaunchError` unless
+    every rank has a device of its own.
+    """
+    if not placement:
+        return tuple(range(world_size))
+    if len(placement) != world_size or len(set(placement)) != world_size:
+        raise LaunchError(
+            f"the plan places {world_size} ranks on the devices {list(placement)}; expected one device of its own for "
+            "every rank: make the plan again"
+        )
+    order = {device: process for process, device in enumerate(sorted(placement))}
+    return tuple(order[device] for device in placement)
+
+
+class TorchCommunicator:
+    """The ranks ``0 .. world_size - 1`` on the processes of the default process group, which is there already.
+
+    ``placement[rank]`` is the process that runs a rank (empty: its namesake); see :func:`processes_of`.
     Groups are made without the other ranks' help, from the default group's store: ``torch.distributed.new_group`` takes
     all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order.
     """
 
-    def __init__(self, world_size: int, device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        placement: Sequence[int] = (),
+    ) -> None:
         if not dist.is_initialized():
             raise LaunchError(
                 "there is no process group: start with torchrun and call torch.distributed.init_process_group first"
@@ -238,7 +264,10 @@ class TorchCommunicator:
                 f"the program is for {world_size} ranks, there are {dist.get_world_size()}: "
                 f"start it with torchrun --nproc-per-node so that nodes x processes is {world_size}"
             )
-        self.rank = dist.get_rank()
+        self._processes = processes_of(placement, world_size)
+        self._process = dist.get_rank()
+        self.rank = self._processes.index(self._process)
+        self.home = self._processes.index(0)
         self.device = device
         self.everyone = tuple(range(world_size))
         self._timeout = timeout
@@ -255,33 +284,40 @@ class TorchCommunicator:
                     self._connect(_links[key], key)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) > 1 and ranks not in _made:
-            backend = self._open(ranks, "group")
-            _made[ranks] = NcclGroup(backend) if self._on_gpu else GlooGroup(backend)
+        members = self._on(ranks)
+        if len(ranks) > 1 and members not in _made:
+            backend = self._open(members, "group")
+            _made[members] = NcclGroup(backend) if self._on_gpu else GlooGroup(backend)
             if self._on_gpu:
-                _made[ranks].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
+                _made[members].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
         return self.group(ranks)
+
+    def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._processes[rank] for rank in ranks)
 
     def _connect(self, backend: Any, link: Link) -> None:
         """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
         one = torch.zeros(1, device=self.device)
-        transfer = backend.send if link.source == self.rank else backend.recv
-        transfer([one], int(link.source == self.rank), 0).wait()
+        transfer = backend.send if link.source == self._process else backend.recv
+        transfer([one], int(link.source == self._process), 0).wait()
 
     def _key(self, link: Link) -> Link:
-        """The link whose backend carries ``link``. Gloo has tags, one per channel, and serves both directions at once;
-        NCCL has none, and transfers that cross on one communicator would wait for each other."""
-        return link if self._on_gpu else Link(min(link[:2]), max(link[:2]), "")
+        """The link between processes whose backend carries ``link``. Gloo has tags, one per channel, and serves both
+        directions at once; NCCL has none, and transfers that cross on one communicator would wait for each other."""
+        source, target = self._on(link[:2])
+        return (
+            Link(source, target, link.channel) if self._on_gpu else Link(min(source, target), max(source, target), "")
+        )
 
-    def _open(self, ranks: tuple[int, ...], purpose: str) -> Any:
-        name = f"partition {purpose} {'-'.join(map(str, ranks))}"
+    def _open(self, processes: tuple[int, ...], purpose: str) -> Any:
+        name = f"partition {purpose} {'-'.join(map(str, processes))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())
-        index, size = ranks.index(self.rank), len(ranks)
+        index, size = processes.index(self._process), len(processes)
         backend: Any
         if self._on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            options.global_ranks_in_group = list(ranks)
+            options.global_ranks_in_group = list(processes)
             options.group_name = c10d.GroupName(name)
             backend = dist.ProcessGroupNCCL(store, index, size, options)
         else:
@@ -292,16 +328,16 @@ class TorchCommunicator:
         return backend
 
     def group(self, ranks: tuple[int, ...]) -> Group:
-        return SoloGroup() if len(ranks) == 1 else _made[ranks]
+        return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks)]
 
     def send(self, x: Tensor, peer: int, channel: str) -> Work:
         key = self._key(Link(self.rank, peer, channel))
-        work: Work = _links[key].send([x], int(key.target == peer), CHANNELS[channel])
+        work: Work = _links[key].send([x], int(key.source == self._process), CHANNELS[channel])
         return work
 
     def recv(self, x: Tensor, peer: int, channel: str) -> Work:
         key = self._key(Link(peer, self.rank, channel))
-        work: Work = _links[key].recv([x], int(key.target == peer), CHANNELS[channel])
+        work: Work = _links[key].recv([x], int(key.source == self._process), CHANNELS[channel])
         return work
 
     def barrier(self) -> None:

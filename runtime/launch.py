@@ -90,7 +90,7 @@ def _train(options: argparse.Namespace) -> None:
             if on_gpu:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=options.timeout))
-        engine = Engine(program, options.weights, seed=options.seed)
+        engine = Engine(options.plan, options.weights, seed=options.seed)
         stack.callback(sys.stdout.flush)
         _steps(engine, options)
         if options.save:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
-from runtime.engine import Engine, program_of
+from runtime.engine import Engine, placement_of, program_of
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.failures import is_secondary
 from runtime.pool import LocalRanks
@@ -76,7 +76,7 @@ def run_local(
             _written(program, weights, folder / "weights.safetensors"),
             folder / "inputs.pt",
         ]
-        pool.call(run_program, *map(str, files), results, seed, outputs, grads, timeout=timeout)
+        pool.call(run_program, *map(str, files), results, placement_of(plan), seed, outputs, grads, timeout=timeout)
         parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
     return joined(program, parts, _unread(program, model))
 

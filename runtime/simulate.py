@@ -36,7 +36,7 @@ class Durations(Protocol):
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Adding up ``nbytes`` over mesh axes, within one stage; or (no axes) over several ``stages``."""
+        """Adding up ``nbytes`` over mesh axes, within the one of ``stages``; or (no axes) over several ``stages``."""
         ...
 
 
@@ -185,7 +185,7 @@ class _Simulation:
             case "TOTAL":
                 axes = split_axes(self.program.mesh, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
-                lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, ()) if axes else 0.0)
+                lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
             case "REDUCE":
                 self.reduce(lane, i)
             case "SYNC":
@@ -228,7 +228,9 @@ class _Simulation:
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         nbytes = sum(self.facts.state_bytes(s) for s in bucket.states)
         start = max(lane.clock, lane.reducing)
-        lane.reducing = start + self.durations.all_reduce(split_axes(self.program.mesh, bucket.axes), nbytes, ())
+        lane.reducing = start + self.durations.all_reduce(
+            split_axes(self.program.mesh, bucket.axes), nbytes, (lane.stage,)
+        )
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
         lane.spend(lane.clock, 0.0)
 

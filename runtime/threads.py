@@ -161,6 +161,7 @@ class ThreadCommunicator:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world = world
         self.rank = rank
+        self.home = 0
         self.device = world.device
         self._groups: dict[tuple[int, ...], ThreadGroup] = {}
 

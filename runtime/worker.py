@@ -117,18 +117,25 @@ def _where(thread: int) -> str:
 
 
 def run_program(
-    program: str, weights: str, inputs: str, results: list[str], seed: int, outputs: bool, grads: bool
+    program: str,
+    weights: str,
+    inputs: str,
+    results: list[str],
+    placement: tuple[int, ...],
+    seed: int,
+    outputs: bool,
+    grads: bool,
 ) -> None:
     """One step. ``program``, ``weights`` and ``inputs`` are files, and so are ``results``: this rank writes its own."""
     parsed = Program.model_validate_json(Path(program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return
-    communicator = TorchCommunicator(parsed.world_size, default_device())
+    communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
     batch = torch.load(inputs, weights_only=True)
     engine = Engine(parsed, weights, seed=seed, keep_outputs=outputs, communicator=communicator)
     engine.step(batch)
     part = part_of(engine, outputs, grads)
-    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[dist.get_rank()])
+    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[communicator.rank])
 
 
 def _failure(error: Exception, rank: int) -> Failure:

@@ -16,7 +16,7 @@ from partitioner.constraints import pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.solve.segments import Segments
-from partitioner.solve.stages import SLACK, StageCall, StageProblem, StageSplit, solve_stages
+from partitioner.solve.stages import SLACK, Pace, StageCall, StageProblem, StageSplit, solve_stages
 from partitioner.topology.parts import Link
 
 WIRE = Link(name="wire", bandwidth=100.0, latency=0.01, level=0)
@@ -49,7 +49,7 @@ def problem(
 def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, float]:
     """Seconds and bytes of a stage, counted call by call, recomputing as few of its first calls as fit."""
     calls = p.calls[start:stop]
-    slow = p.slowdown[stage] if p.slowdown else 1.0
+    costs = p.pace(stage).costs[start:stop]
     read = {name: size for c in calls for name, size in zip(c.inputs, c.cost.input_bytes, strict=True)}
     states = sum(p.state_bytes[name] for name in {n for c in calls for n in c.states})
 
@@ -68,8 +68,8 @@ def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, 
         memory += max(c.cost.saved_bytes for c in calls) if again else 0.0
         if memory <= p.capacity[stage] or again == len(calls):
             break
-    seconds = sum(c.cost.forward_s + c.cost.backward_s for c in calls) + sum(c.cost.forward_s for c in calls[:again])
-    seconds = seconds * slow + transfer(start, stage - 1) + (transfer(stop, stage) if stop < len(p.calls) else 0.0)
+    seconds = sum(c.forward_s + c.backward_s for c in costs) + sum(c.forward_s for c in costs[:again])
+    seconds = seconds + transfer(start, stage - 1) + (transfer(stop, stage) if stop < len(p.calls) else 0.0)
     return (seconds if memory <= p.capacity[stage] else math.inf), memory
 
 
@@ -83,6 +83,12 @@ def brute_force(p: StageProblem) -> float:
         times = [by_hand(p, s, cuts[s], cuts[s + 1])[0] for s in range(p.num_stages)]
         best = min(best, (p.num_microbatches - 1) * max(times) + sum(times))
     return best
+
+
+def pace(calls: list[StageCall], rng: np.random.Generator) -> Pace:
+    """Devices that take longer for some calls than for others."""
+    scaled = [(c.cost, float(rng.choice([0.5, 1.0, 1.5]))) for c in calls]
+    return Pace(tuple(replace(c, forward_s=x * c.forward_s, backward_s=x * c.backward_s) for c, x in scaled))
 
 
 @st.composite
@@ -111,7 +117,7 @@ def problems(draw: st.DrawFn) -> StageProblem:
         state_bytes={name: float(rng.integers(0, 20)) for c in calls for name in c.states},
         schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
         pinned={0: 0, n - 1: stages - 1} if draw(st.booleans()) else {},
-        slowdown=tuple(rng.choice([1.0, 1.5], stages).tolist()),
+        paces=tuple(pace(calls, rng) for _ in range(stages)),
     )
 
 

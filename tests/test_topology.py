@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from partitioner.errors import TopologyError
 from partitioner.topology import Topology, axis_group, axis_groups, known_presets, loads, stage_links
-from partitioner.topology.groups import rank_grid, stage_capacity, stage_slowdown
+from partitioner.topology.groups import rank_grid, stage_capacity, stage_paces
 from partitioner.topology.quantities import quantity
 
 LAB = """
@@ -80,8 +80,9 @@ def test_single_devices_and_links_may_differ():
     assert lab.link(4, 5).bandwidth == 300e9
     assert lab.link(1, 4).name == "network"
     assert stage_capacity(lab, {"pp": 3, "tp": 2})[2] < stage_capacity(lab, {"pp": 3, "tp": 2})[0]
-    # an A100 at half its speed has less than a sixth of an H100's bf16 rate
-    assert stage_slowdown(lab, {"pp": 3, "tp": 2}, "bf16") == pytest.approx((1.0, 1.0, 2 * 989 / 312))
+    paces = stage_paces(lab, {"pp": 3, "tp": 2})
+    assert paces == ((("big", 1.0),), (("big", 1.0),), (("a100-80gb", 0.5), ("a100-80gb", 1.0)))
+    assert lab.paced_type("a100-80gb", 0.5).peak_of("bf16") == 156e12
 
 
 def test_devices_without_a_common_level_talk_over_others():

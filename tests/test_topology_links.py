@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
 from partitioner.topology.fabric import card_shares, least_cut, least_share
-from partitioner.topology.groups import _group, rank_grid, stage_capacity, stage_ranks, stage_slowdown
+from partitioner.topology.groups import group_of, rank_grid, stage_capacity, stage_paces, stage_ranks
 
 ISLANDS = """
 name: islands
@@ -51,7 +51,7 @@ def test_devices_that_no_links_join_talk_over_the_level():
     node = Topology.preset("dgx-v100")
     group = axis_group(loads("machine: dgx-v100"), {"pp": 4, "tp": 2}, "pp")
     assert group.tiers[0].level.name == "hybrid-cube-mesh"
-    apart = _group(node, np.array([0, 5]))
+    apart = group_of(node, np.array([0, 5]))
     assert apart.tiers[0].level.name == "pcie3"
 
 
@@ -116,7 +116,7 @@ def test_nodes_and_devices_that_differ_set_speed_and_memory():
     assert [lab.devices[i].speed for i in (0, 4, 15)] == [1.0, 0.9, 0.5]
     few = loads("machine: dgx-h100\nnodes: 2\nnode_overrides: {1: {memory: 40 GB, speed: 0.5}}")
     assert stage_capacity(few, {"pp": 2, "dp": 8})[1] == few.devices[8].usable < few.devices[0].usable
-    assert stage_slowdown(few, {"pp": 2, "dp": 8}, "bf16") == (1.0, 2.0)
+    assert [{speed for _, speed in paces} for paces in stage_paces(few, {"pp": 2, "dp": 8})] == [{1.0}, {0.5}]
 
 
 def test_hosts_prices_and_power_are_known():
@@ -143,7 +143,7 @@ def test_the_groups_that_are_told_apart_are_all_there_are(
     cluster: Topology, sizes: tuple[int, int, int], axes: tuple[str, ...]
 ):
     mesh = dict(zip(("pp", "dp", "tp"), sizes, strict=True))
-    every = {_group(cluster, row) for row in rank_grid(mesh, *axes) if len(row) > 1}
+    every = {group_of(cluster, row) for row in rank_grid(mesh, *axes) if len(row) > 1}
     found = axis_groups(cluster, mesh, *axes)
     assert {(g.bus_bandwidth, g.all_reduce_start) for g in found if g.size > 1} == {
         (g.bus_bandwidth, g.all_reduce_start) for g in every

@@ -6,12 +6,12 @@ reach the efficiency of their whole shapes. A block's time is then linear,
 ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
 
 so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by solving the stages
-of the relaxed problem exactly.
+of the relaxed problem exactly. Devices, links and groups are the best that any placement could give (``relaxed.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -23,7 +23,7 @@ from torch import fx
 from partitioner.constraints import Constraints
 from partitioner.cost.calls import CallCost, fan_out, node_operands, operand_needs
 from partitioner.cost.compute import memory_rate, product_rate
-from partitioner.cost.estimate import Machine, stage_problem
+from partitioner.cost.estimate import stage_problem
 from partitioner.cost.operators import (
     VIEWS,
     Kernel,
@@ -33,13 +33,14 @@ from partitioner.cost.operators import (
     forward_kernels,
     operator_name,
 )
+from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.saved import Kept, kept_by
 from partitioner.cost.spread import in_fp8
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
 from partitioner.solve.pipelines import PIPELINES, Phases
+from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
-from partitioner.topology.groups import reference_type
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block, FoldedModel
@@ -49,8 +50,9 @@ from passes.fuse import fuse_bias
 Vector = NDArray[np.float64]
 Number = TypeVar("Number", float, Vector)
 
-_FIELDS = ("pp", "dp", "cp", "tp", "ep", "microbatch_size")
+_FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
+_TINY_S = 1e-15
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,28 @@ class Planned(Protocol):
     def precision(self) -> str: ...
     @property
     def experts(self) -> frozenset[str]: ...
-    def machine(self, point: Point) -> Machine: ...
+
+
+def _at_speed(cost: CallCost, speed: float) -> CallCost:
+    return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
 
 
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
-    def __init__(self, job: Planned) -> None:
-        self.job, self.model, self.global_batch = job, job.model, job.global_batch
-        device = job.topology.types[reference_type(job.topology)]
-        self.device, self.train = device, job.train
-        fp8 = job.precision == "fp8"
-        self.blocks = {name: block_work(block, device, job.train, fp8) for name, block in job.model.blocks.items()}
+    def __init__(self, job: Planned, placements: Placements | None = None) -> None:
+        self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
+        self.train, fp8 = job.train, job.precision == "fp8"
+        self.placements = placements or Placements(job.topology, job.precision)
+        paces, of_device = job.topology.paces
+        self._counts = np.bincount(of_device, minlength=len(paces))
+        types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
+        self.device = best_type(types)
+        self.blocks = {n: block_work(block, self.device, job.train, fp8) for n, block in job.model.blocks.items()}
+        self._paced = [
+            {name: block_work(block, device, job.train, fp8) for name, block in job.model.blocks.items()}
+            for device in (types if len(types) > 1 else [])
+        ]
         self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
@@ -209,8 +221,9 @@ class ModelBounds:
         return len(self._placed)
 
     @cached_property
-    def _placed(self) -> list[BlockWork]:
-        return [self.blocks[c.block] for c in self.model.calls if not c.shared and not c.prologue]
+    def _placed(self) -> list[str]:
+        """The blocks of the calls that stages can be cut between."""
+        return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     def times(self, points: Sequence[Point]) -> Vector:
         """For each point the seconds that no plan of it can go below.
@@ -218,24 +231,47 @@ class ModelBounds:
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        pp, dp, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        dp, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
         num_microbatches = self.global_batch / (dp * size)
-        blocks = list(dict.fromkeys(self._placed))
-        calls = np.array([self._placed.count(block) for block in blocks])
+        blocks = [self.blocks[name] for name in dict.fromkeys(self._placed)]
+        calls = np.array([self._placed.count(name) for name in dict.fromkeys(self._placed)])
         share = size / self.global_batch / cp
         several = (size > 1).astype(np.float64)
         forward = np.stack([block.forward.at(share, tp, several, ep) for block in blocks])
         backward = np.stack([block.backward.at(share, tp, several, ep) for block in blocks])
+        fastest, together = self._speeds(points)
         total = calls @ (forward + backward)
-        slowest = np.maximum(total / pp, (forward + backward).max(axis=0))
-        after = self._after(points, calls @ backward)
+        slowest = np.maximum(total / together, (forward + backward).max(axis=0) / fastest)
+        after = self._after(points, calls @ backward / fastest)
         bubble = np.array([self._bubble(p) for p in points])
-        bound: Vector = ((num_microbatches - bubble) * slowest + bubble * total + after) * _ROUNDING
+        bound: Vector = ((num_microbatches - bubble) * slowest + bubble * total / fastest + after) * _ROUNDING
         return bound
 
     def _bubble(self, point: Point) -> float:
         """The least share of fill and drain: what depends on the times of the phases may be nothing."""
         return PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.virtual_stages)
+
+    def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
+        """For each point the speed of the fastest stage, and of all stages together, at best.
+
+        1 is the speed of the best kind of device. A kind has the most that it has for any block, and a stage that of
+        its slowest device.
+        """
+        if not self._paced:
+            return np.ones(len(points)), np.array([float(p.pp) for p in points])
+        best = self._seconds(self.blocks, points)
+        speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
+        by_point = zip(points, np.stack(speeds, axis=1), strict=True)
+        stages = [stage_speeds(of_kinds, self._counts, point.pp) for point, of_kinds in by_point]
+        return np.array([of[0] for of in stages]), np.array([of.sum() for of in stages])
+
+    def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
+        """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""
+        _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
+        share, several = size / self.global_batch / cp, (size > 1).astype(np.float64)
+        works = [w for b in dict.fromkeys(self._placed) for w in (blocks[b].forward, blocks[b].backward)]
+        seconds = np.stack([work.at(share, tp, several, ep) for work in works])
+        return np.maximum(seconds, _TINY_S)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
@@ -257,12 +293,15 @@ class ModelBounds:
         key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1)
         if key not in self._reductions:
             grid = {"dp": point.dp, "cp": point.cp, "tp": point.tp}
-            group = Machine(self.job.topology, grid).group("dp", "cp")
+            if self.placements.complete(grid):
+                groups = [machine.group("dp", "cp") for machine in self.placements.candidates(grid)]
+            else:
+                groups = [best_group(self.topology, point.replicas)]
             shares = self.share_of_states(point)
             if point.ep > 1:
                 shares = {name: cost for name, cost in shares.items() if name not in self.job.experts}
             plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares.values()]
-            self._reductions[key] = reduction(plain, {("dp",): group}).total_s
+            self._reductions[key] = min(reduction(plain, {("dp",): group}).total_s for group in groups)
         return self._reductions[key]
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
@@ -284,12 +323,14 @@ class ModelBounds:
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
             self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
-        calls = self._calls[key]
+        fastest = float(self._speeds([point])[0][0])
+        calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
+        candidates = self.placements.candidates(point.grid) if self.placements.complete(point.grid) else None
         problem = stage_problem(
             self.model,
             calls,
             self.share_of_states(point),
-            self.job.machine(point),
+            relaxed(self.topology, point.grid, candidates),
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,

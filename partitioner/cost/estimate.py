@@ -2,130 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.spread import NO_SPREAD, Spread
-from partitioner.cost.states import Sharded, StateCost, reduction, update_time
+from partitioner.cost.machine import Machine
+from partitioner.cost.relaxed import Relaxed
+from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
 from partitioner.solve.pipelines import PIPELINES, Phases
-from partitioner.solve.stages import StageCall, StagePlan, StageProblem, StageSplit
-from partitioner.topology.groups import (
-    Group,
-    axis_group,
-    reference_type,
-    stage_capacity,
-    stage_links,
-    stage_ranks,
-    stage_slowdown,
-)
-from partitioner.topology.model import Topology
-from partitioner.topology.parts import DeviceType
+from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
+from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
-from runtime.program import AXES
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A topology with a mesh laid over it: rank ``i`` on device ``i``. ``precision`` is that of most of the work.
-
-    ``mesh`` has ``ep``, folded over dp x cp x tp, each expert on ``etp`` of them; ``zero``: the stage of state
-    sharding; ``overlap``: whether collectives of gradients and weights run behind computation.
-    ``num_experts``: of the layer that has most.
-    """
-
-    topology: Topology
-    mesh: Mapping[str, int]
-    precision: str = "bf16"
-    etp: int = 1
-    zero: int = 0
-    overlap: bool = True
-    num_experts: int = 0
-
-    @cached_property
-    def device(self) -> DeviceType:
-        """The kind of device that costs are reckoned for."""
-        return self.topology.types[reference_type(self.topology)]
-
-    @cached_property
-    def grid(self) -> dict[str, int]:
-        """The axes whose sizes multiply to the number of ranks."""
-        return {**self.mesh, "ep": 1}
-
-    @cached_property
-    def expert_grid(self) -> dict[str, int]:
-        """The same ranks as the experts see them: replicas, then (in the place of ``cp``) ``ep``, then ``etp``."""
-        ep = self.mesh.get("ep", 1)
-        room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
-        return {"pp": self.mesh.get("pp", 1), "dp": room // (ep * self.etp), "cp": ep, "tp": self.etp, "ep": 1}
-
-    def group(self, *axes: str) -> Group:
-        """The slowest group over ``axes``; ``experts`` stands for the replicas of an expert."""
-        if "experts" in axes:
-            others = [a for a in axes if a != "experts"]
-            return self._group(True, "dp", *others)
-        return self._group(False, *axes)
-
-    def _group(self, of_experts: bool, *axes: str) -> Group:
-        key = of_experts, axes
-        if key not in self._groups:
-            self._groups[key] = axis_group(self.topology, self.expert_grid if of_experts else self.grid, *axes)
-        return self._groups[key]
-
-    @cached_property
-    def _groups(self) -> dict[tuple[bool, tuple[str, ...]], Group]:
-        return {}
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same weights."""
-        return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
-
-    @cached_property
-    def spread(self) -> Spread:
-        """How calls are spread besides ``tp``."""
-        ep = self.mesh.get("ep", 1)
-        plain = self.mesh.get("cp", 1) == 1 and ep == 1 and self.zero < 3 and self.etp_is_tp
-        if plain and self.precision != "fp8" and not self.num_experts:
-            return NO_SPREAD
-        sharded = self.zero == 3
-        return Spread(
-            context=self.group("cp"),
-            experts=self._group(True, "cp"),
-            shards=self.group("dp", "cp") if sharded else Group(1),
-            expert_shards=self.group("experts") if sharded else Group(1),
-            expert_tensor=self.mesh.get("tp", 1) / self.etp,
-            tp=self.mesh.get("tp", 1),
-            num_experts=self.num_experts,
-            overlap=self.overlap,
-            fp8=self.precision == "fp8",
-        )
-
-    @property
-    def etp_is_tp(self) -> bool:
-        return self.etp == self.mesh.get("tp", 1)
-
-    def sharded(self, experts: frozenset[str]) -> Sharded:
-        """How states are sharded; ``experts``: those that are experts' weights."""
-        return Sharded(self.zero, self.replicas, experts, self.spread.of_experts, self.expert_grid["dp"])
-
-    @cached_property
-    def groups(self) -> dict[str, Group]:
-        """By mesh axis, for the collectives inside blocks."""
-        return {axis: self.group(axis) for axis in AXES if self.grid.get(axis, 1) > 1}
 
 
 def stage_problem(
     model: FoldedModel,
     costs: Mapping[str, CallCost],
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: Machine | Relaxed,
     *,
     num_microbatches: int,
     microbatch_size: int = 1,
@@ -134,15 +32,18 @@ def stage_problem(
     bubble: float | None = None,
     constraints: Constraints | None = None,
     train: bool = True,
+    costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
 ) -> StageProblem:
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
+    ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
     Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``bubble``:
     the schedule's share of fill and drain, if it is not to be reckoned from the costs.
     """
     constraints = constraints or Constraints()
     if constraints.recompute == "selective":
-        costs = {name: cost.selective() for name, cost in costs.items()}
+        costs = _selective(costs)
+        costs_by_stage = [_selective(of_stage) for of_stage in costs_by_stage]
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
     if bubble is None:
         bubble = PIPELINES[schedule].bubble(_phases([costs[call.block] for _, call in placed]), virtual_stages)
@@ -155,8 +56,8 @@ def stage_problem(
         ),
         num_stages=stages,
         num_microbatches=num_microbatches,
-        capacity=stage_capacity(machine.topology, machine.grid),
-        links=stage_links(machine.topology, machine.grid),
+        capacity=machine.capacity,
+        links=machine.links,
         state_bytes={name: cost.total for name, cost in states.items()},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
         schedule=schedule,
@@ -166,12 +67,16 @@ def stage_problem(
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
         overhead=_together([costs[call.block] for call in everywhere]),
-        slowdown=stage_slowdown(machine.topology, machine.grid, machine.precision),
+        paces=_paces(costs_by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
     )
+
+
+def _selective(costs: Mapping[str, CallCost]) -> dict[str, CallCost]:
+    return {name: cost.selective() for name, cost in costs.items()}
 
 
 def _phases(costs: Sequence[CallCost]) -> Phases:
@@ -181,6 +86,17 @@ def _phases(costs: Sequence[CallCost]) -> Phases:
         sum(c.backward_s / 2 + c.backward_comm_s for c in costs),
         sum(c.backward_s / 2 for c in costs),
     )
+
+
+def _paces(
+    by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
+) -> tuple[Pace, ...]:
+    """A pace for each stage; stages of the same costs have one and the same."""
+    made: dict[int, Pace] = {}
+    for costs in by_stage:
+        if id(costs) not in made:
+            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _together([costs[b] for b in everywhere]))
+    return tuple(made[id(costs)] for costs in by_stage)
 
 
 def _together(costs: Sequence[CallCost]) -> CallCost:
@@ -211,7 +127,10 @@ def estimate(
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
     stage = split.stages[slowest]
     reduced = reduction_tail(problem, split, states, machine)
-    updates = [update_time(list(_held(problem, s, states).values()), machine.device) for s in split.stages]
+    updates = [
+        max(update_time(list(_held(problem, plan, states).values()), device) for device in machine.devices_of(s))
+        for s, plan in enumerate(split.stages)
+    ]
     updated = max(updates) if problem.train else 0.0
     contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated
@@ -226,16 +145,12 @@ def estimate(
         "reduction": reduced,
         "optimizer": updated,
     }
-    peak = sum(
-        machine.topology.types[d.kind].peak_of(machine.precision) * d.speed
-        for d in machine.topology.devices[: stage_ranks(machine.grid)[-1].stop]
-    )
     memory = tuple(
-        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.grid), strict=True) for _ in ranks
+        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks
     )
     return Estimate(
         step_time=step,
-        mfu=model_flops / (step * peak) if step else 0.0,
+        mfu=model_flops / (step * machine.peak) if step else 0.0,
         bubble=breakdown["bubble"] / step if step else 0.0,
         memory=memory,
         breakdown=breakdown,
@@ -250,7 +165,7 @@ def shared_time(seconds: Sequence[float], machine: Machine) -> float:
         return 0.0
     work = dict.fromkeys(concurrent, 0.0)
     for stage, ranks in zip(seconds, stage_ranks(machine.mesh), strict=True):
-        for device in devices[ranks.start : ranks.stop]:
+        for device in (devices[d] for d in machine.device_of_rank[ranks.start : ranks.stop]):
             if device.node in work:
                 work[device.node] += stage
     return max(total / concurrent[node] for node, total in work.items())
@@ -268,10 +183,10 @@ def _contended(problem: StageProblem, split: StageSplit, updates: Sequence[float
 
 def _communication(problem: StageProblem, stage: StagePlan, index: int) -> float:
     """Seconds of collectives per microbatch on a stage, forward and backward."""
-    costs = [call.cost for call in problem.calls[stage.start : stage.stop]]
+    pace = problem.pace(index)
+    costs = pace.costs[stage.start : stage.stop]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
-    slowdown = problem.slowdown[index] if problem.slowdown else 1.0
-    return slowdown * (seconds + problem.overhead.forward_comm_s)
+    return seconds + pace.overhead.forward_comm_s
 
 
 def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> dict[str, StateCost]:
@@ -291,12 +206,13 @@ def reduction_tail(
         return 0.0
     held = [_held(problem, stage, states) for stage in split.stages]
     every = {c.grad_axes for costs in held for c in costs.values() if c.grad_axes}
-    groups = {axes: machine.group(*axes) for axes in every}
+    groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
-    for stage, costs in zip(split.stages, held, strict=True):
-        work = reduction(list(costs.values()), groups)
+    for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
+        work = reduction(list(costs.values()), {axes: by_stage[s] for axes, by_stage in groups.items()})
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         window = stage.backward_s + stage.recompute_s
-        exposed = work.exposed(window, machine.device.overlap_slowdown, stage.forward_s, machine.overlap)
+        exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap)
         tail = max(tail, exposed - ahead)
         ahead += stage.backward_s + stage.recompute_s
     return tail + _tied(held, machine)

@@ -30,17 +30,9 @@ class Segments:
         self.local = local
 
     @cached_property
-    def forward_s(self) -> Table:
-        return self._sum([c.cost.forward_total_s for c in self.calls])
-
-    @cached_property
-    def backward_s(self) -> Table:
-        return self._sum([c.cost.backward_total_s for c in self.calls])
-
-    @cached_property
     def saved(self) -> Table:
         """Bytes kept per microbatch, besides inputs."""
-        return self._sum([c.cost.saved_bytes for c in self.calls])
+        return self.sums([c.cost.saved_bytes for c in self.calls])
 
     @cached_property
     def largest_saved(self) -> Table:
@@ -90,7 +82,8 @@ class Segments:
     def _inputs(self, call: StageCall) -> list[Item]:
         return list(zip(call.inputs, call.cost.input_bytes, strict=True))
 
-    def _sum(self, per_call: Sequence[float]) -> Table:
+    def sums(self, per_call: Sequence[float]) -> Table:
+        """Of one figure per call."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 

@@ -84,7 +84,7 @@ def _deeper(problem: StageProblem, factor: int) -> StageProblem:
         num_stages=stages,
         capacity=(min(problem.capacity),) * stages,
         links=(link,) * (stages - 1),
-        slowdown=(),
+        paces=(),
     )
 
 

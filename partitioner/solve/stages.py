@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.solve.shortage import capacity_error
-from partitioner.solve.tables import TINY, StageCall, StageProblem, StageTables, min_max
+from partitioner.solve.tables import TINY, Pace, StageCall, StageProblem, StageTables, min_max
 
 SLACK = 0.01  # of the optimum, spent on stages that are alike
 
@@ -46,7 +46,7 @@ class StageSplit:
     """The stages in order, and the seconds of a step's pipeline.
 
     ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of a microbatch through all calls,
-    forward and backward, whatever the stages.
+    forward and backward, by the calls' own costs.
     """
 
     stages: tuple[StagePlan, ...]
@@ -158,26 +158,25 @@ class _Splitter:
 
     def split(self, cuts: list[int], least_s: float) -> StageSplit:
         stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
-        microbatch = self.tables.segments.forward_s[0, -1] + (
-            self.tables.segments.backward_s[0, -1] if self.problem.train else 0.0
-        )
-        return StageSplit(stages, self.cost(cuts), least_s, float(microbatch))
+        costs = [call.cost for call in self.problem.calls]
+        microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
+        return StageSplit(stages, self.cost(cuts), least_s, microbatch)
 
     def plan(self, stage: int, start: int, stop: int) -> StagePlan:
-        problem, tables, cut = self.problem, self.tables, self.tables.segments
+        problem, tables = self.problem, self.tables
         recomputed = tables.recomputed(stage)
-        slow = tables.slowdown(stage)
+        forward, backward = tables.seconds(stage)
         before, after = tables.transfers(stage)
         return StagePlan(
             start=start,
             stop=stop,
             recompute=int(recomputed[start, stop]),
-            forward_s=(float(cut.forward_s[start, stop]) + problem.overhead.forward_total_s) * slow,
-            backward_s=float(cut.backward_s[start, stop]) * slow if problem.train else 0.0,
-            recompute_s=float(tables.again(recomputed)[start, stop]) * slow,
+            forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
+            backward_s=float(backward[start, stop]) if problem.train else 0.0,
+            recompute_s=float(tables.again(stage, recomputed)[start, stop]),
             transfer_s=float(before[start, 0] + after[0, stop]),
             memory=round(float(tables.memory(stage, recomputed)[start, stop])),
         )
 
 
-__all__ = ["StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages"]
+__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages"]

@@ -39,14 +39,24 @@ class StageCall:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """What calls take on the devices of a stage: ``costs`` by the places of the calls, of which only the seconds count,
+    and of the calls that every stage runs for itself."""
+
+    costs: tuple[CallCost, ...]
+    overhead: CallCost = field(default_factory=CallCost)
+
+
+@dataclass(frozen=True)
 class StageProblem:
     """The calls, and what holds them.
 
     ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states. ``local``: values that are no
     call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
     rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
-    every stage runs for itself. ``slowdown``: of each stage's devices over those that the costs are for. ``bubble``:
-    the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block occurs again.
+    every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
+    ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
+    occurs again.
     """
 
     calls: tuple[StageCall, ...]
@@ -60,7 +70,7 @@ class StageProblem:
     recompute: Literal["none", "selective", "full"] | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
     overhead: CallCost = field(default_factory=CallCost)
-    slowdown: tuple[float, ...] = ()
+    paces: tuple[Pace, ...] = ()
     microbatch_size: int = 1
     tp: int = 1
     dp: int = 1
@@ -68,6 +78,13 @@ class StageProblem:
     virtual_stages: int = 1
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
+
+    def pace(self, stage: int) -> Pace:
+        return self.paces[stage] if self.paces else self._plain
+
+    @cached_property
+    def _plain(self) -> Pace:
+        return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def in_flight(self, stage: int) -> float:
         """Microbatches whose saved tensors a stage holds at a time."""
@@ -95,6 +112,7 @@ class StageTables:
                 "model be split more finely"
             )
         self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
+        self._seconds: dict[int, tuple[Table, Table]] = {}  # by the identity of a pace
         self.allowed = self._allowed()
         self.times: list[Table] = []
         self.least_memory: list[Table] = []
@@ -120,8 +138,14 @@ class StageTables:
             tables.append(allowed)
         return tables
 
-    def slowdown(self, stage: int) -> float:
-        return self.problem.slowdown[stage] if self.problem.slowdown else 1.0
+    def seconds(self, stage: int) -> tuple[Table, Table]:
+        """Of every segment on a stage's devices: forward and backward, without the calls that all stages run."""
+        pace = self.problem.pace(stage)
+        if id(pace) not in self._seconds:
+            forward = self.segments.sums([cost.forward_total_s for cost in pace.costs])
+            backward = self.segments.sums([cost.backward_total_s for cost in pace.costs])
+            self._seconds[id(pace)] = forward, backward
+        return self._seconds[id(pace)]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
@@ -170,17 +194,17 @@ class StageTables:
         return np.where(plain <= capacity, 0, np.minimum(count, most))
 
     def time(self, stage: int, recomputed: Counts) -> Table:
-        cut, overhead = self.segments, self.problem.overhead
-        time = cut.forward_s + overhead.forward_total_s
+        forward, backward = self.seconds(stage)
+        time = forward + self.problem.pace(stage).overhead.forward_total_s
         if self.problem.train:
-            time = time + cut.backward_s + self.again(recomputed)
+            time = time + backward + self.again(stage, recomputed)
         before, after = self.transfers(stage)
-        return time * self.slowdown(stage) + before + after
+        return time + before + after
 
-    def again(self, recomputed: Counts) -> Table:
+    def again(self, stage: int, recomputed: Counts) -> Table:
         """Seconds of the forward of each segment's first ``recomputed`` calls."""
         start = np.arange(recomputed.shape[0])[:, None]
-        prefix = self.segments.forward_s[0]
+        prefix = self.seconds(stage)[0][0]
         seconds: Table = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         return seconds
 

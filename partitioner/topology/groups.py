@@ -1,29 +1,33 @@
 """Which links the ranks of a mesh talk over.
 
-Rank ``i`` sits on device ``i``, and the mesh's axes are nested in the order of ``runtime.program.AXES``, outermost
-first. All groups of an axis work at the same time, and the slowest one is what a step waits for.
+Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.AXES``, outermost first; a placement
+says on which device each sits (without one: rank ``i`` on device ``i``). All groups of an axis work at the same time,
+and the slowest one is what a stage waits for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import combinations
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
-from partitioner.topology.fabric import Storey, inside_levels, least_share
+from partitioner.topology.fabric import Storey, inside_levels, least_cut, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link, Measured
 from runtime.program import AXES
 
 _POST_S = 1e-6  # to post one send and one receive
+_RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
+Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,8 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
     return np.ascontiguousarray(grid).reshape(-1, math.prod(sizes[i] for i in inner))
 
 
-def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list[Group]:
-    """The different kinds of groups that the ranks of ``axes`` form, each once.
+def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
+    """The device of every rank: ``devices``, or each rank on its namesake.
 
     Raises :class:`TopologyError` where the mesh has more ranks than the topology has devices.
     """
@@ -149,27 +153,49 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str) -> list
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
             "expected at most one rank per device"
         )
-    return row_groups(topology, rank_grid(mesh, *axes))
+    return np.arange(world) if devices is None else np.asarray(devices, dtype=np.int64)
+
+
+def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
+    """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see :func:`placed`."""
+    return row_groups(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
     """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
-    if rows.shape[1] == 1:
-        return [Group(1)]
-    kinds = np.stack(list(_traits(topology, rows)), axis=1)
-    _, first = np.unique(kinds, axis=0, return_index=True)
-    return list(dict.fromkeys(_group(topology, rows[i]) for i in np.sort(first)))
+    return list(dict.fromkeys(_kinds_of(topology, rows)[1]))
 
 
-def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str) -> Group:
+def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
     """The slowest group that the ranks of ``axes`` form; see :func:`axis_groups`."""
-    return min(axis_groups(topology, mesh, *axes), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+    return _slowest(axis_groups(topology, mesh, *axes, devices=devices))
+
+
+def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> tuple[Group, ...]:
+    """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them."""
+    assert "pp" not in axes, axes
+    rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
+    kinds, groups = _kinds_of(topology, rows)
+    # groups of one stage follow each other, since pp is the outermost axis
+    return tuple(_slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
+
+
+def _slowest(groups: Iterable[Group]) -> Group:
+    return min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+
+
+def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
+    """For each row of devices the number of its kind, and a group of each kind."""
+    if rows.shape[1] == 1:
+        return np.zeros(len(rows), dtype=np.int64), [Group(1)]
+    traits = np.stack(list(_traits(topology, rows)), axis=1)
+    _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
+    return kinds.reshape(-1), [group_of(topology, rows[i]) for i in first]
 
 
 def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
     """Columns that are equal for rows whose groups cost the same."""
-    linked = np.isin(rows, [i for pair in topology.own_links for i in pair]).any(axis=1)
-    yield np.where(linked, 1.0 + np.arange(len(rows)), 0.0)  # by themselves
+    yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in _spread(groups[rows]))
     below = rows
@@ -181,6 +207,26 @@ def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.
         inside = inside_levels(topology, rows)
         numbers = {level: n for n, level in enumerate(dict.fromkeys(inside))}
         yield np.array([numbers[level] for level in inside], dtype=np.float64)
+    if topology.own_links:
+        paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
+        numbers_of: dict[bytes, int] = {}
+        column = np.zeros(len(rows))
+        for i in np.flatnonzero(np.isin(rows, paired).sum(axis=1) > 1).tolist():
+            links = _own_bandwidth(topology, rows[i])
+            column[i] = numbers_of.setdefault(links.tobytes(), len(numbers_of) + 1) if links.any() else 0
+        yield column
+
+
+def _own_bandwidth(topology: Topology, row: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Bytes/s of the links that pairs of ``row`` have of their own, shape ``[n, n]``, 0 for the others."""
+    matrix = np.zeros((len(row), len(row)))
+    members = row.tolist()
+    for i, j in combinations(range(len(members)), 2):
+        a, b = members[i], members[j]
+        link = topology.own_links.get((a, b) if a < b else (b, a))
+        if link is not None:
+            matrix[i, j] = matrix[j, i] = link.bandwidth
+    return matrix
 
 
 def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -196,26 +242,54 @@ def _spread(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     return starts.sum(axis=1), fewest, length.max(axis=1)
 
 
-def _group(topology: Topology, ranks: NDArray[np.int64]) -> Group:
-    size = len(ranks)
-    ring = list(zip(ranks.tolist(), np.roll(ranks, -1).tolist(), strict=True))[: size if size > 2 else 1]
-    own = [link for a, b in ring if (link := topology.own_links.get((min(a, b), max(a, b)))) is not None]
-    if own and len(own) == len(ring):
-        return Group(size, (Tier(_level("own", own), size, 1),))
+def group_of(topology: Topology, devices: NDArray[np.int64]) -> Group:
+    """The group of ``devices``: over links that pairs of them have of their own where these join all, else by level."""
+    if not topology.own_links or not (own := _own_bandwidth(topology, devices)).any():
+        return _level_group(topology, devices)
+    size = len(devices)
+    widest = math.inf
+    if size <= _RINGS_FOUND:
+        bandwidth = topology.links_between(devices)[0]
+        limit = _widest(bandwidth)
+        widest = limit if (own == limit).any() else math.inf
+    groups = [_level_group(topology, devices, widest)]
+    rate = least_cut(own)
+    if rate:
+        pairs = [(int(devices[i]), int(devices[j])) for i, j in np.argwhere(np.triu(own)).tolist()]
+        latency = max(topology.link(a, b).latency for a, b in pairs)
+        groups.append(Group(size, (Tier(Level(name="own", bandwidth=rate, latency=latency), size, 1),)))
+    return max(groups, key=lambda group: group.bus_bandwidth)
+
+
+def _widest(bandwidth: NDArray[np.float64]) -> float:
+    """The most bytes/s at which a ring may pass through all devices: that of links that leave no device cut off."""
+    apart = ~np.eye(len(bandwidth), dtype=bool)
+    for limit in np.unique(bandwidth[apart])[::-1].tolist():
+        if nx.is_biconnected(nx.from_numpy_array((bandwidth >= limit) & apart)):
+            return float(limit)
+    raise AssertionError("all devices reach each other")
+
+
+def _level_group(topology: Topology, devices: NDArray[np.int64], cap: float = math.inf) -> Group:
+    """Level by level from the inside out; ``cap``: bytes/s of a slow link inside."""
+    size = len(devices)
     tiers: list[Tier] = []
-    parts, below, ids = size, 1, ranks
+    parts, below, ids = size, 1, devices
     for storey in topology.storeys:
-        joined = storey.joined[ranks]
+        joined = storey.joined[devices]
         count, fewest, _ = (int(column[0]) for column in _spread(joined[None]))
         if count < parts:
-            share = (
-                1.0 if storey.shares is None else float(least_share(ids[None], storey.shares[ranks][None])[0]) / below
-            )
-            tiers.append(Tier(_storey_level(topology, storey, ranks).shared(share), math.ceil(parts / count), below))
+            share = 1.0
+            if storey.shares is not None:
+                share = float(least_share(ids[None], storey.shares[devices][None])[0]) / below
+            level = _storey_level(topology, storey, devices).shared(share)
+            tiers.append(Tier(level, math.ceil(parts / count), below))
             parts, below, ids = count, fewest, joined
     if parts > 1:  # no level joins them all: they reach each other over other devices
-        tiers.append(Tier(_level("routed", [topology.link(a, b) for a, b in ring]), parts, below))
-    return Group(size, tuple(tiers), min((link.bandwidth for link in own), default=math.inf))
+        bandwidth, latency = topology.links_between(devices)
+        routed = Level(name="routed", bandwidth=_widest(bandwidth), latency=float(latency.max()))
+        tiers.append(Tier(routed, parts, below))
+    return Group(size, tuple(tiers), cap)
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) -> Level:
@@ -230,11 +304,6 @@ def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) 
     )
 
 
-def _level(name: str, links: list[Link]) -> Level:
-    slowest = min(links, key=lambda link: link.bandwidth)
-    return Level(name=name, bandwidth=slowest.bandwidth, latency=max(link.latency for link in links))
-
-
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
     """The ranks of each pipeline stage: consecutive, since ``pp`` is the outermost axis."""
     stages = mesh.get("pp", 1)
@@ -242,36 +311,36 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
     return [range(s * size, (s + 1) * size) for s in range(stages)]
 
 
-def stage_links(topology: Topology, mesh: Mapping[str, int]) -> tuple[Link, ...]:
+def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
     """What each stage talks to the next one over: the slowest of the links between their ranks."""
-    stages = stage_ranks(mesh)
-    links = []
-    for here, there in pairwise(stages):
-        a, b = np.arange(here.start, here.stop), np.arange(there.start, there.stop)
-        bandwidth, latency = pair_links(topology, a, b)
-        slowest = int(np.lexsort((-latency, bandwidth))[0])
-        links.append(topology.link(int(a[slowest]), int(b[slowest])))
-    return tuple(links)
+    stages = mesh.get("pp", 1)
+    grid = placed(topology, mesh, devices).reshape(stages, -1)
+    if stages == 1:
+        return ()
+    bandwidth, latency = pair_links(topology, grid[:-1], grid[1:])
+    slowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
+    return tuple(topology.link(int(grid[s, i]), int(grid[s + 1, i])) for s, i in enumerate(slowest.tolist()))
 
 
-def stage_capacity(topology: Topology, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's."""
-    return tuple(int(least) for least in _by_stage(topology.usable_bytes, mesh).min(axis=1))
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    return tuple(int(n) for n in topology.usable[grid].min(axis=1))
+
+
+def stage_paces(
+    topology: Topology, mesh: Mapping[str, int], devices: Devices = None
+) -> tuple[tuple[tuple[str, float], ...], ...]:
+    """For each stage the different (kind, speed) of its devices."""
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    paces, of_device = topology.paces
+    return tuple(tuple(paces[k] for k in np.unique(of_device[row]).tolist()) for row in grid)
 
 
 def reference_type(topology: Topology) -> str:
-    """The kind of device that compute costs are reckoned for: the commonest."""
-    return topology.commonest_type
-
-
-def stage_slowdown(topology: Topology, mesh: Mapping[str, int], precision: str) -> tuple[float, ...]:
-    """How many times as long as on the reference device compute takes on the slowest device of each stage."""
-    reference = topology.types[reference_type(topology)].peak_of(precision)
-    kinds, kind_of, speeds = topology.paces
-    pace = np.array([reference / topology.types[kind].peak_of(precision) for kind in kinds])
-    return tuple(float(most) for most in _by_stage(pace[kind_of] / speeds, mesh).max(axis=1))
-
-
-def _by_stage(values: NDArray[Any], mesh: Mapping[str, int]) -> NDArray[Any]:
-    """``values`` of all devices as ``[pp, ranks of a stage]``."""
-    return values[: math.prod(mesh.values())].reshape(mesh.get("pp", 1), -1)
+    """The kind of device that the sharding is chosen for: the commonest, and of those the first by name."""
+    paces, of_device = topology.paces
+    counts: Counter[str] = Counter()
+    for (kind, _), count in zip(paces, np.bincount(of_device, minlength=len(paces)).tolist(), strict=True):
+        counts[kind] += count
+    return min(counts, key=lambda kind: (-counts[kind], kind))

@@ -119,25 +119,6 @@ class Topology(Part):
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
-    def usable_bytes(self) -> NDArray[np.int64]:
-        """What a program may use of every device's memory, shape ``[num_devices]``."""
-        return np.array([device.usable for device in self.devices])
-
-    @cached_property
-    def paces(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
-        """The kinds of device, the place of every device's among them, and its speed; shapes ``[num_devices]``."""
-        kinds = list(dict.fromkeys(device.kind for device in self.devices))
-        place = {kind: i for i, kind in enumerate(kinds)}
-        kind_of = np.array([place[device.kind] for device in self.devices])
-        return kinds, kind_of, np.array([device.speed for device in self.devices])
-
-    @cached_property
-    def commonest_type(self) -> str:
-        """The kind of most devices; the first of several."""
-        kinds, kind_of, _ = self.paces
-        return kinds[int(np.bincount(kind_of).argmax())]
-
-    @cached_property
     def node_of(self) -> NDArray[np.int64]:
         """The node of every device, shape ``[num_devices]``."""
         sizes = [group.devices for group in self.nodes for _ in range(group.count)]
@@ -204,6 +185,27 @@ class Topology(Part):
             reserved = min(self.types[kind].reserved, memory)
             made.append(Device(i, name, node, kind, memory, reserved, own.speed * whole.speed))
         return tuple(made)
+
+    @cached_property
+    def usable(self) -> NDArray[np.int64]:
+        """Bytes that a program may use on every device, shape ``[num_devices]``."""
+        return np.array([device.usable for device in self.devices], dtype=np.int64)
+
+    @cached_property
+    def paces(self) -> tuple[tuple[tuple[str, float], ...], NDArray[np.int64]]:
+        """The different (kind, speed) of devices, in order, and for every device the number of its own."""
+        own = [(device.kind, device.speed) for device in self.devices]
+        known = tuple(sorted(set(own)))
+        numbers = {pace: k for k, pace in enumerate(known)}
+        return known, np.array([numbers[pace] for pace in own], dtype=np.int64)
+
+    def paced_type(self, kind: str, speed: float) -> DeviceType:
+        """A kind of device at ``speed`` times its rates of compute and of memory."""
+        plain = self.types[kind]
+        if speed == 1.0:
+            return plain
+        peak = {precision: rate * speed for precision, rate in plain.peak.items()}
+        return plain.model_copy(update={"peak": peak, "memory_bandwidth": plain.memory_bandwidth * speed})
 
     @cached_property
     def memory_bandwidths(self) -> Floats:

@@ -1,0 +1,168 @@
+"""A topology with a mesh laid over it: which devices, groups and links each pipeline stage has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from partitioner.cost.spread import NO_SPREAD, Spread
+from partitioner.cost.states import Sharded
+from partitioner.topology.groups import (
+    Devices,
+    Group,
+    axis_group,
+    placed,
+    reference_type,
+    stage_capacity,
+    stage_groups,
+    stage_links,
+    stage_paces,
+)
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import DeviceType, Link
+from runtime.program import AXES
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What decides how long a call takes on a rank: a kind of device, its speed, and its groups by mesh axis."""
+
+    kind: str
+    speed: float
+    groups: tuple[tuple[str, Group], ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``devices``: the device of every rank; ``None``: rank ``i`` on device ``i``. ``precision``: of most of the work.
+
+    ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
+    (0: ``tp``); ``zero``: the stage of state sharding; ``overlap``: whether collectives of gradients and weights run
+    behind computation; ``num_experts``: of the layer that has most.
+    All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
+    """
+
+    topology: Topology
+    mesh: Mapping[str, int]
+    precision: str = "bf16"
+    devices: Devices = field(default=None, compare=False)
+    ep: int = 1
+    etp: int = 0
+    zero: int = 0
+    overlap: bool = True
+    num_experts: int = 0
+
+    @cached_property
+    def device(self) -> DeviceType:
+        """The kind of device that the sharding is chosen for."""
+        return self.topology.types[reference_type(self.topology)]
+
+    def group(self, *axes: str) -> Group:
+        """The slowest group over ``axes`` on any stage."""
+        if "pp" in axes:
+            return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
+        return min(self.stage_groups(*axes), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """By mesh axis, for the collectives inside blocks."""
+        return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
+
+    def stage_groups(self, *axes: str) -> tuple[Group, ...]:
+        """The slowest group over ``axes``, ``pp`` not among them; ``experts`` are the replicas of an expert."""
+        if axes not in self._stage_groups:
+            others = tuple(a for a in axes if a != "experts")
+            found = self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
+            self._stage_groups[axes] = found
+        return self._stage_groups[axes]
+
+    def _plain(self, *axes: str) -> tuple[Group, ...]:
+        return stage_groups(self.topology, self.mesh, *axes, devices=self.devices)
+
+    def _experts(self, *axes: str) -> tuple[Group, ...]:
+        return stage_groups(self.topology, self.expert_mesh, *axes, devices=self.devices)
+
+    @cached_property
+    def expert_mesh(self) -> dict[str, int]:
+        """The same ranks as the experts see them: replicas, then (in the place of ``cp``) ``ep``, then ``etp``."""
+        room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
+        etp = self.expert_tp
+        return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return self.etp or self.mesh.get("tp", 1)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, but for experts."""
+        return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """How calls are spread besides ``tp``, over the slowest groups of any stage."""
+        tp = self.mesh.get("tp", 1)
+        plain = self.mesh.get("cp", 1) == self.ep == 1 and self.zero < 3 and self.expert_tp == tp
+        if plain and self.precision != "fp8" and not self.num_experts:
+            return NO_SPREAD
+        sharded = self.zero == 3
+        return Spread(
+            context=self.group("cp"),
+            experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
+            shards=self.group("dp", "cp") if sharded else Group(1),
+            expert_shards=self.group("experts") if sharded else Group(1),
+            expert_tensor=tp / self.expert_tp,
+            tp=tp,
+            num_experts=self.num_experts,
+            overlap=self.overlap,
+            fp8=self.precision == "fp8",
+        )
+
+    def sharded(self, experts: frozenset[str]) -> Sharded:
+        """How states are sharded; ``experts``: those that are experts' weights."""
+        return Sharded(self.zero, self.replicas, experts, self.spread.of_experts, self.expert_mesh["dp"])
+
+    @cached_property
+    def _stage_groups(self) -> dict[tuple[str, ...], tuple[Group, ...]]:
+        return {}
+
+    @property
+    def device_of_rank(self) -> tuple[int, ...]:
+        return tuple(placed(self.topology, self.mesh, self.devices).tolist())
+
+    @cached_property
+    def capacity(self) -> tuple[int, ...]:
+        """Bytes that a rank may use."""
+        return stage_capacity(self.topology, self.mesh, self.devices)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """From each stage to the next."""
+        return stage_links(self.topology, self.mesh, self.devices)
+
+    @cached_property
+    def seats(self) -> tuple[tuple[Seat, ...], ...]:
+        """The different seats; each with the slowest groups of the stage."""
+        inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
+        of_axes = [self.stage_groups(axis) for axis in inner]
+        return tuple(
+            tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
+            for paces, *groups in zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
+        )
+
+    def devices_of(self, stage: int) -> list[DeviceType]:
+        """The different kinds of devices, at their speeds."""
+        return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s of all devices together, in ``precision``."""
+        paces, of_device = self.topology.paces
+        counts = np.bincount(of_device[placed(self.topology, self.mesh, self.devices)], minlength=len(paces))
+        rates = [self.topology.types[kind].peak_of(self.precision) * speed for kind, speed in paces]
+        return float(counts @ np.array(rates))

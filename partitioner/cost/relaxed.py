@@ -1,0 +1,109 @@
+"""What no placement of a mesh can beat: the best devices, links and groups that its ranks could have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.compute import matmul_efficiency
+from partitioner.cost.machine import Machine
+from partitioner.topology.groups import Group, Tier
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import DeviceType, Level, Link
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """By stage, what a machine has at best."""
+
+    mesh: Mapping[str, int]
+    capacity: tuple[int, ...]
+    links: tuple[Link, ...]
+
+
+def best_type(types: Sequence[DeviceType]) -> DeviceType:
+    """A kind of device on which no kernel takes longer than on any of ``types``."""
+    if all(kind == types[0] for kind in types):
+        return types[0]
+    precisions = {precision for kind in types for precision in kind.peak}
+    kernels = {name for kind in types for name in kind.memory_efficiency} | {"default"}
+    sizes = sorted({size for kind in types for size, _ in kind.matmul_efficiency})
+    return types[0].model_copy(
+        update={
+            "peak": {p: max(kind.peak_of(p) for kind in types) for p in precisions},
+            "memory_bandwidth": max(kind.memory_bandwidth for kind in types),
+            "launch": min(kind.launch for kind in types),
+            "dispatch": min(kind.dispatch for kind in types),
+            "memory_sizes": (),
+            "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
+            "attention_efficiency": max(kind.attention_efficiency for kind in types),
+            "memory_efficiency": {
+                name: max(
+                    kind.memory_efficiency.get(name, kind.memory_efficiency.get("default", 1.0)) for kind in types
+                )
+                for name in kernels
+            },
+            "overlap_slowdown": min(kind.overlap_slowdown for kind in types),
+        }
+    )
+
+
+def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Machine] | None) -> Relaxed:
+    """The best of each stage and of each boundary over ``candidates``, if these are all that count; else over all
+    placements there could be: a stage's smallest device is no larger than the last of as many of the largest."""
+    stages = mesh.get("pp", 1)
+    if candidates is not None:
+        capacity = tuple(max(of_stage) for of_stage in zip(*(m.capacity for m in candidates), strict=True))
+        boundaries = zip(*(m.links for m in candidates), strict=True)
+        return Relaxed(mesh, capacity, tuple(_best_link(boundary) for boundary in boundaries))
+    per_stage = topology.num_devices // stages
+    largest = np.sort(topology.usable)[::-1]
+    every = [level.shared(_most_share(topology)) for level in topology.levels]
+    links = [Link(name=level.name, bandwidth=level.bandwidth, latency=level.latency, level=-1) for level in every]
+    for name, matrix in topology.pattern_kinds:
+        latency = topology.patterns[name].latency
+        links.append(Link(name=name, bandwidth=float(matrix.max()), latency=latency, level=-1))
+    links += topology.own_links.values()
+    return Relaxed(mesh, (int(largest[per_stage - 1]),) * stages, (_best_link(links),) * (stages - 1))
+
+
+def _most_share(topology: Topology) -> float:
+    return max(1.0, float(topology.network_share.max()))
+
+
+def _best_link(links: Sequence[Link]) -> Link:
+    bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
+    return Link(name="best", bandwidth=bandwidth, latency=latency, level=-1)
+
+
+def best_group(topology: Topology, size: int) -> Group:
+    """A group in which no collective takes longer than over any ``size`` devices: it starts at once, and every device
+    sends and receives over all of its links."""
+    rates = [0.0]
+    for level in topology.levels:
+        own = level.shared(_most_share(topology))
+        rates += [rate for _, _, rate in own.all_reduce] or [own.bandwidth * own.efficiency]
+    inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])
+    of_device: dict[int, float] = {}
+    for pair, link in topology.own_links.items():
+        for i in pair:
+            of_device[i] = of_device.get(i, 0.0) + link.bandwidth
+    rate = max([inside, *of_device.values()])
+    return Group(size, (Tier(Level(name="best", bandwidth=rate, latency=0.0), size, 1),))
+
+
+def stage_speeds(speeds: Vector, counts: NDArray[np.int64], stages: int) -> Vector:
+    """The greatest speeds that ``stages`` can have if each goes at its slowest device's, fastest first.
+
+    ``speeds``: of kinds of devices, of which there are ``counts``.
+    """
+    order = np.argsort(-speeds, kind="stable")
+    per_stage = int(counts.sum()) // stages
+    last = np.arange(1, stages + 1) * per_stage
+    found: Vector = speeds[order][np.searchsorted(np.cumsum(counts[order]), last)]
+    return found

@@ -1,0 +1,73 @@
+"""What the calls of blocks take on the different seats of a machine: on a kind of device, over groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from partitioner.cost.calls import CallCost, call_costs
+from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.spread import NO_SPREAD, Spread
+from partitioner.topology.model import Topology
+from passes.blocks import Block
+from passes.collectives import collective_name
+
+Costs = dict[str, CallCost]  # by block
+
+
+@dataclass
+class SeatCosts:
+    """Costs of the local graphs ``blocks``, each found once per seat."""
+
+    blocks: Mapping[str, Block]
+    topology: Topology
+    train: bool = True
+    _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
+    _of_stage: dict[tuple[tuple[Seat, ...], Spread], Costs] = field(default_factory=dict)
+
+    @cached_property
+    def _axes(self) -> frozenset[str]:
+        """The mesh axes over which blocks communicate."""
+        nodes = [
+            n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
+        ]
+        return frozenset(a for node in nodes for a in node.args if isinstance(a, str))
+
+    def at(self, seat: Seat, spread: Spread = NO_SPREAD) -> Costs:
+        """The costs on one seat, of calls that are spread like this."""
+        seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
+        if (seat, spread) not in self._of_seat:
+            device = self.topology.paced_type(seat.kind, seat.speed)
+            groups = dict(seat.groups)
+            self._of_seat[seat, spread] = {
+                name: call_costs(block, device, groups, train=self.train, spread=spread)
+                for name, block in self.blocks.items()
+            }
+        return self._of_seat[seat, spread]
+
+    def of_stage(self, seats: tuple[Seat, ...], spread: Spread = NO_SPREAD) -> Costs:
+        """The costs on a stage, whose ranks wait for the slowest; one and the same dict for the same seats."""
+        key = seats, spread
+        if key not in self._of_stage:
+            costs = [self.at(seat, spread) for seat in seats]
+            self._of_stage[key] = costs[0] if len(costs) == 1 else _slowest(costs)
+        return self._of_stage[key]
+
+    def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
+        """For each stage of ``machine``."""
+        return tuple(self.of_stage(seats, machine.spread) for seats in machine.seats)
+
+
+def _slowest(costs: list[Costs]) -> Costs:
+    """Call by call the most seconds."""
+    return {
+        name: replace(
+            costs[0][name],
+            forward_s=max(c[name].forward_s for c in costs),
+            backward_s=max(c[name].backward_s for c in costs),
+            forward_comm_s=max(c[name].forward_comm_s for c in costs),
+            backward_comm_s=max(c[name].backward_comm_s for c in costs),
+        )
+        for name in costs[0]
+    }

@@ -1,0 +1,166 @@
+"""Placements for clusters whose devices or links are not all alike.
+
+First tensor groups: inside each node (or, where nodes are too small, in the whole) the devices are cut into groups that
+are alike and well linked, nodes of one kind all in the same way. Then the order of nodes and groups: sorted by speed,
+memory or links outward, either way round, neighbours beside each other, so that stages get devices that are alike. Over
+each order the axes are nested in every way that two levels allow. What is left, which group goes to which stage, is
+settled by trying: all orders of few groups, else exchanges (see ``placement.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise, permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.solve.linked import aligned, linked_groups
+from partitioner.solve.nesting import all_nestings
+from partitioner.topology.model import Topology
+from runtime.program import AXES
+
+Ints = NDArray[np.int64]
+
+_TEMPLATE = 16  # devices of an island that are cut by their links; larger ones are cut in order
+_FEW = 5  # groups of which every order is tried
+_EVERY = 4  # devices of which every order is tried
+MOST = 200  # candidates
+
+
+def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
+    """Placements that may be good, each once, shape ``[ranks]``; ranks on their namesakes come first."""
+    num = topology.num_devices
+    plain = np.arange(num)
+    if num <= _EVERY:
+        return [np.array(order) for order in permutations(range(num))]
+    size = group_size(mesh)
+    found: dict[bytes, Ints] = {plain.tobytes(): plain}
+    for devices in _straddling(topology, mesh, size):
+        found.setdefault(devices.tobytes(), devices)
+    for order in _orders(topology, size):
+        for devices in _nested(topology, mesh, order, size):
+            found.setdefault(devices.tobytes(), devices)
+    return list(islice(found.values(), MOST))
+
+
+def group_size(mesh: Mapping[str, int]) -> int:
+    """Ranks that differ in neither ``pp`` nor ``dp``: what is placed as one."""
+    return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
+
+
+def complete(topology: Topology) -> bool:
+    """Whether :func:`arrangements` are all there are."""
+    return topology.num_devices <= _EVERY
+
+
+def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
+    """Every nesting in nodes that groups of ``size`` do not fit."""
+    per_node = {group.devices for group in topology.nodes}
+    if len(per_node) == 1 and (devices := min(per_node)) % size:
+        levels = [n for n in (devices, topology.num_devices) if n > 1]
+        yield from all_nestings(tuple(mesh.get(axis, 1) for axis in AXES), levels)
+
+
+def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
+    """The axes over the devices in this ``order``, their groups together."""
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    groups = order.reshape(-1, size)
+    if len(groups) <= _FEW:
+        yield from (groups[list(p)].reshape(-1) for p in permutations(range(len(groups))))
+        return
+    yield order
+    outer = tuple(n if axis in ("pp", "dp") else 1 for axis, n in zip(AXES, sizes, strict=True))
+    nodes = {group.devices for group in topology.nodes}
+    levels = [max(1, min(nodes) // size)] if len(nodes) == 1 and min(nodes) % size == 0 else [1]
+    levels = [level for level in (*levels, len(groups)) if level > 1]
+    pp, dp = outer[0], outer[1]
+    yield groups.reshape(dp, pp, size).transpose(1, 0, 2).reshape(-1)
+    yield from (groups[nest].reshape(-1) for nest in all_nestings(outer, levels))
+
+
+def _orders(topology: Topology, size: int) -> Iterator[Ints]:
+    """All devices in orders that put what is alike, or near, beside each other."""
+    features = _features(topology)
+    by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
+    near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
+    first = np.searchsorted(topology.node_of, np.arange(topology.num_nodes))
+    templates: dict[tuple[bytes, int], list[int]] = {}
+    whole = any(group.devices % size for group in topology.nodes)
+    num_features = features.shape[1]
+    for key in range(num_features):
+        for sign in (-1, 1):
+            columns = [sign * by_node[:, (key + k) % num_features] for k in range(num_features)]
+            for keys in ([*columns, *near[:, first]], [*near[:-1, first], *columns]):
+                nodes = np.lexsort([np.arange(topology.num_nodes), *keys[::-1]])
+                if whole:
+                    yield _whole(topology, size, features, sign, key, nodes)
+                else:
+                    yield np.concatenate([_inside(topology, n, size, features, sign, key, templates) for n in nodes])
+
+
+def _features(topology: Topology) -> NDArray[np.float64]:
+    """Of every device speed, memory and links outward, shape ``[num_devices, 3]``; more is better."""
+    paces, of_device = topology.paces
+    speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
+    outward = topology.network_share.copy()
+    for (i, j), link in topology.own_links.items():
+        if topology.node_of[i] != topology.node_of[j]:
+            outward[i] += link.bandwidth
+            outward[j] += link.bandwidth
+    return np.stack([speed, topology.usable.astype(np.float64), outward], axis=1)
+
+
+def _inside(
+    topology: Topology,
+    node: int,
+    size: int,
+    features: NDArray[np.float64],
+    sign: int,
+    key: int,
+    templates: dict[tuple[bytes, int], list[int]],
+) -> Ints:
+    """The devices of a node, cut into groups; nodes that look the same are cut in the same way."""
+    devices = np.flatnonzero(topology.node_of == node)
+    own = features[devices]
+    if len(devices) == 1 or (size == len(devices)) or _plain(topology, devices, own):
+        return devices
+    linked = topology.links_between(devices)[0] if len(devices) <= _TEMPLATE else own
+    seen = (linked.tobytes() + own.tobytes(), 0 if len(np.unique(own, axis=0)) == 1 else sign * (key + 1))
+    if seen not in templates:
+        start = int(devices[0])
+        templates[seen] = [d - start for d in _cut(topology, devices.tolist(), size, features, sign, key)]
+    return np.asarray(devices[0] + np.array(templates[seen]), dtype=np.int64)
+
+
+def _plain(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
+    """Whether it is all one how a node is cut."""
+    direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
+    return not direct and len(np.unique(own, axis=0)) == 1
+
+
+def _whole(topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints) -> Ints:
+    """All devices, cut into groups that need not respect nodes."""
+    order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
+    return np.array(_cut(topology, order.tolist(), size, features, sign, key))
+
+
+def _cut(
+    topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
+) -> list[int]:
+    """``devices`` sorted, in groups of ``size``; where a group's links to the one before differ, its members in the
+    order that links them best."""
+    rows = features[devices]
+    columns = [sign * rows[:, (key + k) % rows.shape[1]] for k in range(rows.shape[1])]
+    devices = [devices[i] for i in np.lexsort(columns[::-1])]
+    if len(devices) > _TEMPLATE:
+        return devices
+    _, classes = np.unique(features[devices], axis=0, return_inverse=True)
+    groups = linked_groups(topology, devices, size, classes.reshape(-1).tolist())
+    place = {device: k for k, device in enumerate(devices)}
+    groups.sort(key=lambda group: min(place[d] for d in group))
+    for before, group in pairwise(groups):
+        bandwidth = topology.links_between([*before, *group])[0][:size, size:]
+        group[:] = [group[k] for k in aligned(bandwidth)]
+    return [device for group in groups for device in group]

@@ -1,0 +1,85 @@
+"""Cut devices into groups of one size so that links inside groups are wide: a set partition, solved by CP-SAT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import linear_sum_assignment
+from ortools.sat.python import cp_model
+
+from partitioner.topology.fabric import Floats
+from partitioner.topology.groups import group_of
+from partitioner.topology.model import Topology
+
+Ints = NDArray[np.int64]
+
+MOST_GROUPS = 2000  # possible groups that are looked at: any 4 of 16 devices are 1820
+_SECONDS = 5.0  # deterministic ones, far above what these problems take
+
+
+def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
+    """``devices`` in groups of ``size``: of equal ``classes`` first, then the widest narrowest group, then the widest
+    links in all. Where there are too many possible groups, or no difference between them, as they come.
+    """
+    n = len(devices)
+    plain = [list(devices[i : i + size]) for i in range(0, n, size)]
+    bandwidth = topology.links_between(np.array(devices))[0]
+    apart = bandwidth[~np.eye(n, dtype=bool)]
+    alike = len(set(classes)) == 1 and len(np.unique(apart)) <= 1
+    if size in (1, n) or alike or comb(n, size) > MOST_GROUPS:
+        return plain
+    groups = list(combinations(range(n), size))
+    mixed = [len({classes[i] for i in g}) - 1 for g in groups]
+    rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups]
+    inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups]
+    chosen = _partition(n, groups, [mixed, _ranks(rate), _ranks(inside)])
+    return [[devices[i] for i in groups[k]] for k in chosen]
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    """The place of each value among the different ones, rounded to what a float keeps of a sum."""
+    rounded = [float(f"{value:.9g}") for value in values]
+    order = {value: k for k, value in enumerate(sorted(set(rounded)))}
+    return [order[value] for value in rounded]
+
+
+def _partition(n: int, groups: Sequence[tuple[int, ...]], goals: Sequence[Sequence[int]]) -> list[int]:
+    """The groups of a partition of ``n`` things, by three goals one after the other: the least sum of the first, the
+    greatest minimum of the second, the greatest sum of the third."""
+    model = cp_model.CpModel()
+    taken = [model.new_bool_var(f"group {g}") for g in groups]
+    for i in range(n):
+        model.add_exactly_one(taken[k] for k, group in enumerate(groups) if i in group)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = _SECONDS
+    chosen: list[int] = []
+    least = model.new_int_var(0, max(goals[1]), "narrowest")
+    for k, value in enumerate(goals[1]):
+        model.add(least <= value).only_enforce_if(taken[k])
+    totals = [sum(v * t for v, t in zip(goal, taken, strict=True)) for goal in goals]
+    for sense, goal in ((-1, totals[0]), (1, least), (1, totals[2])):
+        model.maximize(sense * goal)
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            break
+        chosen = [k for k, t in enumerate(taken) if solver.boolean_value(t)]
+        model.add(sense * goal >= round(solver.objective_value))
+    assert chosen, (n, len(groups))
+    return chosen
+
+
+def aligned(bandwidth: Floats) -> list[int]:
+    """For each row a column of its own, so that the narrowest link is as wide as can be, and then all of them."""
+    levels = np.unique(bandwidth)[::-1]
+    rank = np.searchsorted(-levels, -bandwidth)
+    costs = (len(bandwidth) + 1) ** np.minimum(rank, 12)  # one narrower link outweighs all wider ones
+    assignment = linear_sum_assignment.SimpleLinearSumAssignment()
+    rows, columns = np.indices(bandwidth.shape)
+    assignment.add_arcs_with_cost(rows.ravel(), columns.ravel(), costs.ravel())
+    status = assignment.solve()
+    assert status == assignment.OPTIMAL, status
+    return [assignment.right_mate(i) for i in range(len(bandwidth))]

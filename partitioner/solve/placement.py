@@ -1,0 +1,177 @@
+"""Map the ranks of a mesh to devices: the placement whose plan takes least.
+
+Where devices and levels are all alike, the placements differ only in which axis spans which level
+(``nesting.py``). Elsewhere tensor groups are formed by their links and ordered by what their devices can do
+(``arrangement.py``), and groups are exchanged between stages as long as that helps. Whatever is tried is judged by the
+cost model that judges the plan; ranks on their namesakes are always tried, so no placement is worse than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.machine import Machine
+from partitioner.errors import CapacityError
+from partitioner.solve.arrangement import arrangements, complete, group_size
+from partitioner.solve.nesting import equal_levels, fits, nestings
+from partitioner.topology.model import Topology
+from passes.errors import PartitionError
+from runtime.program import AXES
+
+Ints = NDArray[np.int64]
+Result = TypeVar("Result")
+Key = tuple[int, ...]
+
+_BETTER = 1e-9  # of a cost: what rounding may differ by
+_EXCHANGES = 120  # placements that exchanges may judge for one mesh
+_LOOKS = 400  # and look at
+_KEPT = 8  # placements of a mesh that are judged again for every microbatch
+_MOST_GROUPS = 64  # that are exchanged
+
+
+@dataclass(frozen=True)
+class Found(Generic[Result]):
+    """The best placement that was tried: its cost, and what judging it gave."""
+
+    machine: Machine
+    cost: float
+    result: Result
+
+
+@dataclass
+class Placements:
+    """The placements of one topology, found once for each mesh. ``precision``: that of most of the work."""
+
+    topology: Topology
+    precision: str = "bf16"
+    _levels: tuple[int, ...] | None = field(init=False)
+    _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
+    _exchanged: set[Key] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._levels = equal_levels(self.topology)
+
+    def nested(self, mesh: Mapping[str, int]) -> bool:
+        """Whether all devices are alike, and all groups of a level, and ``mesh`` fits them."""
+        return self._levels is not None and fits(mesh, self._levels)
+
+    def complete(self, mesh: Mapping[str, int]) -> bool:
+        """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
+        return self.nested(mesh) or complete(self.topology)
+
+    def candidates(self, mesh: Mapping[str, int]) -> list[Machine]:
+        """What is tried for ``mesh``, of placements that cost the same one each."""
+        key = _key(mesh)
+        if key not in self._candidates:
+            if self._levels is not None and self.nested(mesh):
+                made = nestings(self.topology, mesh, self._levels)
+            else:
+                made = arrangements(self.topology, mesh)
+            machines = [Machine(self.topology, mesh, self.precision, devices) for devices in made]
+            if not self.nested(mesh):
+                machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
+            self._candidates[key] = machines
+        return self._candidates[key]
+
+    def best(self, mesh: Mapping[str, int], judge: Callable[[Machine], tuple[float, Result]]) -> Found[Result]:
+        """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
+
+        Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
+        """
+        best: Found[Result] | None = None
+        errors: list[PartitionError] = []
+        costs: list[tuple[float, int]] = []
+        machines = self.candidates(mesh)
+        for number, machine in enumerate(machines):
+            found = _judged(machine, judge, errors)
+            if found is not None:
+                costs.append((found.cost, number))
+                best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
+        key = _key(mesh)
+        if best is not None and not self.complete(mesh) and key not in self._exchanged:
+            self._exchanged.add(key)
+            improved = self._exchange(best, judge, errors)
+            # for other microbatches of this mesh the best ones, and ranks on their namesakes, are enough
+            kept = sorted({0, *(number for _, number in sorted(costs)[:_KEPT])})
+            self._candidates[key] = [machines[number] for number in kept]
+            if improved is not best:
+                self._candidates[key].append(improved.machine)
+                best = improved
+        if best is None:
+            short = [error for error in errors if isinstance(error, CapacityError)]
+            raise min(short, key=lambda error: error.missing_bytes) if short else errors[0]
+        return best
+
+    def _exchange(
+        self, best: Found[Result], judge: Callable[[Machine], tuple[float, Result]], errors: list[PartitionError]
+    ) -> Found[Result]:
+        """Exchange groups between stages, and stages with each other, until nothing helps."""
+        mesh = best.machine.mesh
+        seen = {signature(machine) for machine in self.candidates(mesh)}
+        left, looks = _EXCHANGES, _LOOKS
+        improved = True
+        while improved and left > 0 and looks > 0:
+            improved = False
+            for devices in _neighbours(np.asarray(best.machine.devices), mesh):
+                machine = Machine(self.topology, mesh, self.precision, devices)
+                mark = signature(machine)
+                looks -= 1
+                if left <= 0 or looks <= 0:
+                    break
+                if mark in seen:
+                    continue
+                seen.add(mark)
+                left -= 1
+                found = _judged(machine, judge, errors)
+                if found is not None and found.cost < best.cost * (1 - _BETTER):
+                    best, improved = found, True
+                    break
+        return best
+
+
+def signature(machine: Machine) -> Hashable:
+    """Equal for placements that cost the same."""
+    wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
+    together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
+    across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
+    links = tuple((link.bandwidth, link.latency) for link in machine.links)
+    return machine.seats, machine.capacity, links, tuple(together), across
+
+
+def _neighbours(devices: Ints, mesh: Mapping[str, int]) -> Iterator[Ints]:
+    """Two stages exchanged, then two groups of different stages."""
+    stages = mesh.get("pp", 1)
+    by_stage = devices.reshape(stages, -1)
+    for a, b in combinations(range(stages), 2):
+        order = list(range(stages))
+        order[a], order[b] = b, a
+        yield by_stage[order].reshape(-1)
+    groups = devices.reshape(-1, group_size(mesh))
+    if len(groups) > _MOST_GROUPS:
+        return
+    per_stage = len(groups) // stages
+    for a, b in combinations(range(len(groups)), 2):
+        if a // per_stage != b // per_stage:
+            order = list(range(len(groups)))
+            order[a], order[b] = b, a
+            yield groups[order].reshape(-1)
+
+
+def _judged(
+    machine: Machine, judge: Callable[[Machine], tuple[float, Result]], errors: list[PartitionError]
+) -> Found[Result] | None:
+    try:
+        return Found(machine, *judge(machine))
+    except PartitionError as error:
+        errors.append(error)
+        return None
+
+
+def _key(mesh: Mapping[str, int]) -> Key:
+    return tuple(mesh.get(axis, 1) for axis in AXES)

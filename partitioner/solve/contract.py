@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from partitioner.solve.presolve import Choices, InfeasibleError, Table, Vector
 
@@ -147,8 +146,3 @@ class Contraction:
                 self.tables[i, j] = rest
             else:
                 del self.tables[i, j]
-
-
-def offsets(sizes: Iterable[int]) -> NDArray[np.intp]:
-    """Where each of consecutive pieces of ``sizes`` begins, and the end."""
-    return np.concatenate([[0], np.cumsum(list(sizes))]).astype(np.intp)

@@ -44,7 +44,7 @@ def solve_large(
         if small:
             bounds = [bound]
             half = time.perf_counter() + 0.6 * (until - time.perf_counter())
-            solved = solve_part(state, [i for i in problem.nodes], exact, half, bounds)
+            solved = solve_part(state, problem.nodes, exact, half, bounds)
             bound = max(bounds)
             if solved is not None:
                 return problem.choice(state.choice), bound

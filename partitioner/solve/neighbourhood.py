@@ -22,7 +22,8 @@ Exact = Callable[
 ]
 
 _FIRST_ROWS, _MORE_ROWS, _ROUNDS = 24, 16, 12
-_PART_SECONDS = 4.0  # of a part that is neither too small to help nor too large to be solved often
+_MOST_ENTRIES = 20_000
+_PART_SECONDS = 2.0  # of a part that is neither too small to help nor too large to be solved often
 
 
 def solve_part(
@@ -109,6 +110,8 @@ class Neighbourhoods:
             self._untried = self.rng.permutation([i for i in self.state.nodes if len(self.state.costs[i]) > 1]).tolist()
         part, entries = dict[int, None](), 0
         edge, seen = [self._untried.pop()], set[int]()
+        if self.rng.random() < 0.5:
+            edge += self._sharing(edge[0])
         while edge and entries < self.size:
             node = edge.pop(int(self.rng.integers(len(edge))))
             if node in seen:
@@ -123,6 +126,16 @@ class Neighbourhoods:
             edge += near
         return list(part)
 
+    def _sharing(self, node: int) -> list[int]:
+        """Some of the nodes that use memory at the fullest time of ``node``."""
+        stretches = self.state.stretches
+        if node not in stretches:
+            return []
+        first, last = stretches[node].breaks[[0, -1]]
+        row = first + int((self.state.profile - self.state.room)[first:last].argmax())
+        live = [i for i, s in stretches.items() if i != node and s.breaks[0] <= row < s.breaks[-1]]
+        return [int(i) for i in self.rng.permutation(live)[:20]]
+
     def improve(self, exact: Exact, until: float) -> None:
         """Solves parts until the time is up."""
         while time.perf_counter() < until - 0.2:
@@ -132,4 +145,4 @@ class Neighbourhoods:
             if found is None or took > _PART_SECONDS:
                 self.size = max(500, int(self.size * 0.7))
             elif took < _PART_SECONDS / 2:
-                self.size = int(self.size * 1.1) + 1
+                self.size = min(int(self.size * 1.05) + 1, _MOST_ENTRIES)

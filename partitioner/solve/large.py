@@ -15,11 +15,13 @@ import numpy as np
 from partitioner.solve.contract import Contraction
 from partitioner.solve.localsearch import State
 from partitioner.solve.memory import Memory, stretches
+from partitioner.solve.messages import Dual
 from partitioner.solve.neighbourhood import Exact, Neighbourhoods, solve_part
 from partitioner.solve.presolve import Table, Vector
 
 WHOLE_ENTRIES = 120_000  # of all tables: at most so many are given to the exact solver at once
-_PART_ENTRIES = 8_000
+_PART_ENTRIES = 20_000
+_DUAL_SHARE = 0.08  # of the time
 
 
 def solve_large(
@@ -38,9 +40,14 @@ def solve_large(
     state = State(problem.nodes, problem.costs, problem.tables, found, room)
     rng = np.random.default_rng(0)
     bound = sum(float(problem.costs[i].min()) for i in problem.nodes)
-    state.descend(rng, until)
+    state.descend(rng, time.perf_counter() + 0.2 * (until - time.perf_counter()))
     small = sum(t.size for t in problem.tables.values()) <= WHOLE_ENTRIES
     if state.overflow <= 0.0:
+        if not small:
+            now = time.perf_counter()
+            dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
+            raised = dual.ascend(state.cost(), now + _DUAL_SHARE * (until - now))
+            bound = max(bound, raised - 1e-9 * abs(raised))
         if small:
             bounds = [bound]
             half = time.perf_counter() + 0.6 * (until - time.perf_counter())

@@ -9,6 +9,7 @@ Werner, 2007; Globerson and Jaakkola, 2007).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class Dual:
             g.to_first[:] += 0.5 * rest.min(axis=2) - mine
             g.to_second[:] += 0.5 * rest.min(axis=1) - other
         edges = np.append(self._begin, len(belief))
-        chosen = np.array([a + int(belief[a:b].argmin()) for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        chosen = np.array([a + int(belief[a:b].argmin()) for a, b in itertools.pairwise(edges)])
         return bound, chosen
 
     def ascend(self, upper: float, until: float, rounds: int = 10_000) -> float:

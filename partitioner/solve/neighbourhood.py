@@ -22,7 +22,7 @@ Exact = Callable[
 ]
 
 _FIRST_ROWS, _MORE_ROWS, _ROUNDS = 24, 16, 12
-_MOST_ENTRIES = 20_000
+_MOST_ENTRIES = 100_000
 _PART_SECONDS = 2.0  # of a part that is neither too small to help nor too large to be solved often
 
 

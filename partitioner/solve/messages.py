@@ -74,7 +74,7 @@ class Dual:
         """Per choice, what its memory costs at the present prices."""
         total = np.concatenate([[0.0], np.cumsum(self.prices)])
         weights = self._usage * (total[self._to] - total[self._from])
-        return np.bincount(self._choice, weights, minlength=len(self.cost))
+        return np.bincount(self._choice, weights, minlength=len(self.cost)).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
         """The memory of an assignment, given as places in the array of all choices."""
@@ -83,7 +83,7 @@ class Dual:
         entry = taken[self._choice].nonzero()[0]
         change = np.bincount(self._from[entry], self._usage[entry], minlength=len(self.room) + 1)
         change -= np.bincount(self._to[entry], self._usage[entry], minlength=len(self.room) + 1)
-        return np.cumsum(change)[:-1]
+        return np.cumsum(change)[:-1].astype(np.float64)
 
     def _beliefs(self) -> Vector:
         belief = self.cost + self.priced()

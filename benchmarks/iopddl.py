@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import time
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def main() -> None:
     left = arguments.seconds - (time.perf_counter() - start) - margin
     answer = solve_assignment(problem, time_limit_s=max(left, 0.5))
     seconds = time.perf_counter() - start
-    print(json.dumps(dict(cost=answer.objective, bound=answer.bound, seconds=seconds, choice=answer.choice)))
+    print(json.dumps(dict(cost=answer.objective, bound=answer.bound, seconds=seconds, choice=answer.choice)), flush=True)
+    os._exit(0)  # the interpreter's own way out was seen to hang for minutes after many solves
 
 
 if __name__ == "__main__":

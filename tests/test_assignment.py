@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.solve import assignment
-from partitioner.solve.assignment import AssignmentProblem, Row, live_rows, solve_assignment
+from partitioner.solve import assignment, large
+from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
+from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
@@ -79,6 +80,35 @@ def test_presolve_keeps_an_optimum(problem: AssignmentProblem) -> None:
     choices = itertools.product(*(range(len(reduction.costs[i])) for i in left))
     best = min(problem.objective(reduction.restore(dict(zip(left, c, strict=True)))) for c in choices)
     assert best == pytest.approx(expected)
+
+
+@st.composite
+def memory_problems(draw: st.DrawFn) -> AssignmentProblem:
+    problem = draw(problems())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    usages = [rng.integers(0, 6, len(c)).astype(float) for c in problem.costs]
+    starts, lengths = rng.integers(0, 6, len(usages)), rng.integers(0, 5, len(usages))
+    intervals = [(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
+    return AssignmentProblem(problem.costs, problem.edges, memory=Memory(intervals, usages, float(rng.integers(6, 14))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(memory_problems(), st.sampled_from([0, 10**9]))
+def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: AssignmentProblem, whole: int) -> None:
+    expected = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "MANY_ENTRIES", -1)
+        patch.setattr(large, "WHOLE_ENTRIES", whole)
+        try:
+            answer = solve_assignment(problem, time_limit_s=0.5)
+        except (InfeasibleError, TimeLimitError):
+            return
+    assert math.isfinite(expected)
+    assert answer.bound <= expected * (1 + 1e-9) + 1e-12
+    assert expected <= answer.objective * (1 + 1e-9) + 1e-12
+    assert problem.objective(answer.choice) == answer.objective
+    if problem.memory is not None:
+        assert problem.memory.peak(answer.choice) <= problem.memory.limit
 
 
 def test_a_tree_is_solved_by_presolve_alone() -> None:

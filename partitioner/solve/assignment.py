@@ -25,10 +25,14 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
+from partitioner.solve.large import solve_large
+from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
 from passes.errors import PartitionError
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
+
+MANY_ENTRIES = 400_000  # of all tables: above, a problem with ``memory`` is searched instead of given to HiGHS whole
 
 
 class TimeLimitError(PartitionError):
@@ -45,11 +49,15 @@ class Row:
 
 @dataclass(frozen=True)
 class AssignmentProblem:
-    """``costs[i][p]``; ``edges`` of (i, j, table indexed [p, q]), of which a pair may have several; ``rows``."""
+    """``costs[i][p]``; ``edges`` of (i, j, table indexed [p, q]), of which a pair may have several; ``rows``.
+
+    ``memory`` limits what is live together; a large problem gives it so, and not as rows of hundreds of members.
+    """
 
     costs: Sequence[Vector]
     edges: Sequence[tuple[int, int, Table]]
     rows: Sequence[Row] = ()
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         for i, j, table in self.edges:
@@ -60,6 +68,8 @@ class AssignmentProblem:
     def objective(self, choice: Sequence[int]) -> float:
         """The cost of an assignment, infinite where it does what is forbidden or exceeds a limit."""
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
+            return float("inf")
+        if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
             return float("inf")
         nodes = sum(float(cost[p]) for cost, p in zip(self.costs, choice, strict=True))
         return nodes + sum(float(table[choice[i], choice[j]]) for i, j, table in self.edges)
@@ -119,7 +129,12 @@ def solve_assignment(
         TimeLimitError: none was found in time.
     """
     start = time.perf_counter()
-    reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in problem.rows])
+    rows = list(problem.rows)
+    if problem.memory is not None:
+        if not rows and sum(table.size for _, _, table in problem.edges) > MANY_ENTRIES:
+            return _solve_large(problem, problem.memory, start, time_limit_s)
+        rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
+    reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
     if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
@@ -140,6 +155,30 @@ def solve_assignment(
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
+
+
+def _solve_large(problem: AssignmentProblem, memory: Memory, start: float, time_limit_s: float) -> Assignment:
+    def exact(
+        costs: list[Vector],
+        tables: list[tuple[int, int, Table]],
+        rows: list[tuple[dict[int, Vector], float]],
+        seconds: float,
+    ) -> tuple[list[int], float] | None:
+        part = AssignmentProblem(costs, tables, [Row(usage, limit) for usage, limit in rows])
+        try:
+            answer = solve_assignment(part, time_limit_s=seconds)
+        except TimeLimitError:
+            return None
+        return answer.choice, answer.bound
+
+    choice, bound = solve_large(problem.costs, problem.edges, memory, exact, start + time_limit_s)
+    objective = problem.objective(choice)
+    if not np.isfinite(objective):
+        raise TimeLimitError(
+            f"no assignment within the memory limit of {memory.limit:g} was found in {time_limit_s:.1f} s "
+            f"(the best takes {memory.peak(choice):g}); allow more time or loosen the limit"
+        )
+    return Assignment(choice, objective, min(bound, objective), time.perf_counter() - start)
 
 
 def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[int] | None:

@@ -73,6 +73,7 @@ class Reduction:
         self.usage: list[dict[int, Vector]] = [{} for _ in costs]
         self.limits: list[float] = [limit for _, limit in rows]
         self.members: list[set[int]] = [set(usage) for usage, _ in rows]
+        self._changed: list[dict[int, None]] = [{} for _ in costs]  # per node: neighbours whose table is not normal
         self._done = [False] * len(self.costs)
         self._undo: list[_Function] = []
         self._queue: deque[int] = deque(range(len(self.costs)))
@@ -129,7 +130,11 @@ class Reduction:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise(self, node: int) -> bool:
-        for other in list(self.tables[node]):
+        changed, self._changed[node] = self._changed[node], {}
+        for other in changed:
+            if other not in self.tables[node]:
+                continue
+            self._changed[other].pop(node, None)
             table = self.tables[node][other]
             by_row = table.min(axis=1)
             if by_row.any():
@@ -143,7 +148,7 @@ class Reduction:
             if not table.any():
                 self._remove_table(node, other)
                 continue
-            self._set_table(node, other, table)
+            self.tables[node][other], self.tables[other][node] = table, table.T
             self._drop(other, np.isfinite(self.costs[other]))
         least = float(self.costs[node].min())
         if least and np.isfinite(least):
@@ -241,6 +246,7 @@ class Reduction:
     def _set_table(self, first: int, second: int, table: Table) -> None:
         self.tables[first][second] = table
         self.tables[second][first] = table.T
+        self._changed[first][second] = self._changed[second][first] = None
 
     def _add_table(self, first: int, second: int, table: Table) -> None:
         old = self.tables[first].get(second)

@@ -1,0 +1,68 @@
+"""Solves a public instance of the sharding problem, of the contest on intra-operator parallelism (google/iopddl).
+
+    python benchmarks/iopddl.py ../shared/iopddl/G.json.gz --seconds 60
+
+Prints one line of JSON: ``cost``, ``bound``, ``seconds`` (with reading the file), ``choice`` (strategy per node).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from partitioner.solve.assignment import AssignmentProblem, solve_assignment
+from partitioner.solve.memory import Memory
+
+FORBIDDEN = 1e18  # costs from here on mean that a choice is not allowed
+
+
+def read(path: Path) -> AssignmentProblem:
+    """The instance of a ``.json`` or ``.json.gz`` file. Tables that are equal are one array."""
+    raw = path.read_bytes()
+    data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["problem"]
+    arrays: dict[tuple[float, ...], np.ndarray] = {}
+
+    def numbers(values: list[float]) -> np.ndarray:
+        key = tuple(values)
+        if key not in arrays:
+            array = np.array(values, np.float64)
+            arrays[key] = np.where(array >= FORBIDDEN, np.inf, array)
+        return arrays[key]
+
+    nodes, edges = data["nodes"], data["edges"]
+    costs = [numbers(c) for c in nodes["costs"]]
+    tables = [
+        (i, j, numbers(table).reshape(len(costs[i]), len(costs[j])))
+        for (i, j), table in zip(edges["nodes"], edges["costs"], strict=True)
+    ]
+    intervals = [(start, end) for start, end in nodes["intervals"]]
+    limit = data.get("usage_limit")
+    memory = None
+    if limit is not None:
+        memory = Memory(intervals, [np.array(u, np.float64) for u in nodes["usages"]], float(limit))
+    return AssignmentProblem(costs, tables, memory=memory)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for everything, reading the file included")
+    arguments = parser.parse_args()
+    problem = read(arguments.file)
+    margin = 1.0 + 0.02 * arguments.seconds  # to check and print the answer
+    left = arguments.seconds - (time.perf_counter() - start) - margin
+    answer = solve_assignment(problem, time_limit_s=max(left, 0.5))
+    seconds = time.perf_counter() - start
+    print(json.dumps(dict(cost=answer.objective, bound=answer.bound, seconds=seconds, choice=answer.choice)), flush=True)
+    os._exit(0)  # the interpreter's own way out was seen to hang for minutes after many solves
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,8 @@ def main() -> None:
     left = arguments.seconds - (time.perf_counter() - start) - margin
     answer = solve_assignment(problem, time_limit_s=max(left, 0.5))
     seconds = time.perf_counter() - start
-    print(json.dumps(dict(cost=answer.objective, bound=answer.bound, seconds=seconds, choice=answer.choice)), flush=True)
+    result = {"cost": answer.objective, "bound": answer.bound, "seconds": seconds, "choice": answer.choice}
+    print(json.dumps(result), flush=True)
     os._exit(0)  # the interpreter's own way out was seen to hang for minutes after many solves
 
 

@@ -300,7 +300,7 @@ class Fixed(Placements):
     fixed: np.ndarray[Any, np.dtype[np.int64]]
 
 
-def times_of_all(work: Job, mesh: dict[str, int], size: int) -> list[float]:
+def times_of_all(work: Job, point: Point) -> list[float]:
     """The step times of all placements, each kind once."""
     evaluator = Evaluator(work)
     placements = Fixed(work.topology, "bf16")
@@ -308,16 +308,18 @@ def times_of_all(work: Job, mesh: dict[str, int], size: int) -> list[float]:
     seen, times = set(), []
     for order in permutations(range(work.topology.num_devices)):
         placements.fixed = np.array(order)
-        mark = signature(Machine(work.topology, mesh, "bf16", placements.fixed))
+        mark = signature(Machine(work.topology, point.grid, "bf16", placements.fixed))
         if mark not in seen:
             seen.add(mark)
             with suppress(PartitionError):
-                times.append(evaluator.solve(mesh, size, "1f1b").estimate.step_time)
+                times.append(evaluator.solve(point).estimate.step_time)
     return times
 
 
 def grid(nodes: int, devices: int) -> str:
+    """Nodes whose hosts take no time: a model as small as the tests' would be bound by nothing else."""
     return f"""
+types: {{a100-80gb: {{like: a100-80gb, dispatch: 0}}}}
 nodes: [{{type: a100-80gb, devices: {devices}, count: {nodes}}}]
 levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 5 GB/s, latency: 19 us}}]
 """
@@ -345,10 +347,10 @@ def test_no_placement_is_better_and_none_is_below_the_bounds(cluster: str, mesh:
     pp, dp, tp = mesh
     work = job(loads(cluster), 6 if dp == 3 or tp == 3 else 8)
     point = Point(pp, dp, tp, 1)
-    chosen = Evaluator(work).solve(point.mesh, 1, "1f1b")
-    times = times_of_all(work, point.mesh, 1)
+    chosen = Evaluator(work).solve(point)
+    times = times_of_all(work, point)
     assert chosen.estimate.step_time <= min(times) * (1 + 1e-9)
-    bounds = ModelBounds(work.model, work.global_batch, work.topology)
+    bounds = ModelBounds(work)
     assert float(bounds.times([point])[0]) <= bounds.refine(point) <= min(times) / (1 + SLACK) * (1 + 2 * SLACK)
 
 

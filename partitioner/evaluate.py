@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.cost.axes import TensorCosts
@@ -12,9 +14,10 @@ from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import expert_region
-from partitioner.cost.states import state_costs
+from partitioner.cost.states import StateCost, state_costs
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
+from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
@@ -103,6 +106,7 @@ class Evaluator:
     _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
     _costs: dict[tuple[int, int, bool], SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
+    _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
         """The best plan of one candidate.
@@ -116,16 +120,10 @@ class Evaluator:
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
 
+        states = self._states(point, key, local)
+
         def judge(machine: Machine) -> tuple[float, tuple[StageProblem, StageSplit, Estimate]]:
             machine = job.dressed(machine, point)
-            states = state_costs(
-                local.model.states,
-                local.sharding.states,
-                machine.mesh,
-                optimizer=job.optimizer,
-                train=job.train,
-                sharded=machine.sharded(job.experts),
-            )
             problem = stage_problem(
                 local.model,
                 costs.at(self._reference_seat(point.tp), machine.spread),
@@ -143,7 +141,18 @@ class Evaluator:
             expected = estimate(problem, split, states, machine, job.flops)
             return expected.step_time, (problem, split, expected)
 
-        found = self.placements.best(point.grid, judge)
+        def least(machine: Machine) -> float:
+            """Stages that are all as fast as the best and hold the same share of the work."""
+            by_stage = costs.by_stage(job.dressed(machine, point))
+            often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
+            sums = [
+                sum(n * (of[b].forward_total_s + of[b].backward_total_s * job.train) for b, n in often.items())
+                for of in {id(of): of for of in by_stage}.values()
+            ]
+            bubble = PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.virtual_stages)
+            return min(sums) * ((num_microbatches - bubble) / point.pp + bubble)
+
+        found = self.placements.best(point.grid, judge, least)
         problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
@@ -161,6 +170,22 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
         )
+
+    def _states(self, point: Point, key: tuple[int, int, bool], local: LocalModel) -> dict[str, StateCost]:
+        """What states cost a rank, which does not depend on where it is."""
+        held = point.replicas > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
+        if held not in self._held:
+            job = self.job
+            machine = job.dressed(Machine(job.topology, point.grid), point)
+            self._held[held] = state_costs(
+                local.model.states,
+                local.sharding.states,
+                point.grid,
+                optimizer=job.optimizer,
+                train=job.train,
+                sharded=machine.sharded(job.experts),
+            )
+        return self._held[held]
 
     @cached_property
     def placements(self) -> Placements:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +204,7 @@ class ModelBounds:
         self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
+        self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
 
     @cached_property
     def model_flops(self) -> float:
@@ -306,7 +307,10 @@ class ModelBounds:
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
-        shares = {}
+        key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.replicas, point.expert_replicas)
+        if key in self._shares:
+            return self._shares[key]
+        shares = self._shares[key] = {}
         for name, cost in self.states.items():
             expert = name in self.job.experts
             parts = point.expert_tp * point.ep if expert else point.tp

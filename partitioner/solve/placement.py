@@ -79,16 +79,27 @@ class Placements:
             self._candidates[key] = machines
         return self._candidates[key]
 
-    def best(self, mesh: Mapping[str, int], judge: Callable[[Machine], tuple[float, Result]]) -> Found[Result]:
+    def best(
+        self,
+        mesh: Mapping[str, int],
+        judge: Callable[[Machine], tuple[float, Result]],
+        least: Callable[[Machine], float] | None = None,
+    ) -> Found[Result]:
         """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
 
+        ``least``: what ``judge`` cannot go below, quickly; what cannot be better is then not judged.
         Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
         """
         best: Found[Result] | None = None
         errors: list[PartitionError] = []
         costs: list[tuple[float, int]] = []
         machines = self.candidates(mesh)
-        for number, machine in enumerate(machines):
+        floors = [0.0 if least is None else least(machine) for machine in machines]
+        for number in sorted(range(len(machines)), key=floors.__getitem__):
+            if best is not None and floors[number] >= best.cost:
+                costs.append((floors[number], number))
+                continue
+            machine = machines[number]
             found = _judged(machine, judge, errors)
             if found is not None:
                 costs.append((found.cost, number))

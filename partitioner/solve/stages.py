@@ -164,18 +164,19 @@ class _Splitter:
 
     def plan(self, stage: int, start: int, stop: int) -> StagePlan:
         problem, tables = self.problem, self.tables
-        recomputed = tables.recomputed(stage)
+        here = np.array([start]), np.array([stop])
+        recomputed = tables.recomputed(stage, *here)
         forward, backward = tables.seconds(stage)
         before, after = tables.transfers(stage)
         return StagePlan(
             start=start,
             stop=stop,
-            recompute=int(recomputed[start, stop]),
+            recompute=int(recomputed[0]),
             forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
             backward_s=float(backward[start, stop]) if problem.train else 0.0,
-            recompute_s=float(tables.again(stage, recomputed)[start, stop]),
+            recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
             transfer_s=float(before[start, 0] + after[0, stop]),
-            memory=round(float(tables.memory(stage, recomputed)[start, stop])),
+            memory=round(float(tables.memory(stage, *here, recomputed)[0])),
         )
 
 

@@ -114,16 +114,36 @@ class StageTables:
         self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
         self._seconds: dict[int, tuple[Table, Table]] = {}  # by the identity of a pace
         self.allowed = self._allowed()
-        self.times: list[Table] = []
-        self.least_memory: list[Table] = []
-        self._recomputed: dict[int, Counts] = {}
-        for stage in range(p):
-            again = self.recomputed(stage)
-            memory = self.memory(stage, again)
-            fits = self.allowed[stage] & (memory <= problem.capacity[stage] + _ROUNDING_BYTES)
-            self.times.append(np.where(fits, self.time(stage, again), np.inf))
-            least = np.minimum(memory, self._most_saved(stage))
-            self.least_memory.append(np.where(self.allowed[stage], least, np.inf))
+        self.times = [self._times(stage) for stage in range(p)]
+
+    @cached_property
+    def least_memory(self) -> list[Table]:
+        """Peak bytes of every segment on every stage, where as much is recomputed as may be."""
+        tables = []
+        for stage, allowed in enumerate(self.allowed):
+            least = np.minimum(self._plain(stage), self._most_saved(stage))
+            tables.append(np.where(allowed, least, np.inf))
+        return tables
+
+    def _times(self, stage: int) -> Table:
+        """Seconds of every segment, with as few calls recomputed as memory demands; infinite where it does not fit."""
+        problem, capacity = self.problem, self.problem.capacity[stage] + _ROUNDING_BYTES
+        forward, backward = self.seconds(stage)
+        before, after = self.transfers(stage)
+        time = forward + (problem.pace(stage).overhead.forward_total_s + before + after)
+        if problem.train:
+            time = time + backward
+        plain = self._plain(stage) if problem.train else self.fixed_memory
+        fits = self.allowed[stage] & (plain <= capacity)
+        if problem.train and self.most_recomputed.any():
+            again = self.allowed[stage] & (self.most_recomputed > 0)
+            if problem.recompute != "full":  # only what does not fit as it is and may fit so
+                again &= ~(plain <= problem.capacity[stage]) & (self._again(stage) <= capacity)
+            start, stop = np.nonzero(again)
+            count = self.recomputed(stage, start, stop)
+            time[start, stop] += self.again(stage, start, count)
+            fits[start, stop] = self.memory(stage, start, stop, count) <= capacity
+        return np.where(fits, time, np.inf)
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
         """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
@@ -168,42 +188,24 @@ class StageTables:
         length = np.maximum(0, stop - np.arange(n + 1)[:, None])
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
-    def recomputed(self, stage: int) -> Counts:
-        """How many of its first calls each segment recomputes: all if that is pinned, else as few as memory allows.
+    def recomputed(self, stage: int, start: Counts, stop: Counts) -> Counts:
+        """How many of its first calls each segment ``[start, stop)`` recomputes: all if that is pinned, else as few as
+        memory allows.
 
         What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
         calls save says how many must go.
         """
-        if stage not in self._recomputed:
-            self._recomputed[stage] = self._as_few(stage)
-        return self._recomputed[stage]
-
-    def _as_few(self, stage: int) -> Counts:
-        most, capacity = self.most_recomputed, self.problem.capacity[stage]
+        most, capacity = self.most_recomputed[start, stop], self.problem.capacity[stage]
         if self.problem.recompute == "full" or not most.any():
             return most
-        flying = self.problem.in_flight(stage)
-        plain = self._plain(stage)
-        if plain[0, -1] <= capacity and (plain <= capacity).all():
-            return np.zeros_like(most)
-        excess = self._again(stage) + flying * self.segments.saved
-        excess = (excess - capacity) / flying
-        prefix = self.segments.saved[0]
-        count = np.searchsorted(prefix, prefix[:, None] + excess * (1 - TINY), side="left")
-        count = np.clip(count - np.arange(len(prefix))[:, None], 1, np.maximum(most, 1))
-        return np.where(plain <= capacity, 0, np.minimum(count, most))
+        flying, saved, prefix = self.problem.in_flight(stage), self.segments.saved[start, stop], self.segments.saved[0]
+        excess = (self._again(stage)[start, stop] + flying * saved - capacity) / flying
+        count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
+        count = np.clip(count - start, 1, np.maximum(most, 1))
+        return np.where(self._plain(stage)[start, stop] <= capacity, 0, np.minimum(count, most))
 
-    def time(self, stage: int, recomputed: Counts) -> Table:
-        forward, backward = self.seconds(stage)
-        time = forward + self.problem.pace(stage).overhead.forward_total_s
-        if self.problem.train:
-            time = time + backward + self.again(stage, recomputed)
-        before, after = self.transfers(stage)
-        return time + before + after
-
-    def again(self, stage: int, recomputed: Counts) -> Table:
-        """Seconds of the forward of each segment's first ``recomputed`` calls."""
-        start = np.arange(recomputed.shape[0])[:, None]
+    def again(self, stage: int, start: Counts, recomputed: Counts) -> Table:
+        """Seconds of the forward of the first ``recomputed`` calls from ``start`` on."""
         prefix = self.seconds(stage)[0][0]
         seconds: Table = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         return seconds
@@ -216,13 +218,29 @@ class StageTables:
 
     def _plain(self, stage: int) -> Table:
         """Peak bytes where nothing is recomputed."""
-        cut = self.segments
-        return self.fixed_memory + self.problem.in_flight(stage) * (cut.saved + cut.saved_inputs)
+        flying = self.problem.in_flight(stage)
+        if flying not in self._plain_of:
+            self._plain_of[flying] = self.fixed_memory + flying * self._kept
+        return self._plain_of[flying]
 
     def _again(self, stage: int) -> Table:
         """Peak bytes where calls are recomputed, besides what the others save."""
-        cut = self.segments
-        return self.fixed_memory + self.problem.in_flight(stage) * cut.all_inputs + cut.largest_saved
+        flying = self.problem.in_flight(stage)
+        if flying not in self._again_of:
+            self._again_of[flying] = self.fixed_memory + self.segments.largest_saved + flying * self.segments.all_inputs
+        return self._again_of[flying]
+
+    @cached_property
+    def _kept(self) -> Table:
+        return self.segments.saved + self.segments.saved_inputs
+
+    @cached_property
+    def _plain_of(self) -> dict[float, Table]:
+        return {}
+
+    @cached_property
+    def _again_of(self) -> dict[float, Table]:
+        return {}
 
     def _most_saved(self, stage: int) -> Table:
         """Peak bytes where all calls are recomputed that may be."""
@@ -230,18 +248,16 @@ class StageTables:
             return self.fixed_memory
         return np.where(self.most_recomputed > 0, self._again(stage), self._plain(stage))
 
-    def memory(self, stage: int, recomputed: Counts) -> Table:
-        """Peak bytes of a rank."""
+    def memory(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
+        """Peak bytes of a rank that holds the segments ``[start, stop)``."""
         if not self.problem.train:
-            return self.fixed_memory
-        plain = self._plain(stage)
-        if not recomputed.any():
-            return plain
-        start = np.arange(recomputed.shape[0])[:, None]
+            return self.fixed_memory[start, stop]
         prefix = self.segments.saved[0]
-        kept = self.segments.saved - (prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start])
-        again = self._again(stage) + self.problem.in_flight(stage) * np.maximum(0.0, kept)
-        return np.where(recomputed > 0, again, plain)
+        kept = self.segments.saved[start, stop] - (
+            prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        )
+        again = self._again(stage)[start, stop] + self.problem.in_flight(stage) * np.maximum(0.0, kept)
+        return np.where(recomputed > 0, again, self._plain(stage)[start, stop])
 
 
 def _message_times(num_bytes: Table, link: Link) -> Table:

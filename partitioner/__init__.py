@@ -6,6 +6,7 @@ from partitioner.errors import CapacityError, ConstraintError, PlanError, Topolo
 from partitioner.plan import Candidate, Certificate, Estimate, Plan
 from partitioner.planfile import PlanFileError
 from partitioner.reference import Reference, run_reference
+from partitioner.sizing import Size, Sizing, size_cluster
 from partitioner.topology import Topology
 from partitioner.verify import Verification
 from passes.errors import CaptureError, InputsError, PartitionError, RuleError, UnsupportedError
@@ -25,10 +26,13 @@ __all__ = [
     "PlanFileError",
     "Reference",
     "RuleError",
+    "Size",
+    "Sizing",
     "Topology",
     "TopologyError",
     "UnsupportedError",
     "Verification",
     "partition",
     "run_reference",
+    "size_cluster",
 ]

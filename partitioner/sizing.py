@@ -1,0 +1,143 @@
+"""How many machines a job needs: the smallest cluster for a step time, or the cheapest in money or energy per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from partitioner.api import partition
+from partitioner.errors import ConstraintError, PlanError
+from partitioner.plan import Plan
+from partitioner.topology import Topology
+from passes.errors import PartitionError
+
+Minimise = Literal["nodes", "money", "energy", "time"]
+_CHOICES = ("nodes", "money", "energy", "time")
+_NODES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One cluster that was tried. ``money``: US dollars per step, ``energy``: joules per step; ``None``: the hardware
+    file gives no price or power. ``reason``: why there is no plan."""
+
+    nodes: int
+    plan: Plan | None = None
+    money: float | None = None
+    energy: float | None = None
+    reason: str = ""
+
+    @property
+    def step_time(self) -> float:
+        return math.inf if self.plan is None else self.plan.estimate.step_time
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The cluster that was chosen, and all that were tried."""
+
+    chosen: Size
+    tried: tuple[Size, ...]
+
+    @property
+    def plan(self) -> Plan:
+        assert self.chosen.plan is not None, self.chosen
+        return self.chosen.plan
+
+
+def size_cluster(
+    model: Any,
+    machine: str | Callable[[int], Topology],
+    inputs: Any = None,
+    *,
+    step_time: float | None = None,
+    minimise: Minimise = "nodes",
+    nodes: Sequence[int] = _NODES,
+    **more: Any,
+) -> Sizing:
+    """The best number of machines for a job.
+
+    Args:
+        machine: a preset's name, or a function from the number of nodes to a topology.
+        step_time: seconds that a step may take at most.
+        minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
+        nodes: the sizes to try.
+        more: as :func:`partitioner.partition` takes them.
+
+    Raises :class:`ConstraintError` for arguments that cannot be, :class:`PlanError` where no size has a plan that is
+    fast enough: the nearest, or why there is none.
+    """
+    if minimise not in _CHOICES:
+        raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
+    if not nodes or any(n < 1 for n in nodes):
+        raise ConstraintError(f"nodes must be positive numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
+    tried: list[Size] = []
+    for count in sorted(set(nodes)):
+        topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
+        tried.append(_tried(model, topology, count, inputs, more))
+        if minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
+            break
+    fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
+    if not fit:
+        raise PlanError(_none(tried, step_time))
+    measure = {"nodes": lambda s: s.nodes, "time": lambda s: s.step_time, "money": _money, "energy": _energy}[minimise]
+    return Sizing(min(fit, key=lambda size: (measure(size), size.nodes)), tuple(tried))
+
+
+def _tried(model: Any, topology: Topology, nodes: int, inputs: Any, more: dict[str, Any]) -> Size:
+    try:
+        plan = partition(model, topology, inputs, **more)
+    except PartitionError as error:
+        return Size(nodes, reason=str(error))
+    return Size(nodes, plan, money_of(plan), energy_of(plan))
+
+
+def money_of(plan: Plan) -> float | None:
+    """US dollars for one step on all devices of the plan's topology, by the hardware file; ``None``: no price there."""
+    prices = [plan.topology.types[device.kind].price for device in plan.topology.devices]
+    known = [price for price in prices if price is not None]
+    return sum(known) * plan.estimate.step_time / 3600 if len(known) == len(prices) else None
+
+
+def energy_of(plan: Plan) -> float | None:
+    """Joules for one step: busy power while a rank works, idle power while it waits in the pipeline."""
+    kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
+    waiting = min(1.0, plan.estimate.bubble)
+    watts = [
+        kind.power_busy * (1 - waiting) + (kind.power_idle or 0.0) * waiting
+        for kind in kinds
+        if kind.power_busy is not None
+    ]
+    return sum(watts) * plan.estimate.step_time if len(watts) == len(kinds) else None
+
+
+def _fast(size: Size, step_time: float | None) -> bool:
+    return step_time is None or size.step_time <= step_time
+
+
+def _money(size: Size) -> float:
+    return _known(size.money, "price", "dollars per device and hour")
+
+
+def _energy(size: Size) -> float:
+    return _known(size.energy, "power_busy", "watts")
+
+
+def _known(value: float | None, name: str, unit: str) -> float:
+    if value is None:
+        raise ConstraintError(
+            f"a device type of the topology has no {name}; give it in {unit} under types: in its file"
+        )
+    return value
+
+
+def _none(tried: Sequence[Size], step_time: float | None) -> str:
+    best = min(tried, key=lambda size: size.step_time)
+    if best.plan is None:
+        return f"none of {', '.join(str(s.nodes) for s in tried)} nodes has a plan; with {best.nodes}: {best.reason}"
+    return (
+        f"no size reaches a step of {step_time:g} s: the fastest is {best.nodes} nodes with {best.step_time:.3g} s; "
+        "try more nodes or allow more time"
+    )

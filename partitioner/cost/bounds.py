@@ -12,6 +12,7 @@ of the relaxed problem exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -189,6 +190,12 @@ class ModelBounds:
         self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
+
+    def with_job(self, job: Planned) -> ModelBounds:
+        """The bounds of another job of the same model, batch and topology."""
+        other = copy(self)
+        other.job = job
+        return other
 
     @cached_property
     def model_flops(self) -> float:

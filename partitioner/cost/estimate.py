@@ -11,6 +11,7 @@ from functools import cached_property
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.peak import stage_estimates
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.cost.states import Sharded, StateCost, reduction, update_time
 from partitioner.plan import Estimate
@@ -231,6 +232,7 @@ def estimate(
         bubble=breakdown["bubble"] / step if step else 0.0,
         memory=memory,
         breakdown=breakdown,
+        stages=stage_estimates(problem, split, states),
     )
 
 

@@ -51,6 +51,7 @@ def _example(*lines: str) -> str:
         "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
+        "partitioner plan model.py:make --topology dgx-h100:8 --meta --ahead",
     )
 )
 def plan(
@@ -68,10 +69,34 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    schedule: Annotated[str | None, typer.Option(help="`1f1b` or `gpipe`.", show_default=False)] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Recompute activations: `none` or `full`.", show_default=False)
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks. Planned only.", show_default=False)] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks. Planned only.", show_default=False)] = None,
+    etp: Annotated[int | None, typer.Option(help="Ranks per expert. Planned only.", show_default=False)] = None,
+    zero: Annotated[
+        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3. Planned only.", show_default=False)
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="`1f1b` or `gpipe`; planned only: `interleaved`, `zb-1p`, `zb-2p`, `zb-v`.", show_default=False
+        ),
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages per pipeline rank. Planned only.", show_default=False)
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="Recompute activations: `none`, `full`, or (planned only) `selective`.", show_default=False),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Reduce gradients behind computation.", show_default=False)
+    ] = None,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
+    ] = False,
     precision: Annotated[
         str | None, typer.Option(help="`bf16`, `fp16`, `fp32` or `fp64`; default: as the parameters are.")
     ] = None,
@@ -91,7 +116,9 @@ def plan(
     from partitioner import Constraints, Topology, partition
 
     given = {
-        "pp": pp, "dp": dp, "tp": tp, "microbatch_size": microbatch, "schedule": schedule, "recompute": recompute,
+        "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "microbatch_size": microbatch,
+        "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
+        "sequence_parallel": sequence_parallel, "ahead": ahead or None,
     }  # fmt: skip
     constraints = Constraints(**{name: value for name, value in given.items() if value is not None})
     where = Topology.parse(topology)

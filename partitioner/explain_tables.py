@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, memory_text, mesh_text
+from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
@@ -66,28 +66,37 @@ def _table(columns: Sequence[tuple[str, bool]]) -> Table:
 
 def figures(plan: Plan) -> Padding:
     """What the plan is and what it is expected to do."""
-    program, estimate, certificate = plan.program, plan.estimate, plan.certificate
+    estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
-    batch = next((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None and i.shape), None)
+    batch = _batch(plan)
     samples = ""
-    if batch is not None:
-        size = batch // max(1, program.num_microbatches * program.mesh.get("dp", 1))
+    if batch:
+        size = batch // max(1, plan.num_microbatches * plan.mesh.get("dp", 1))
         samples = f" of {plural(size, 'sample')}, global batch {batch:,}"
     rows = [
-        ("mesh", f"{mesh_text(program.mesh)} ({plural(program.world_size, 'rank')}) on {plan.topology.name}"),
-        ("microbatches", f"{program.num_microbatches}{samples}"),
-        ("schedule", program.schedule if len(program.stages) > 1 else "one stage"),
-        ("objective", program.objective + (f", {plan.optimizer}" if program.objective == "train" else "")),
+        ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
+        ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("microbatches", f"{plan.num_microbatches}{samples}"),
+        ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
+        ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
-        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if program.world_size > 1 else "")),
+        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("matmul work sharded", percent(plan.shares.matmul_sharded)),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate.candidates)),
     ]
     return pairs([(name, value) for name, value in rows if value])
+
+
+def _batch(plan: Plan) -> int:
+    """Samples of one step, 0 where no input has a batch."""
+    if plan.written is None:
+        return plan.global_batch
+    inputs = plan.written.inputs
+    return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
 
 
 def fullest_rank(plan: Plan) -> int:
@@ -135,6 +144,25 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
     return indented(table)
 
 
+def estimate_table(plan: Plan) -> Padding:
+    """One row per stage of a plan without a program: what the cost model expects of it."""
+    train = plan.objective == "train"
+    table = _table(
+        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
+         ("forward", True)] + [("backward", True)] * train
+    )  # fmt: skip
+    size = plan.world_size // max(1, len(plan.estimate.stages))
+    rooms = capacities(plan)
+    for number, stage in enumerate(plan.estimate.stages):
+        ranks = range(number * size, (number + 1) * size)
+        peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
+        calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
+        row = [str(number), ranges(ranks), calls, stage.first, stage.last]
+        row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        table.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
+    return indented(table)
+
+
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
     table = _table(
@@ -144,7 +172,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     for candidate in best_first(plan.certificate.candidates)[:most]:
         outcome = STATUS_WORDS[candidate.status] + (f": {candidate.reason}" if candidate.reason else "")
         table.add_row(
-            mesh_text(candidate.mesh),
+            candidate_text(candidate),
             str(candidate.microbatch_size),
             candidate.schedule,
             seconds_text(candidate.step_time) if candidate.step_time is not None else "",

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.errors import CapacityError, PlanError
+from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
@@ -220,13 +220,16 @@ def _says_of(size: int, point: Point) -> bool:
     return size % point.microbatch_size == 0 and (size % point.tp == 0) == (point.microbatch_size % point.tp == 0)
 
 
-def _nothing(state: _State, interrupted: bool) -> PlanError:
+def _nothing(state: _State, interrupted: bool) -> InfeasibleError:
     """Why no point has a plan."""
     short = [row.error for row in state.rows.values() if isinstance(row.error, CapacityError)]
     if short:
         return min(short, key=lambda error: error.missing_bytes)
     if interrupted:
         return PlanError("the time limit passed before any plan was found; allow more time or fix more constraints")
+    errors = [row.error for row in state.rows.values()]
+    if all(isinstance(error, ConstraintError) for error in errors):
+        return ConstraintError(str(errors[0]))
     reasons = list(dict.fromkeys(row.reason for row in state.rows.values() if row.reason))
     return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
 

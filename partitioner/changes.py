@@ -284,11 +284,11 @@ class _Search:
         constraints = free.model_copy(update=new)
         texts = [*variant.texts, *(_instead(given, pin, new.get(pin)) for pin in pins)]
         precision = self._job(variant, pins).precision
-        beyond = [w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only]
+        beyond = [
+            w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only
+        ]
         marked = " (planned, not executed by this version)" if beyond else ""
-        return Change(
-            ", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond)
-        )
+        return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
 
 
 class _Roomy:

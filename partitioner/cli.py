@@ -1,4 +1,4 @@
-"""The command line: ``partitioner plan | show | explain | prove | verify | run | topology | schema``.
+"""The command line: ``partitioner plan | show | explain | diff | prove | verify | run | topology | schema``.
 
 It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
 standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.cli_report import Commands, output, print_parts, progress
-from partitioner.cli_target import load_target
+from partitioner.cli_target import constraints_of, load_target
 from partitioner.units import plural, seconds_text
 
 app = typer.Typer(
@@ -167,13 +167,56 @@ def show(
     _draw(loaded, svg, timeline)
 
 
-@app.command(epilog=_example("partitioner explain plan.json"))
-def explain(plan_file: PlanFile) -> None:
+@app.command(
+    epilog=_example(
+        "partitioner explain plan.json",
+        "partitioner explain plan.json --why-not tp=8",
+        "partitioner explain plan.json --why-not tp=8,schedule=gpipe --model model.py:make",
+    )
+)
+def explain(
+    plan_file: PlanFile,
+    why_not: Annotated[
+        str | None,
+        typer.Option("--why-not", metavar="NAME=VALUE,...", help="Why the plan is not so.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="To plan again where the plan's file has no answer.", show_default=False
+        ),
+    ] = None,
+    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+) -> None:
     """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
     from partitioner import Plan
     from partitioner.explain import explain_parts
 
-    print_parts(explain_parts(Plan.load(plan_file)))
+    loaded = Plan.load(plan_file)
+    if why_not is None:
+        print_parts(explain_parts(loaded))
+        return
+    asked = constraints_of(why_not)
+    target = load_target(model, meta=meta) if model is not None else None
+    with progress(f"Looking for a plan with {why_not}"):
+        answer = (
+            loaded.why_not(**asked)
+            if target is None
+            else loaded.why_not(model=target.model, inputs=target.inputs, loss=target.loss, **asked)
+        )
+    output().print(Text(str(answer)))
+
+
+@app.command(epilog=_example("partitioner diff before.json after.json"))
+def diff(
+    plan_file: PlanFile,
+    other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
+) -> None:
+    """Say what one plan does otherwise than another, and what that changes in time and memory."""
+    from partitioner import Plan
+    from partitioner.compare import diff_parts
+
+    print_parts(diff_parts(Plan.load(plan_file), Plan.load(other), (plan_file.name, other.name)))
 
 
 @app.command(epilog=_example("partitioner prove plan.json"))

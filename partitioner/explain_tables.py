@@ -54,14 +54,14 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
     return indented(grid)
 
 
-def _table(columns: Sequence[tuple[str, bool]]) -> Table:
+def table(columns: Sequence[tuple[str, bool]]) -> Table:
     """An empty table; a column is (title, whether it holds numbers)."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
-        table.add_column(
+        made.add_column(
             title, justify="right" if numeric else "left", no_wrap=numeric, min_width=len(title), overflow="fold"
         )
-    return table
+    return made
 
 
 def figures(plan: Plan) -> Padding:
@@ -122,7 +122,7 @@ def candidate_counts(candidates: Sequence[Candidate]) -> str:
 def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
     """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
     train = plan.program.objective == "train"
-    table = _table(
+    made = table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
@@ -140,14 +140,14 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
             "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
         ]
         row += map(seconds_text, busy[stage.index][: 1 + train])
-        table.add_row(*map(Text, row))
-    return indented(table)
+        made.add_row(*map(Text, row))
+    return indented(made)
 
 
 def estimate_table(plan: Plan) -> Padding:
     """One row per stage of a plan without a program: what the cost model expects of it."""
     train = plan.objective == "train"
-    table = _table(
+    made = table(
         [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
@@ -159,19 +159,19 @@ def estimate_table(plan: Plan) -> Padding:
         calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
         row = [str(number), ranges(ranks), calls, stage.first, stage.last]
         row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
-        table.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
-    return indented(table)
+        made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
+    return indented(made)
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
-    table = _table(
+    made = table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("bound", True),
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
         outcome = STATUS_WORDS[candidate.status] + (f": {candidate.reason}" if candidate.reason else "")
-        table.add_row(
+        made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),
             candidate.schedule,
@@ -183,8 +183,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
         )
     rest = len(plan.certificate.candidates) - most
     if rest > 0:
-        table.add_row(f"and {rest} more")
-    return indented(table)
+        made.add_row(f"and {rest} more")
+    return indented(made)
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -194,7 +194,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def collective_table(whole: Outline) -> Padding | None:
     """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
-    table = _table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
+    made = table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
     for group in (g for stage in whole.stages for g in stage.groups):
         if not group.collectives or group.blocks in told:
@@ -206,9 +206,9 @@ def collective_table(whole: Outline) -> Padding | None:
             for direction in ("forward", "backward"):
                 found = [m for m in group.collectives if (m.op, m.axis, m.direction) == (op, axis, direction)]
                 amounts.append(found[0].amount(group.count) if found else "")
-            table.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
+            made.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
             name = ""
-    return indented(table) if told else None
+    return indented(made) if told else None
 
 
 def rule_table(plan: Plan) -> Padding | None:
@@ -216,10 +216,10 @@ def rule_table(plan: Plan) -> Padding | None:
     shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
     if not shares:
         return None
-    table = _table([("operator without a rule", False), ("share of the work", True)])
+    made = table([("operator without a rule", False), ("share of the work", True)])
     for name, share in shares:
-        table.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
-    return indented(table)
+        made.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
+    return indented(made)
 
 
 def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:

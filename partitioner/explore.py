@@ -38,8 +38,8 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
     bounds = ModelBounds(job)
     space = space_of(job, bounds)
     candidates = points(space)
-    free = bounds.with_job(replace(job, constraints=unpinned(job.constraints)))
-    always = standards(space, candidates, bounds, free)
+    free = replace(job, constraints=unpinned(job.constraints))
+    always = standards(space, candidates, bounds, bounds.with_job(free))
     result = search(
         candidates,
         bounds,
@@ -48,7 +48,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         left_out=left_out(space, candidates),
         progress=progress,
     )
-    beside = replace(evaluator, job=free.job)
+    beside = replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
     return result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from partitioner.solve.sharding import ShardingSolution
     from partitioner.verify import Verification
+    from partitioner.whynot import WhyNot
     from runtime.prove import Proof
 
 
@@ -64,6 +65,7 @@ class Candidate(Data):
     virtual_stages: int = 1
     etp: int = 1
     breakdown: dict[str, float] | None = None
+    missing: int | None = None  # bytes that a rank lacks
 
 
 class Baseline(Data):
@@ -170,6 +172,23 @@ class Plan(Data):
         from partitioner.explain import explain
 
         return explain(self)
+
+    def why_not(
+        self, *, model: nn.Module | None = None, inputs: Any = None, loss: Any = None, **constraints: Any
+    ) -> WhyNot:
+        """Why the plan is not as ``constraints`` say, as ``why_not(tp=8)``: what it would cost, or what forbids it.
+
+        ``model``, with ``inputs`` and ``loss`` as for ``partition``: to plan again where the certificate does not say.
+        """
+        from partitioner.whynot import why_not
+
+        return why_not(self, constraints, model, inputs, loss)
+
+    def diff(self, other: Plan) -> str:
+        """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
+        from partitioner.compare import diff
+
+        return diff(self, other)
 
     def prove(self) -> Proof:
         """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""

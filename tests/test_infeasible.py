@@ -71,7 +71,7 @@ JOBS: dict[str, Infeasible] = {
     "states: one device": Infeasible(CapacityError, "2 nodes", cluster(3, 1)),
     "states: one node": Infeasible(CapacityError, "nodes instead of 1", cluster(0.75, 4)),
     "states: two nodes": Infeasible(CapacityError, "nodes instead of 2", cluster(0.8, 2, 2)),
-    "states: tp is too small": Infeasible(CapacityError, "tp=4", cluster(1.8, 4, 2), pins={"tp": 2, "pp": 1}),
+    "states: tp is too small": Infeasible(CapacityError, "pp=2|tp=4", cluster(1.8, 4, 2), pins={"tp": 2, "pp": 1}),
     "states: too few stages": Infeasible(CapacityError, "pp=4|tp=", cluster(1.8), pins={"pp": 2, "tp": 1}),
     "states: nothing can be divided": Infeasible(CapacityError, "zero=2", cluster(0.2), 127, 4, depth=1),
     "activations: microbatch": Infeasible(
@@ -110,7 +110,9 @@ JOBS: dict[str, Infeasible] = {
     "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=8),
     "stage_of: no such module": Infeasible(ConstraintError, "layers.3", pins={"pp": 2, "stage_of": {"layer.3": -1}}),
     "stage_of: nothing like it": Infeasible(ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"decoder": 0}}),
-    "stage_of: no such stage": Infeasible(ConstraintError, r"=1 instead of 7", pins={"pp": 2, "stage_of": {"layers.3": 7}}),
+    "stage_of: no such stage": Infeasible(
+        ConstraintError, r"=1 instead of 7", pins={"pp": 2, "stage_of": {"layers.3": 7}}
+    ),
     "stage_of: against the order": Infeasible(
         ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"layers.0": 1, "layers.3": 0}}
     ),

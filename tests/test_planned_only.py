@@ -72,7 +72,11 @@ def test_the_command_line_plans_and_shows_it(tmp_path: Path):
         result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
         assert result.exit_code == 0, result.output
         assert "planned, not executed  zero=3" in result.stdout
-    for arguments in (["show", saved, "--svg", str(tmp_path / "a.svg")], ["show", saved, "--rank", "0"], ["prove", saved]):
+    for arguments in (
+        ["show", saved, "--svg", str(tmp_path / "a.svg")],
+        ["show", saved, "--rank", "0"],
+        ["prove", saved],
+    ):
         result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
         assert result.exit_code == 2
         assert "planned but not" in result.stderr

@@ -257,7 +257,8 @@ def _seconds(row: _Row) -> float:
 
 def _candidate(row: _Row) -> Candidate:
     found = candidate(row.point, row.evaluated, row.reason)
-    return found.model_copy(update={"status": row.status, "bound": row.bound})
+    missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
+    return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
 
 
 def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = "") -> Candidate:

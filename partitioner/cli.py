@@ -41,6 +41,8 @@ ModelFunction = Annotated[
 Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
 Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
 
+Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
+
 
 def _example(*lines: str) -> str:
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
@@ -108,6 +110,7 @@ def plan(
     meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
     svg: Picture = None,
     timeline: Chart = None,
+    memory: Memory = None,
 ) -> None:
     """Find the best plan for a model on a cluster, and print its summary.
 
@@ -141,7 +144,7 @@ def plan(
     _print_summary(found)
     if out:
         _wrote("plan", found.save(out))
-    _draw(found, svg, timeline)
+    _draw(found, svg, timeline, memory)
 
 
 @app.command(
@@ -154,6 +157,7 @@ def show(
     rank: Annotated[int | None, typer.Option(help="Show the program of this rank.", show_default=False)] = None,
     svg: Picture = None,
     timeline: Chart = None,
+    memory: Memory = None,
 ) -> None:
     """Print a plan's summary, or one rank's program; draw pictures."""
     from partitioner import Plan
@@ -164,7 +168,7 @@ def show(
         _print_summary(loaded)
     else:
         print_parts(rank_parts(loaded, rank))
-    _draw(loaded, svg, timeline)
+    _draw(loaded, svg, timeline, memory)
 
 
 @app.command(
@@ -309,11 +313,13 @@ def _so_far(seen: Any) -> str:
     return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_open} open{best}"
 
 
-def _draw(found: Any, svg: Path | None, timeline: Path | None) -> None:
+def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
     if svg:
         _wrote("picture", found.to_svg(svg))
     if timeline:
         _wrote("timeline", found.to_svg(timeline, view="timeline"))
+    if memory:
+        _wrote("memory", found.to_svg(memory, view="memory"))
 
 
 def _wrote(what: str, path: Path) -> None:

@@ -55,17 +55,12 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
     if mine.memory and yours.memory:
         a, b = max(mine.memory), max(yours.memory)
         yield f"Its fullest rank holds {bytes_text(b)}, {relative(a, b)} {bytes_text(a)}."
-    for axis in changed_axes(plan, other):
-        yield f"It has {axis} {other.mesh.get(axis, 1)} instead of {plan.mesh.get(axis, 1)}."
+    if plan.mesh != other.mesh:
+        yield f"Its mesh is {mesh_text(other.mesh)} instead of {mesh_text(plan.mesh)}."
     if plan.planned_only != other.planned_only:
         for which, only in (("This plan", plan.planned_only), ("The other plan", other.planned_only)):
             if only:
                 yield f"{which} is planned, not executed by this version: {', '.join(only)}."
-
-
-def changed_axes(plan: Plan, other: Plan) -> list[str]:
-    """The mesh axes in which two plans differ."""
-    return [axis for axis in plan.mesh if plan.mesh[axis] != other.mesh.get(axis, 1)]
 
 
 def relative(old: float, new: float) -> str:

@@ -125,7 +125,8 @@ def _bounded(
         f"plan's {seconds_text(chosen)}: {len(rows)} candidates were bounded, not solved."
     ]
     if solved is not None and solved.step_time is not None:
-        lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}.")
+        lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}:")
+        lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     lines.append("With the model at hand the best of them can be planned: why_not(model=..., ...).")
     return WhyNot(asked, "bounded", tuple(lines), solved, bound)
 
@@ -186,6 +187,10 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
         _merged(plan, asked).check(plan.world_size, plan.global_batch or None)
     except ConstraintError as error:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    calls = sum(stage.num_calls for stage in plan.estimate.stages)
+    if calls and asked.get("pp", 1) > calls:
+        why = f"the model has {calls} calls that stages can hold, each at least one"
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {why}.",))
     lines = [f"The search did not look at {shown(asked)}: {_reason(plan, asked)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
@@ -200,6 +205,9 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
     fixed = {n: v for n, v in plan.constraints.model_dump(exclude_unset=True).items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     beyond = _merged(plan, asked).planned_only
+    inside = plan.topology.devices_per_node
+    if plan.topology.num_nodes > 1 and asked.get("tp", 1) > inside:
+        return f"tp beyond the {inside} devices of a node is tried only where it is fixed"
     if against:
         return f"you fixed {shown(against)}"
     if beyond and not plan.constraints.ahead:

@@ -89,6 +89,7 @@ def test_the_difference_of_the_breakdowns_is_that_of_the_times(plan: Plan):
 def test_what_cannot_be_says_what_conflicts(plan: Plan):
     assert plan.why_not(pp=3).verdict == "infeasible"
     assert "does not divide the 8 devices" in str(plan.why_not(pp=3))
+    assert "the model has 4 calls" in str(plan.why_not(pp=8))
     answer = plan.why_not(pp=8, **again())
     assert answer.verdict == "infeasible"
     assert [change.constraints.pp for change in answer.changes][:1] == [4]
@@ -141,7 +142,7 @@ def test_a_plan_is_no_different_from_itself(plan: Plan):
 def test_differences_are_told(plan: Plan):
     other = planned(Topology.preset("dgx-h100"), pp=2, tp=2)
     text = plan.diff(other)
-    for words in ("The other plan takes", "It has pp 2 instead of 1.", "pipeline bubble", "layers.0 to layers.3"):
+    for words in ("The other plan takes", "instead of dp 8.", "pipeline bubble", "layers.0 to layers.3"):
         assert words in text, text
     assert "layers.*.weight" in text
     assert "over 2 ranks" in text

@@ -34,4 +34,10 @@ def _timeline(plan: Plan) -> str:
     return draw_plan_timeline(plan)
 
 
-VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline}
+def _memory(plan: Plan) -> str:
+    from partitioner.draw.memory import draw_plan_memory
+
+    return draw_plan_memory(plan)
+
+
+VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline, "memory": _memory}

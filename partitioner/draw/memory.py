@@ -34,8 +34,12 @@ KINDS: dict[str, tuple[str, str]] = {
     "working": ("long_edge", "what operators work with"),
 }  # from the ground up: kind -> (colour, meaning)
 
-_MARGIN, _GAP, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 30.0, 128.0, 900.0, 2.0, 15.0
-_TALL, _LOW, _MANY = 118.0, 66.0, 6  # pixels of a panel; low ones with more stages than _MANY
+_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
+_TALL, _LOW, _MANY = (
+    (118.0, 30.0),
+    (66.0, 16.0),
+    6,
+)  # pixels of a panel and below it; low ones with more stages than _MANY
 _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 
@@ -145,7 +149,7 @@ class _Chart:
         peak = max((level.total for level in self.peaks if level is not None), default=1)
         self.far = peak < _FAR * min(self.rooms)
         self.scale = 1.15 * (peak if self.far else max(peak, *self.rooms))
-        self.height = _TALL if len(stages) <= _MANY else _LOW
+        self.height, self.gap = _TALL if len(stages) <= _MANY else _LOW
         self.left = _MARGIN + 118.0
 
     def ranks(self, stage: int) -> range:
@@ -159,12 +163,12 @@ class _Chart:
         note = "One row per stage: its ranks all hold the same." + self._far_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
         top = draw_header(picture(width, 0, ""), header, width) + 10
-        bottom = top + len(self.stages) * (self.height + _GAP) - _GAP
+        bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
         root = picture(width, bottom + 46, self._description())
         draw_header(root, header, width)
         self.axis(root, top, bottom)
         for stage in range(len(self.stages)):
-            self.row(root, stage, top + stage * (self.height + _GAP), used)
+            self.row(root, stage, top + stage * (self.height + self.gap), used)
         return root
 
     def _far_note(self) -> str:
@@ -192,7 +196,7 @@ class _Chart:
             root, _MARGIN, top + 29, f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}", size=10, fill="muted"
         )
         rect(root, self.left, top, _WIDTH, self.height, "panel")
-        step = byte_step(self.scale, 4 if self.height == _TALL else 2)
+        step = byte_step(self.scale, 4 if len(self.stages) <= _MANY else 2)
         for k in range(int(self.scale / step) + 1):
             y = ground - self.height * k * step / self.scale
             line(root, self.left, y, self.left + _WIDTH, y, "grid")
@@ -273,7 +277,7 @@ class _Chart:
             tip = "\n".join([f"{bytes_text(level.total)} at {seconds_text(level.start)}", *parts])
             count = min(wide, len(columns) - start)
             shape = rect(
-                group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "canvas"
+                group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"
             )
             shape.set("fill-opacity", "0")
 

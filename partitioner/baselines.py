@@ -6,7 +6,7 @@ of the search are planned beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from partitioner.constraints import Constraints
@@ -18,15 +18,16 @@ from partitioner.solve.points import Point, Space, baselines, divisors, points
 from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
+_MOST_TRIED = 12  # points of one layout
 _MESH_PINS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero")
 
 
 @dataclass(frozen=True)
 class Standard:
-    """A layout to compare with: its point (``None``: there is none, for the reason ``excluded``)."""
+    """A layout to compare with: the points that are tried, the best by its bound first, and why it is no candidate."""
 
     name: str
-    point: Point | None
+    points: tuple[Point, ...] = ()
     excluded: str = ""
 
 
@@ -36,8 +37,7 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
     own = _best(space, candidates, bounds)
     best = _best(wide, _points(wide), free)
     plain = own["data parallel"] or best["data parallel"]
-    megatron = own["megatron"] if space.constraints.tp is None else None
-    megatron = megatron or best["megatron"]
+    megatron = best["megatron"] or own["megatron"]
     found = [(DATA_PARALLEL, plain)]
     if space.train and space.world_size > 1:
         found.append((FULLY_SHARDED, _fully_sharded(space, free)))
@@ -45,27 +45,55 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
         found.append((MEGATRON, megatron))
     uneven = f"the global batch of {space.global_batch} does not split over dp={space.world_size}"
     none = {DATA_PARALLEL: uneven, FULLY_SHARDED: uneven, MEGATRON: "no mesh has it"}
-    return [Standard(name, p, _why(p, candidates) if p is not None else none[name]) for name, p in found]
+    known = {*candidates, *_points(wide)}
+    return [
+        Standard(name, (point, *_leaner(space, point, known)), _why(point, candidates))
+        if point is not None
+        else Standard(name, excluded=none[name])
+        for name, point in found
+    ]
+
+
+def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:
+    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) more stages as well."""
+    for pp in divisors(point.pp * point.dp):
+        dp = point.pp * point.dp // pp
+        if pp < point.pp or (pp > point.pp and point.tp == 1) or space.global_batch % dp:
+            continue
+        for size in reversed(divisors(space.global_batch // dp)):
+            leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
+            smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
+            if smaller and (leaner in known or point.zero):
+                yield leaner
 
 
 def compared(
     found: Sequence[Standard], rows: Sequence[Candidate], evaluate: Callable[[Point], Evaluated]
 ) -> tuple[Baseline, ...]:
-    """Each of ``found`` with what became of it: its row of the search, or planned now if it is not among them."""
+    """Each of ``found`` with what became of it: its row of the search, or planned now if it has none.
+
+    Where it does not fit as its bound says, smaller microbatches and more stages are tried.
+    """
     made = []
     for standard in found:
-        if standard.point is None:
-            made.append(Baseline(name=standard.name, excluded=standard.excluded))
-            continue
-        row = None if standard.excluded else _row(standard.point, rows)
-        if row is None:
-            try:
-                row = candidate(standard.point, evaluate(standard.point))
-            except PartitionError as error:
-                reason = error.shortage if isinstance(error, CapacityError) else str(error)
-                row = candidate(standard.point, reason=reason)
-        made.append(Baseline(name=standard.name, candidate=row, excluded=standard.excluded))
+        tried: list[Candidate] = []
+        for point in standard.points[:_MOST_TRIED]:
+            row = None if standard.excluded else _row(point, rows)
+            tried.append(row if row is not None and row.status != "bounded" else _planned(point, evaluate))
+            if tried[-1].step_time is not None:
+                break
+        shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
+        made.append(Baseline(name=standard.name, candidate=shortest, excluded=standard.excluded))
     return tuple(made)
+
+
+def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
+    try:
+        return candidate(point, evaluate(point))
+    except CapacityError as error:
+        return candidate(point, reason=error.shortage).model_copy(update={"missing": error.missing_bytes})
+    except PartitionError as error:
+        return candidate(point, reason=str(error))
 
 
 def unpinned(constraints: Constraints) -> Constraints:

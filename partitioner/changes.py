@@ -33,6 +33,7 @@ from passes.errors import PartitionError
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
 _PLACE, _ROOM, _AHEAD = 0.4, 3.0, 20.0  # a stage_of entry put right, other devices, what is not executed yet
 _MOST_CHANGES, _MOST_SOLVED, _MOST_TRIED = 3, 24, 4000
+_FEW_PINS = 7
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -269,7 +270,7 @@ class _Search:
             choices = points(space_of(job, bounds))
         except PartitionError:
             return False
-        for point in choices:
+        for point in filter(_Roomy(bounds, max(d.usable for d in job.topology.devices)), choices):
             try:
                 bounds.refine(point)
             except PartitionError:
@@ -317,8 +318,12 @@ def _pins(constraints: Constraints) -> list[str]:
 
 
 def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for size in range(len(pins) + 1):
+    """What of ``pins`` may be given up together: anything of a few; of many up to three, all places, or all."""
+    few = len(pins) if len(pins) <= _FEW_PINS else 3
+    for size in range(few + 1):
         yield from combinations(pins, size)
+    if few < len(pins):
+        yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
 
 
 def _without(constraints: Constraints, pins: Sequence[str]) -> Constraints:

@@ -44,7 +44,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
         candidates,
         bounds,
         lambda point: evaluated(evaluator.solve(point)),
-        always=[standard.point for standard in always],
+        always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
         progress=progress,
     )

@@ -110,6 +110,9 @@ JOBS: dict[str, Infeasible] = {
     "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=8),
     "stage_of: no such module": Infeasible(ConstraintError, "layers.3", pins={"pp": 2, "stage_of": {"layer.3": -1}}),
     "stage_of: nothing like it": Infeasible(ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"decoder": 0}}),
+    "stage_of: many that are wrong": Infeasible(
+        ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {f"decoder.{k}": 0 for k in range(12)}}
+    ),
     "stage_of: no such stage": Infeasible(
         ConstraintError, r"=1 instead of 7", pins={"pp": 2, "stage_of": {"layers.3": 7}}
     ),

@@ -129,7 +129,7 @@ class _Search:
         for variant in self._variants():
             for pins in _subsets(_pins(variant.constraints)):
                 if variant.texts or pins:
-                    cost = variant.cost + sum(_WEIGHTS.get(p, 1.0) for p in pins)
+                    cost = variant.cost + _given_up(pins)
                     heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
         done: list[frozenset[str]] = []
         found: list[Change] = []
@@ -318,12 +318,19 @@ def _pins(constraints: Constraints) -> list[str]:
 
 
 def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """What of ``pins`` may be given up together: anything of a few; of many up to three, all places, or all."""
-    few = len(pins) if len(pins) <= _FEW_PINS else 3
+    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
+    few = len(pins) if len(pins) <= _FEW_PINS else 2
     for size in range(few + 1):
         yield from combinations(pins, size)
     if few < len(pins):
         yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
+
+
+def _given_up(pins: Sequence[str]) -> float:
+    """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
+    places = sum(":" in pin for pin in pins)
+    others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
+    return others + (0.8 + 0.2 * places if places else 0.0)
 
 
 def _without(constraints: Constraints, pins: Sequence[str]) -> Constraints:

@@ -33,7 +33,7 @@ from passes.errors import PartitionError
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
 _PLACE, _ROOM, _AHEAD = 0.4, 3.0, 20.0  # a stage_of entry put right, other devices, what is not executed yet
 _MOST_CHANGES, _MOST_SOLVED, _MOST_TRIED = 3, 24, 4000
-_FEW_PINS = 7
+_FEW_PINS, _MOST_DEVICES = 7, 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -205,7 +205,8 @@ class _Search:
     def _rooms(self, base: _Variant) -> Iterator[_Variant]:
         """More nodes of the same kind, or as many devices as the pinned axes ask for."""
         topology, now = base.topology, base.topology.num_devices
-        for nodes in sorted({topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}):
+        counts = {topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}
+        for nodes in sorted(n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES):
             larger = with_nodes(topology, nodes) if topology != _local(topology) else None
             if larger is not None:
                 text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -50,7 +51,7 @@ def test_levels_fill_the_step_and_add_up_to_its_peak(plan: Plan):
     for stage, levels in enumerate(stage_levels(plan, timeline, durations, facts)):
         assert levels[0].start == 0.0
         assert levels[-1].end == pytest.approx(timeline.step_time)
-        for one, two in zip(levels, levels[1:], strict=False):
+        for one, two in pairwise(levels):
             assert two.start == pytest.approx(one.end)
         program = [{**level.sizes, "optimizer": 0, "working": 0} for level in levels]
         assert max(sum(sizes.values()) for sizes in program) == timeline.stages[stage].peak_bytes

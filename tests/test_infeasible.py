@@ -142,3 +142,31 @@ def test_the_first_change_gives_the_job_a_plan(name: str) -> None:
     if isinstance(error, CapacityError):
         assert error.missing_bytes > 0
         assert "too much" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["states: all of the mesh is pinned", "activations: schedule", "batch: dp does not divide"]
+)
+def test_so_does_every_other_change(name: str) -> None:
+    job = JOBS[name]
+    with pytest.raises(InfeasibleError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    others = caught.value.changes[1:]
+    assert others
+    for change in others:
+        assert job.plan(change.topology, change.constraints, change.global_batch).estimate.step_time > 0
+
+
+def test_the_pins_that_conflict_are_named() -> None:
+    """What is not to blame is left out: here recomputation and the microbatch."""
+    job = Infeasible(PlanError, "", cluster(1.8), pins={"pp": 2, "tp": 1, "recompute": "full", "microbatch_size": 1})
+    with pytest.raises(CapacityError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    assert caught.value.conflict == ("pp=2", "tp=1")
+    assert "in conflict: pp=2, tp=1" in str(caught.value)
+
+
+def test_errors_of_no_job_have_no_changes() -> None:
+    with pytest.raises(ConstraintError) as caught:
+        Constraints(tp=0)
+    assert (caught.value.changes, caught.value.conflict) == ((), ())

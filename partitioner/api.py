@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.batch import batch_size, shard_batch
+from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
 from partitioner.evaluate import Job
 from partitioner.explore import explore
@@ -16,11 +18,15 @@ from partitioner.finish import emit_program, planned_only
 from partitioner.plan import Plan, operator_share
 from partitioner.requests import check_request, check_work, precision_of, type_of
 from partitioner.solve.bestfirst import Progress
+from partitioner.solve.sharding import ShardingSolution
 from partitioner.topology import Topology
+from passes.blocks import FoldedModel
 from passes.capture import capture
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.normalize import normalize
+
+Prepared = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
 
 
 def partition(
@@ -51,19 +57,27 @@ def partition(
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
     constraints = constraints or Constraints()
-    check_request(topology, constraints, objective, optimizer)
-    captured = capture(
-        model, inputs, loss=loss, global_batch=global_batch, precision=type_of(precision), objective=objective
-    )
-    folded = fold(normalize(captured))
-    train = objective == "train"
-    batch = batch_size(folded, global_batch)
-    check_work(folded, topology, constraints, batch, train)
-    mark_gradients(folded, train)
 
-    by_sample = shard_batch(folded, batch)
-    job = Job(folded, by_sample, batch, topology, constraints, train, optimizer, precision_of(folded, precision))
-    chosen, certificate = explore(job, progress)
+    @cache
+    def prepared(global_batch: int | None) -> Prepared:
+        captured = capture(
+            model, inputs, loss=loss, global_batch=global_batch, precision=type_of(precision), objective=objective
+        )
+        folded = fold(normalize(captured))
+        check_work(folded, train)
+        mark_gradients(folded, train)
+        batch = batch_size(folded, global_batch)
+        return folded, shard_batch(folded, batch), batch
+
+    def prepare(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
+        work = prepared(global_batch)
+        return Job(*work, topology, constraints, train, optimizer, precision_of(work[0], precision))
+
+    train = objective == "train"
+    with advised(Asked(topology, constraints, global_batch, prepare)):
+        check_request(topology, constraints, objective, optimizer)
+        job = prepare(topology, constraints, global_batch)
+        chosen, certificate = explore(job, progress)
     beyond = planned_only(chosen.point, constraints, job.precision)
     program = None if beyond else emit_program(job, chosen)
     return Plan(
@@ -73,12 +87,12 @@ def partition(
         constraints=constraints,
         estimate=chosen.estimate,
         certificate=certificate,
-        shares=operator_share(by_sample, chosen.local.sharding),
+        shares=operator_share(job.batch, chosen.local.sharding),
         model=type(model).__name__,
         precision=precision,
         optimizer=optimizer,
-        notes=folded.notes,
+        notes=job.model.notes,
         objective=objective,
-        global_batch=batch,
+        global_batch=job.global_batch,
         planned_only=beyond,
     )

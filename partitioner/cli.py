@@ -1,4 +1,4 @@
-"""The command line: ``partitioner plan | show | explain | prove | verify | run | topology | profile | schema``.
+"""The command line: ``partitioner plan | show | explain | diff | prove | verify | run | topology | profile | schema``.
 
 It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
 standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.cli_report import Commands, output, print_parts, progress, steps
-from partitioner.cli_target import load_target
+from partitioner.cli_target import constraints_of, load_target
 from partitioner.units import plural, seconds_text
 from runtime.files import write_text
 
@@ -45,6 +45,8 @@ Layout = Annotated[
     Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
 ]
 
+Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
+
 
 def _example(*lines: str) -> str:
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
@@ -55,6 +57,7 @@ def _example(*lines: str) -> str:
         "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
+        "partitioner plan model.py:make --topology dgx-h100:8 --meta --ahead",
     )
 )
 def plan(
@@ -72,10 +75,34 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    schedule: Annotated[str | None, typer.Option(help="`1f1b` or `gpipe`.", show_default=False)] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Recompute activations: `none` or `full`.", show_default=False)
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks. Planned only.", show_default=False)] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks. Planned only.", show_default=False)] = None,
+    etp: Annotated[int | None, typer.Option(help="Ranks per expert. Planned only.", show_default=False)] = None,
+    zero: Annotated[
+        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3. Planned only.", show_default=False)
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="`1f1b` or `gpipe`; planned only: `interleaved`, `zb-1p`, `zb-2p`, `zb-v`.", show_default=False
+        ),
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages per pipeline rank. Planned only.", show_default=False)
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="Recompute activations: `none`, `full`, or (planned only) `selective`.", show_default=False),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Reduce gradients behind computation.", show_default=False)
+    ] = None,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
+    ] = False,
     precision: Annotated[
         str | None, typer.Option(help="`bf16`, `fp16`, `fp32` or `fp64`; default: as the parameters are.")
     ] = None,
@@ -87,6 +114,7 @@ def plan(
     meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
     svg: Picture = None,
     timeline: Chart = None,
+    memory: Memory = None,
 ) -> None:
     """Find the best plan for a model on a cluster, and print its summary.
 
@@ -95,7 +123,9 @@ def plan(
     from partitioner import Constraints, Topology, partition
 
     given = {
-        "pp": pp, "dp": dp, "tp": tp, "microbatch_size": microbatch, "schedule": schedule, "recompute": recompute,
+        "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "microbatch_size": microbatch,
+        "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
+        "sequence_parallel": sequence_parallel, "ahead": ahead or None,
     }  # fmt: skip
     constraints = Constraints(**{name: value for name, value in given.items() if value is not None})
     where = Topology.parse(topology)
@@ -118,7 +148,7 @@ def plan(
     _print_summary(found)
     if out:
         _wrote("plan", found.save(out))
-    _draw(found, svg, timeline)
+    _draw(found, svg, timeline, memory)
 
 
 @app.command(
@@ -132,6 +162,7 @@ def show(
     svg: Picture = None,
     timeline: Chart = None,
     topology: Layout = None,
+    memory: Memory = None,
 ) -> None:
     """Print a plan's summary, or one rank's program; draw pictures."""
     from partitioner import Plan
@@ -142,18 +173,61 @@ def show(
         _print_summary(loaded)
     else:
         print_parts(rank_parts(loaded, rank))
-    _draw(loaded, svg, timeline)
+    _draw(loaded, svg, timeline, memory)
     if topology:
         _wrote("topology", loaded.to_svg(topology, view="topology"))
 
 
-@app.command(epilog=_example("partitioner explain plan.json"))
-def explain(plan_file: PlanFile) -> None:
+@app.command(
+    epilog=_example(
+        "partitioner explain plan.json",
+        "partitioner explain plan.json --why-not tp=8",
+        "partitioner explain plan.json --why-not tp=8,schedule=gpipe --model model.py:make",
+    )
+)
+def explain(
+    plan_file: PlanFile,
+    why_not: Annotated[
+        str | None,
+        typer.Option("--why-not", metavar="NAME=VALUE,...", help="Why the plan is not so.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="To plan again where the plan's file has no answer.", show_default=False
+        ),
+    ] = None,
+    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+) -> None:
     """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
     from partitioner import Plan
     from partitioner.explain import explain_parts
 
-    print_parts(explain_parts(Plan.load(plan_file)))
+    loaded = Plan.load(plan_file)
+    if why_not is None:
+        print_parts(explain_parts(loaded))
+        return
+    asked = constraints_of(why_not)
+    target = load_target(model, meta=meta) if model is not None else None
+    with progress(f"Looking for a plan with {why_not}"):
+        answer = (
+            loaded.why_not(**asked)
+            if target is None
+            else loaded.why_not(model=target.model, inputs=target.inputs, loss=target.loss, **asked)
+        )
+    output().print(Text(str(answer)))
+
+
+@app.command(epilog=_example("partitioner diff before.json after.json"))
+def diff(
+    plan_file: PlanFile,
+    other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
+) -> None:
+    """Say what one plan does otherwise than another, and what that changes in time and memory."""
+    from partitioner import Plan
+    from partitioner.compare import diff_parts
+
+    print_parts(diff_parts(Plan.load(plan_file), Plan.load(other), (plan_file.name, other.name)))
 
 
 @app.command(epilog=_example("partitioner prove plan.json"))
@@ -291,11 +365,13 @@ def _so_far(seen: Any) -> str:
     return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_open} open{best}"
 
 
-def _draw(found: Any, svg: Path | None, timeline: Path | None) -> None:
+def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
     if svg:
         _wrote("picture", found.to_svg(svg))
     if timeline:
         _wrote("timeline", found.to_svg(timeline, view="timeline"))
+    if memory:
+        _wrote("memory", found.to_svg(memory, view="memory"))
 
 
 def _wrote(what: str, path: Path) -> None:

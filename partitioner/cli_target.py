@@ -26,6 +26,18 @@ class TargetError(PartitionError):
     """What a command was told to take the model from is not there, or gives something else."""
 
 
+def constraints_of(text: str) -> dict[str, Any]:
+    """``tp=8,schedule=gpipe`` as names and values. Raises :class:`TargetError` for what is not of that form."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise TargetError(f"{part!r} is no constraint; expected name=value, as in tp=8,schedule=gpipe")
+        words = {"true": True, "false": False}
+        found[name.replace("-", "_")] = int(value) if value.lstrip("-").isdigit() else words.get(value.lower(), value)
+    return found
+
+
 @dataclass(frozen=True)
 class Target:
     """What the function returned. ``inputs`` and ``loss`` are ``None`` where it gave none."""

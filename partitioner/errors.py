@@ -4,43 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from passes.errors import PartitionError
+
+if TYPE_CHECKING:
+    from partitioner.changes import Advice, Change
 
 
 class TopologyError(PartitionError):
     """A description of hardware that is malformed, contradicts itself or names what is not known."""
 
 
-class ConstraintError(PartitionError):
+class InfeasibleError(PartitionError):
+    """A job that has no plan.
+
+    ``changes``: the nearest changes that give it one, the nearest first, each verified by planning; ``conflict``: a
+    least set of the user's constraints that cannot hold together here. Both are looked for when first asked for, and
+    empty where nothing was found or there is no job (a malformed constraint).
+    """
+
+    _least_conflict = 2  # a single one is what the message is about
+
+    def __init__(self, message: str, *, advise: Callable[[], Advice] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.advise = advise
+
+    @cached_property
+    def _advice(self) -> Advice | None:
+        return self.advise() if self.advise is not None else None
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return self._advice.changes if self._advice is not None else ()
+
+    @property
+    def conflict(self) -> tuple[str, ...]:
+        return self._advice.conflict if self._advice is not None else ()
+
+    def __str__(self) -> str:
+        text = self.message
+        if len(self.conflict) >= self._least_conflict:
+            text += f"; in conflict: {', '.join(self.conflict)}"
+        if self.changes:
+            return f"{text}; nearest change that fits: {'; or '.join(c.text for c in self.changes)}"
+        return text
+
+
+class ConstraintError(InfeasibleError):
     """A constraint that the model, the batch or the topology cannot meet."""
 
 
-class PlanError(PartitionError):
+class PlanError(InfeasibleError):
     """No plan can do what was asked, or this version cannot execute it."""
 
 
 class CapacityError(PlanError):
     """No plan fits in memory.
 
-    ``stage`` is the pipeline stage that lacks most, ``missing_bytes`` how much each of its ranks lacks, ``change`` the
-    nearest change that fits (empty: none was found); ``advise`` looks for it when it is first asked for.
+    ``stage`` is the pipeline stage that lacks most, ``missing_bytes`` how much each of its ranks lacks.
     """
 
+    _least_conflict = 1
+
     def __init__(
-        self, shortage: str, *, stage: int = 0, missing_bytes: int = 0, advise: Callable[[], str] | None = None
+        self, shortage: str, *, stage: int = 0, missing_bytes: int = 0, advise: Callable[[], Advice] | None = None
     ) -> None:
-        super().__init__(shortage)
+        super().__init__(shortage, advise=advise)
         self.shortage = shortage
         self.stage = stage
         self.missing_bytes = missing_bytes
-        self._advise = advise
-
-    @cached_property
-    def change(self) -> str:
-        return self._advise() if self._advise is not None else ""
-
-    def __str__(self) -> str:
-        if self.change:
-            return f"{self.shortage}; nearest change that fits: {self.change}"
-        return f"{self.shortage}; no smaller microbatch, larger tp or pp was found to fit"

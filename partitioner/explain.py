@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.draw.figures import AXIS_NAMES, capacities, mesh_text
+from partitioner.draw.figures import AXIS_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_tables import (
     bars,
-    best_first,
     candidate_counts,
     candidate_table,
     collective_table,
+    estimate_table,
     figures,
     fullest_rank,
     heading,
@@ -24,11 +24,11 @@ from partitioner.explain_tables import (
     stage_table,
 )
 from partitioner.outline import CallGroup, Outline, outline
-from partitioner.plan import Candidate, Plan
+from partitioner.plan import Baseline, Candidate, Plan
 from partitioner.timing import stage_seconds
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
-_KINDS = {
+KINDS = {
     "compute": "computation",
     "recompute": "recomputation",
     "tp_communication": "collectives inside blocks",
@@ -37,6 +37,15 @@ _KINDS = {
     "contention": "ranks that share a machine's cores",
     "reduction": "reduction of gradients",
     "optimizer": "the optimizer's update",
+}
+MEMORY_KINDS = {
+    "parameters": "parameters and buffers of the model",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "saved": "activations saved for backward",
+    "recomputed": "activations while they are recomputed",
+    "working": "what operators work with",
+    "buffers": "buffers for what passes between stages",
 }
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
@@ -53,10 +62,14 @@ def explain(plan: Plan) -> str:
 
 def summary_parts(plan: Plan) -> list[RenderableType]:
     """The summary for a terminal."""
-    whole = outline(plan.program)
-    size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
-    stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
-    parts: list[RenderableType] = [heading(f"{plan.model}{size}"), figures(plan), "", stages]
+    parts: list[RenderableType]
+    if plan.written is None:
+        parts = [heading(plan.model), figures(plan), "", estimate_table(plan)]
+    else:
+        whole = outline(plan.written)
+        size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
+        stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
+        parts = [heading(f"{plan.model}{size}"), figures(plan), "", stages]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
@@ -67,15 +80,16 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
     """The explanation for a terminal: a heading and lines for each question that a reader has."""
-    whole = outline(plan.program)
+    whole = outline(plan.written) if plan.written is not None else None
     parts: list[RenderableType] = []
     for title, body in (
+        ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_fit(plan))),
         ("What binds?", list(_binding(plan))),
         ("Where does the time go?", _breakdown(plan)),
         ("How is the model cut?", list(_cut(plan, whole))),
-        ("Where do the weights live?", list(_weights(whole))),
-        ("What is communicated?", list(_communication(plan, whole))),
+        ("Where do the weights live?", list(_weights(whole)) if whole else []),
+        ("What is communicated?", list(_communication(plan, whole)) if whole else []),
         ("What else was considered?", list(_alternatives(plan))),
         ("How good is it?", list(_certificate(plan))),
         ("What to know", list(_notes(plan))),
@@ -93,19 +107,30 @@ def _line(text: str) -> RenderableType:
     return indented(Text(text))
 
 
+def _planned_only(plan: Plan) -> Iterator[RenderableType]:
+    if plan.written is None:
+        what = ", ".join(plan.planned_only)
+        yield _line(f"No: planned, not executed by this version: {what}. There are figures, and no program.")
+
+
 def _fit(plan: Plan) -> Iterator[RenderableType]:
     if not plan.estimate.memory:
         return
     rank = fullest_rank(plan)
     peak, room = plan.estimate.memory[rank], capacities(plan)[rank]
-    stage = plan.program.coordinates(rank)["pp"]
-    where = f"the fullest rank ({rank}, on stage {stage})" if plan.program.world_size > 1 else "the one rank"
+    stage = rank // (plan.world_size // plan.num_stages)
+    where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
         yield _line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
     else:
         yield _line(
             f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
         )
+    if plan.estimate.stages:
+        parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
+        total = max(1, sum(size for _, size in parts))
+        yield _line(f"Its peak consists of, on stage {stage}:" if plan.num_stages > 1 else "Its peak consists of:")
+        yield bars([(MEMORY_KINDS.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
 def _binding(plan: Plan) -> Iterator[RenderableType]:
@@ -113,7 +138,7 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
     total = sum(estimate.breakdown.values())
     if total > 0:
         kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
-        yield _line(f"Time: most of the step is {_KINDS.get(kind, kind)} ({percent(seconds / total)}).")
+        yield _line(f"Time: most of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])
@@ -133,18 +158,20 @@ def _breakdown(plan: Plan) -> list[RenderableType]:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} MFU:"
-    return [_line(words), bars([(_KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
+    return [_line(words), bars([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
 
 
-def _cut(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
-    program = plan.program
-    for axis, size in program.mesh.items():
+def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
+    for axis, size in plan.mesh.items():
         if size > 1:
             yield _line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
-    microbatches = plural(program.num_microbatches, "microbatch", "microbatches")
-    schedule = f" under the {program.schedule} schedule" if len(whole.stages) > 1 else ""
+    microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
+    schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
     yield _line(f"{microbatches} per step{schedule}")
-    for stage in whole.stages:
+    for number, part in enumerate(plan.estimate.stages if whole is None else ()):
+        again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""
+        yield _line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
+    for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)
         yield _line(f"stage {stage.index}: {calls}")
 
@@ -205,27 +232,19 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
         return
     yield _line(candidate_counts(candidates) + ".")
     chosen = plan.certificate.objective
-    for name, candidate in baselines(plan):
-        yield _line(f"{name} ({mesh_text(candidate.mesh)}): {_fate(candidate, chosen)}")
+    yield from (_line(_baseline(b, chosen)) for b in plan.certificate.baselines)
     yield candidate_table(plan)
 
 
-def baselines(plan: Plan) -> list[tuple[str, Candidate]]:
-    """Plain data parallelism and the textbook Megatron layout: widest ``tp``, fewest stages, ``dp`` over the rest."""
-    ranked = best_first(plan.certificate.candidates)
-    found = []
-    plain_data = [c for c in ranked if all(n == 1 for a, n in c.mesh.items() if a != "dp")]
-    if plain_data:
-        found.append(("Plain data parallelism", plain_data[0]))
-    widest = max((c.mesh.get("tp", 1) for c in ranked), default=1)
-    solved = [c for c in ranked if c.mesh.get("tp", 1) == widest and c.status != "bounded"]
-    megatron = min(solved, key=lambda c: (c.status == "infeasible", c.mesh.get("pp", 1)), default=None)
-    if megatron and widest > 1:
-        found.append(("Megatron's layout, tensor parallelism as wide as it goes", megatron))
-    return found
+def _baseline(baseline: Baseline, chosen: float) -> str:
+    if baseline.candidate is None:
+        return f"{baseline.name}: {baseline.excluded}"
+    excluded = f"; {baseline.excluded}" if baseline.excluded else ""
+    return f"{baseline.name} ({candidate_text(baseline.candidate)}): {fate(baseline.candidate, chosen)}{excluded}"
 
 
-def _fate(candidate: Candidate, chosen: float) -> str:
+def fate(candidate: Candidate, chosen: float) -> str:
+    """What became of a candidate, next to the ``chosen`` plan's seconds."""
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
         return "this is the plan"
@@ -233,7 +252,8 @@ def _fate(candidate: Candidate, chosen: float) -> str:
         return f"does not fit{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
-        more = f"{percent(ratio - 1)} more" if ratio < 2 else f"{digits(ratio, 2)} times as long"
+        more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
+        more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
         return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
     return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, memory_text, mesh_text
+from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
@@ -54,40 +54,49 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
     return indented(grid)
 
 
-def _table(columns: Sequence[tuple[str, bool]]) -> Table:
+def table(columns: Sequence[tuple[str, bool]]) -> Table:
     """An empty table; a column is (title, whether it holds numbers)."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
-        table.add_column(
+        made.add_column(
             title, justify="right" if numeric else "left", no_wrap=numeric, min_width=len(title), overflow="fold"
         )
-    return table
+    return made
 
 
 def figures(plan: Plan) -> Padding:
     """What the plan is and what it is expected to do."""
-    program, estimate, certificate = plan.program, plan.estimate, plan.certificate
+    estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
-    batch = next((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None and i.shape), None)
+    batch = _batch(plan)
     samples = ""
-    if batch is not None:
-        size = batch // max(1, program.num_microbatches * program.mesh.get("dp", 1))
+    if batch:
+        size = batch // max(1, plan.num_microbatches * plan.mesh.get("dp", 1))
         samples = f" of {plural(size, 'sample')}, global batch {batch:,}"
     rows = [
-        ("mesh", f"{mesh_text(program.mesh)} ({plural(program.world_size, 'rank')}) on {plan.topology.name}"),
-        ("microbatches", f"{program.num_microbatches}{samples}"),
-        ("schedule", program.schedule if len(program.stages) > 1 else "one stage"),
-        ("objective", program.objective + (f", {plan.optimizer}" if program.objective == "train" else "")),
+        ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
+        ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("microbatches", f"{plan.num_microbatches}{samples}"),
+        ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
+        ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
-        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if program.world_size > 1 else "")),
+        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("matmul work sharded", percent(plan.shares.matmul_sharded)),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate.candidates)),
     ]
     return pairs([(name, value) for name, value in rows if value])
+
+
+def _batch(plan: Plan) -> int:
+    """Samples of one step, 0 where no input has a batch."""
+    if plan.written is None:
+        return plan.global_batch
+    inputs = plan.written.inputs
+    return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
 
 
 def fullest_rank(plan: Plan) -> int:
@@ -113,7 +122,7 @@ def candidate_counts(candidates: Sequence[Candidate]) -> str:
 def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
     """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
     train = plan.program.objective == "train"
-    table = _table(
+    made = table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
@@ -131,20 +140,39 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
             "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
         ]
         row += map(seconds_text, busy[stage.index][: 1 + train])
-        table.add_row(*map(Text, row))
-    return indented(table)
+        made.add_row(*map(Text, row))
+    return indented(made)
+
+
+def estimate_table(plan: Plan) -> Padding:
+    """One row per stage of a plan without a program: what the cost model expects of it."""
+    train = plan.objective == "train"
+    made = table(
+        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
+         ("forward", True)] + [("backward", True)] * train
+    )  # fmt: skip
+    size = plan.world_size // max(1, len(plan.estimate.stages))
+    rooms = capacities(plan)
+    for number, stage in enumerate(plan.estimate.stages):
+        ranks = range(number * size, (number + 1) * size)
+        peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
+        calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
+        row = [str(number), ranges(ranks), calls, stage.first, stage.last]
+        row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
+    return indented(made)
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
-    table = _table(
+    made = table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("bound", True),
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
         outcome = STATUS_WORDS[candidate.status] + (f": {candidate.reason}" if candidate.reason else "")
-        table.add_row(
-            mesh_text(candidate.mesh),
+        made.add_row(
+            candidate_text(candidate),
             str(candidate.microbatch_size),
             candidate.schedule,
             seconds_text(candidate.step_time) if candidate.step_time is not None else "",
@@ -155,8 +183,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
         )
     rest = len(plan.certificate.candidates) - most
     if rest > 0:
-        table.add_row(f"and {rest} more")
-    return indented(table)
+        made.add_row(f"and {rest} more")
+    return indented(made)
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -166,7 +194,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def collective_table(whole: Outline) -> Padding | None:
     """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
-    table = _table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
+    made = table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
     for group in (g for stage in whole.stages for g in stage.groups):
         if not group.collectives or group.blocks in told:
@@ -178,9 +206,9 @@ def collective_table(whole: Outline) -> Padding | None:
             for direction in ("forward", "backward"):
                 found = [m for m in group.collectives if (m.op, m.axis, m.direction) == (op, axis, direction)]
                 amounts.append(found[0].amount(group.count) if found else "")
-            table.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
+            made.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
             name = ""
-    return indented(table) if told else None
+    return indented(made) if told else None
 
 
 def rule_table(plan: Plan) -> Padding | None:
@@ -188,10 +216,10 @@ def rule_table(plan: Plan) -> Padding | None:
     shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
     if not shares:
         return None
-    table = _table([("operator without a rule", False), ("share of the work", True)])
+    made = table([("operator without a rule", False), ("share of the work", True)])
     for name, share in shares:
-        table.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
-    return indented(table)
+        made.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
+    return indented(made)
 
 
 def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from partitioner.baselines import compared, standards, unpinned
 from partitioner.cost.bounds import ModelBounds
-from partitioner.errors import CapacityError, PlanError
 from partitioner.evaluate import Evaluator, Job, Solved
 from partitioner.plan import Certificate
 from partitioner.solve.bestfirst import Evaluated, Progress, search
-from partitioner.solve.points import Point, Space, baselines, left_out, points
+from partitioner.solve.points import Point, Space, left_out, points
+
+
+def space_of(job: Job, bounds: ModelBounds) -> Space:
+    """What the job's points are drawn from."""
+    length = max((i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1), default=0)
+    return Space(
+        job.topology,
+        job.global_batch,
+        bounds.num_calls,
+        bounds.dims,
+        job.constraints,
+        job.train,
+        experts=job.num_experts,
+        length=length,
+    )
 
 
 def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tuple[Solved, Certificate]:
@@ -20,44 +36,38 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
     """
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
-    length = max((i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1), default=0)
-    space = Space(
-        job.topology,
-        job.global_batch,
-        bounds.num_calls,
-        bounds.dims,
-        job.constraints,
-        job.train,
-        experts=job.num_experts,
-        length=length,
-    )
+    space = space_of(job, bounds)
     candidates = points(space)
-    first = dict(zip(candidates, bounds.times(candidates).tolist(), strict=True))
-
-    def fits(point: Point) -> bool:
-        try:
-            bounds.refine(point)
-        except (CapacityError, PlanError):
-            return False
-        return True
+    free = replace(job, constraints=unpinned(job.constraints))
+    always = standards(space, candidates, bounds, bounds.with_job(free))
 
     def evaluate(point: Point) -> Evaluated:
-        solved = evaluator.solve(point)
-        estimate, split = solved.estimate, solved.stages
-        least = estimate.step_time - (split.pipeline_s - split.least_s)
+        found = evaluated(evaluator.solve(point))
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
-            least = min(least, bounds.refine(point))
+            least = found.step_time if found.least is None else found.least
+            found = replace(found, least=min(least, bounds.refine(point)))
         # a floor for other points only where none of their seats can be better than this one's
-        floor = split.microbatch_s if evaluator.alike(point.tp) else None
-        return Evaluated(estimate.step_time, max(estimate.memory), solved, floor, least)
+        return found if evaluator.alike(point.tp) else replace(found, microbatch_s=None)
 
-    always = baselines(space, candidates, first.__getitem__, fits)
     result = search(
         candidates,
         bounds,
         evaluate,
-        always=always.values(),
+        always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
         progress=progress,
     )
-    return result.best.payload, result.certificate
+    beside = replace(evaluator, job=free)
+    baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
+    return result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+
+
+def evaluated(solved: Solved) -> Evaluated:
+    """What the search asks of a solved candidate."""
+    estimate, split = solved.estimate, solved.stages
+    least = estimate.step_time - (split.pipeline_s - split.least_s)
+    memory = max(estimate.memory)
+    return Evaluated(estimate.step_time, memory, solved, split.microbatch_s, least, estimate.breakdown)
+
+
+__all__ = ["Point", "evaluated", "explore", "space_of"]

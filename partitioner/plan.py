@@ -18,7 +18,25 @@ if TYPE_CHECKING:
 
     from partitioner.solve.sharding import ShardingSolution
     from partitioner.verify import Verification
+    from partitioner.whynot import WhyNot
     from runtime.prove import Proof
+
+
+class StageEstimate(Data):
+    """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
+
+    ``recomputed``: how many of them run again for their backward. Seconds are of one step, without waiting;
+    ``backward_s`` has what is recomputed. ``memory``: what the peak of a rank consists of, in bytes by kind
+    (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``, ``buffers``).
+    """
+
+    first: str
+    last: str
+    num_calls: int
+    recomputed: int
+    forward_s: float
+    backward_s: float
+    memory: dict[str, int]
 
 
 class Estimate(Data):
@@ -29,10 +47,11 @@ class Estimate(Data):
     bubble: float
     memory: tuple[int, ...]
     breakdown: dict[str, float]
+    stages: tuple[StageEstimate, ...] = ()
 
 
 class Candidate(Data):
-    """One point of the search and what became of it."""
+    """One point of the search and what became of it. ``breakdown``: seconds by kind, of what was solved."""
 
     mesh: dict[str, int]
     microbatch_size: int
@@ -45,6 +64,16 @@ class Candidate(Data):
     zero: int = 0
     virtual_stages: int = 1
     etp: int = 1
+    breakdown: dict[str, float] | None = None
+    missing: int | None = None  # bytes that a rank lacks
+
+
+class Baseline(Data):
+    """A layout that every report has, for comparison. ``excluded``: why it is no candidate (empty: it is one)."""
+
+    name: str
+    candidate: Candidate | None = None
+    excluded: str = ""
 
 
 class Certificate(Data):
@@ -54,6 +83,7 @@ class Certificate(Data):
     bound: float
     gap: float
     candidates: tuple[Candidate, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
 
 
 class OperatorShare(Data):
@@ -105,6 +135,28 @@ class Plan(Data):
         """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``; ``ep`` is folded over dp x cp x tp."""
         return self.chosen.mesh if self.written is None else self.written.mesh
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the plan."""
+        return len(self.devices)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one step."""
+        if self.written is not None:
+            return self.written.num_microbatches
+        return self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size)
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's schedule."""
+        return self.chosen.schedule if self.written is None else self.written.schedule
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.mesh.get("pp", 1)
+
     def rank(self, rank: int) -> RankProgram:
         """The program of one rank."""
         return self.program.rank(rank)
@@ -121,6 +173,23 @@ class Plan(Data):
 
         return explain(self)
 
+    def why_not(
+        self, *, model: nn.Module | None = None, inputs: Any = None, loss: Any = None, **constraints: Any
+    ) -> WhyNot:
+        """Why the plan is not as ``constraints`` say, as ``why_not(tp=8)``: what it would cost, or what forbids it.
+
+        ``model``, with ``inputs`` and ``loss`` as for ``partition``: to plan again where the certificate does not say.
+        """
+        from partitioner.whynot import why_not
+
+        return why_not(self, constraints, model, inputs, loss)
+
+    def diff(self, other: Plan) -> str:
+        """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
+        from partitioner.compare import diff
+
+        return diff(self, other)
+
     def prove(self) -> Proof:
         """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""
         from runtime.prove import prove
@@ -134,7 +203,7 @@ class Plan(Data):
         return verify(self, model, inputs, loss)
 
     def to_svg(self, path: str | Path, view: str = "graph") -> Path:
-        """Draw ``view`` ("graph", "timeline" or "topology") to ``path``."""
+        """Draw ``view`` ("graph", "timeline", "topology", "memory") to ``path``; ``DrawError`` for another view."""
         from partitioner.draw import draw
 
         return write_text(Path(path), draw(self, view))

@@ -33,15 +33,13 @@ def check_request(topology: Any, constraints: Constraints, objective: str, optim
     constraints.check_world(topology.num_devices)
 
 
-def check_work(model: FoldedModel, topology: Topology, constraints: Constraints, batch: int, train: bool) -> None:
-    """Raise where the model lacks what the objective needs, or the constraints do not fit its sizes."""
+def check_work(model: FoldedModel, train: bool) -> None:
+    """Raise where the model lacks what the objective needs."""
     if train and model.loss is None:
         raise InputsError(
             "training needs a loss: the model's output is no scalar and has no `loss`; pass labels among the inputs, "
             'loss=callable(output) -> scalar, or objective="infer"'
         )
-    dims = {d for s in model.states.values() if s.kind == "parameter" for d in s.spec.shape}
-    constraints.check(topology.num_devices, batch, dims)
 
 
 def type_of(precision: str | None) -> str | None:

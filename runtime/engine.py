@@ -193,6 +193,9 @@ def _content(path: Path) -> dict[str, Any]:
         raise LaunchError(f"cannot read the plan {path}: {error}") from None
     except json.JSONDecodeError as error:
         raise LaunchError(f"{path} is not complete JSON ({error}); make the plan again") from None
+    if isinstance(content, dict) and content.get("planned_only"):
+        what = ", ".join(content["planned_only"])
+        raise LaunchError(f"{path} has no program: {what} is planned but not executed here; plan without it to run")
     if not isinstance(content, dict) or "program" not in content:
         raise LaunchError(f"{path} is not a plan: it has no 'program'; save one with plan.save(path)")
     return content

@@ -9,11 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.program import Instruction
 
 Key = tuple[str, int | None]
+
+
+class Moment(NamedTuple):
+    """What a rank holds besides its states, in bytes, at the fullest of an instruction or of one of its calls.
+
+    ``saved``: values, and what calls keep for backward; ``gradients``: of values; ``recomputed``: what a backward holds
+    while it runs. ``call``: which of the stage's calls, ``None``: no single one.
+    """
+
+    call: int | None
+    saved: int
+    gradients: int
+    recomputed: int = 0
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
@@ -32,6 +46,17 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
         yield holder.run(instruction)
 
 
+def memory_moments(
+    facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
+) -> Iterator[tuple[list[Moment], Moment]]:
+    """For each instruction the moments that it goes through, call by call, and what is held after it."""
+    holder = _Holder(facts, stage)
+    for instruction in instructions:
+        holder.moments = []
+        holder.run(instruction)
+        yield holder.moments, holder.moment()
+
+
 def peak_bytes(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], extra_bytes: int = 0
 ) -> tuple[int, int]:
@@ -48,10 +73,23 @@ class _Holder:
         self.facts = facts
         self.calls = facts.stages[stage]
         self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
-        self.held = state_bytes(facts, stage)
+        self.states = state_bytes(facts, stage)
+        self.saved = self.flowing = 0  # what is held for backward or to be read, and gradients of values
+        self.moments: list[Moment] | None = None
         self.values: Counter[Key] = Counter()  # how many hold the value: the table, and calls that keep it
         self.gradients: set[Key] = set()
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
+
+    @property
+    def held(self) -> int:
+        return self.states + self.saved + self.flowing
+
+    def moment(self, call: int | None = None, recomputed: int = 0) -> Moment:
+        return Moment(call, self.saved, self.flowing, recomputed)
+
+    def note(self, call: int, recomputed: int = 0) -> None:
+        if self.moments is not None:
+            self.moments.append(self.moment(call, recomputed))
 
     def run(self, i: Instruction) -> tuple[int, int]:
         peak = self.held
@@ -75,7 +113,7 @@ class _Holder:
                 for value in i.values:
                     if i.gradients:
                         self.gradients.discard((value, i.microbatch))
-                        self.held -= self.sizes[value]
+                        self.flowing -= self.sizes[value]
                     else:
                         self.release(value, i.microbatch)
         return max(peak, self.held), self.held
@@ -84,40 +122,43 @@ class _Holder:
         key = value, None if value in self.totals else microbatch
         self.values[key] += 1
         if self.values[key] == 1:
-            self.held += self.sizes[value]
+            self.saved += self.sizes[value]
 
     def release(self, value: str, microbatch: int | None) -> None:
         key = value, None if value in self.totals else microbatch
         self.values[key] -= 1
         if not self.values[key]:
-            self.held -= self.sizes[value]
+            self.saved -= self.sizes[value]
 
     def hold_gradient(self, value: str, microbatch: int | None) -> None:
         if (value, microbatch) not in self.gradients:
             self.gradients.add((value, microbatch))
-            self.held += self.sizes[value]
+            self.flowing += self.sizes[value]
 
     def forward(self, i: Instruction) -> None:
         assert i.calls is not None
-        for call in self.calls[slice(*i.calls)]:
+        for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
             for value in call.data.outputs:
                 self.hold(value, i.microbatch)
             for value in call.keeps:
                 self.hold(value, i.microbatch)
-            self.held += call.kept_bytes
+            self.saved += call.kept_bytes
+            self.note(position)
 
     def backward(self, i: Instruction) -> int:
         assert i.calls is not None
         peak = self.held
-        for call in reversed(self.calls[slice(*i.calls)]):
+        for position in reversed(range(*i.calls)):
+            call = self.calls[position]
             if not call.has_backward:
                 continue
             if i.op != "W":
                 for value in call.gives:
                     self.hold_gradient(value, i.microbatch)
             peak = max(peak, self.held + call.recomputed_bytes)
+            self.note(position, call.recomputed_bytes)
             if i.op != "I":
                 for value in call.keeps:
                     self.release(value, i.microbatch)
-                self.held -= call.kept_bytes
+                self.saved -= call.kept_bytes
         return peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from partitioner.constraints import Constraints
-from partitioner.plan import Candidate, Certificate, Estimate, OperatorShare, Plan
+from partitioner.plan import Baseline, Candidate, Certificate, Estimate, OperatorShare, Plan
 from partitioner.topology import Topology
 from runtime.program import (
     AXES,
@@ -320,7 +320,13 @@ def plan_of(program: Program, model: str = "LlamaForCausalLM", notes: tuple[str,
             step_time=1.234, mfu=0.431, bubble=0.112, memory=memory,
             breakdown={"compute": 0.87, "bubble": 0.138, "tp_communication": 0.19, "pp_communication": 0.036},
         ),
-        certificate=Certificate(objective=1.234, bound=1.2, gap=0.0276, candidates=candidates),
+        certificate=Certificate(
+            objective=1.234, bound=1.2, gap=0.0276, candidates=candidates,
+            baselines=(
+                Baseline(name="Plain data parallelism", candidate=candidates[3]),
+                Baseline(name="Megatron's layout", candidate=candidates[1], excluded="excluded by the constraints"),
+            ),
+        ),
         shares=OperatorShare(matmul_sharded=0.987, without_rule={"aten.sort.stable": 0.004}),
         model=model,
         precision="bf16",

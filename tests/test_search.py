@@ -131,9 +131,9 @@ def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
     lacking = {1: 30, 2: 10, 3: 20}
 
     def evaluate(point: Point) -> Evaluated:
-        raise CapacityError(f"{lacking[point.tp]} B too much", missing_bytes=lacking[point.tp], advise=lambda: "tp=4")
+        raise CapacityError(f"{lacking[point.tp]} B too much", missing_bytes=lacking[point.tp])
 
-    with pytest.raises(CapacityError, match="10 B too much; nearest change that fits: tp=4"):
+    with pytest.raises(CapacityError, match="10 B too much"):
         run(table, evaluate)
 
     def refuse(point: Point) -> Evaluated:

@@ -19,6 +19,7 @@ def main() -> None:
     plan = partition(model, Topology.local(4), inputs, constraints=constraints)
     plan.to_svg(HERE / "plan.svg")
     plan.to_svg(HERE / "timeline.svg", view="timeline")
+    plan.to_svg(HERE / "memory.svg", view="memory")
 
 
 if __name__ == "__main__":

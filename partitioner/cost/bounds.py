@@ -12,6 +12,7 @@ of the relaxed problem exactly. Devices, links and groups are the best that any 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -205,6 +206,12 @@ class ModelBounds:
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
+
+    def with_job(self, job: Planned) -> ModelBounds:
+        """The bounds of another job of the same model, batch and topology."""
+        other = copy(self)
+        other.job = job
+        return other
 
     @cached_property
     def model_flops(self) -> float:

@@ -10,6 +10,7 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
+from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
@@ -154,6 +155,7 @@ def estimate(
         bubble=breakdown["bubble"] / step if step else 0.0,
         memory=memory,
         breakdown=breakdown,
+        stages=stage_estimates(problem, split, states),
     )
 
 

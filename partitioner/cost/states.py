@@ -58,11 +58,15 @@ class StateCost:
     expert: bool = False
 
     @property
+    def kept(self) -> dict[str, float]:
+        """What stays on the rank, by kind."""
+        sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
+        return {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
+
+    @property
     def total(self) -> float:
         """What stays on the rank."""
-        kept = [self.parameter, self.gradient, self.optimizer]
-        shared = (self.stage >= 3, self.stage >= 2, self.stage >= 1)
-        return sum(size / self.replicas if is_shared else size for size, is_shared in zip(kept, shared, strict=True))
+        return sum(self.kept.values())
 
     @property
     def update(self) -> float:

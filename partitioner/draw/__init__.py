@@ -40,4 +40,15 @@ def _topology(plan: Plan) -> str:
     return draw_plan_topology(plan)
 
 
-VIEWS: dict[str, Callable[[Plan], str]] = {"graph": _graph, "timeline": _timeline, "topology": _topology}
+def _memory(plan: Plan) -> str:
+    from partitioner.draw.memory import draw_plan_memory
+
+    return draw_plan_memory(plan)
+
+
+VIEWS: dict[str, Callable[[Plan], str]] = {
+    "graph": _graph,
+    "timeline": _timeline,
+    "topology": _topology,
+    "memory": _memory,
+}

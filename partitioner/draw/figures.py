@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partitioner.plan import Plan
+from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, percent, plural, seconds_text
 from runtime.program import AXES
 
@@ -18,6 +18,12 @@ COLLECTIVE_NAMES = {
 def mesh_text(mesh: dict[str, int]) -> str:
     """``pp 4 × dp 2 × tp 2``; axes of one rank are left out, and a mesh of one rank is ``one rank``."""
     return " × ".join(f"{axis} {mesh[axis]}" for axis in AXES if mesh.get(axis, 1) > 1) or "one rank"
+
+
+def candidate_text(candidate: Candidate) -> str:
+    """Its mesh, and what of state sharding and virtual stages (``v``) goes with it: ``dp 64, zero 3``."""
+    more = [("zero", candidate.zero, 0), ("v", candidate.virtual_stages, 1)]
+    return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
 def capacities(plan: Plan) -> tuple[int, ...]:
@@ -37,12 +43,12 @@ def memory_text(plan: Plan) -> str:
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
-    program, estimate = plan.program, plan.estimate
+    estimate = plan.estimate
     return [
-        ("mesh", mesh_text(program.mesh)),
-        ("ranks", f"{program.world_size:,}"),
-        ("microbatches", f"{program.num_microbatches:,}"),
-        ("schedule", program.schedule),
+        ("mesh", mesh_text(plan.mesh)),
+        ("ranks", f"{plan.world_size:,}"),
+        ("microbatches", f"{plan.num_microbatches:,}"),
+        ("schedule", plan.schedule),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
@@ -51,5 +57,5 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def picture_title(plan: Plan) -> str:
-    objective = "training step" if plan.program.objective == "train" else "inference"
-    return f"{plan.model}: {objective} on {plural(plan.program.world_size, 'rank')}"
+    objective = "training step" if plan.objective == "train" else "inference"
+    return f"{plan.model}: {objective} on {plural(plan.world_size, 'rank')}"

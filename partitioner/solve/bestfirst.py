@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.errors import CapacityError, PlanError
+from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
@@ -29,7 +29,8 @@ class Evaluated:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
     ``microbatch_s``: seconds of one microbatch through all calls, which points of the same kind and microbatch share.
-    ``least``: what no plan of the point can go below, where that is less than ``step_time``.
+    ``least``: what no plan of the point can go below, where that is less than ``step_time``. ``breakdown``: seconds by
+    kind.
     """
 
     step_time: float
@@ -37,6 +38,7 @@ class Evaluated:
     payload: Any = None
     microbatch_s: float | None = None
     least: float | None = None
+    breakdown: Mapping[str, float] | None = None
 
 
 class Bounds(Protocol):
@@ -218,13 +220,16 @@ def _says_of(size: int, point: Point) -> bool:
     return size % point.microbatch_size == 0 and (size % point.tp == 0) == (point.microbatch_size % point.tp == 0)
 
 
-def _nothing(state: _State, interrupted: bool) -> PlanError:
+def _nothing(state: _State, interrupted: bool) -> InfeasibleError:
     """Why no point has a plan."""
     short = [row.error for row in state.rows.values() if isinstance(row.error, CapacityError)]
     if short:
         return min(short, key=lambda error: error.missing_bytes)
     if interrupted:
         return PlanError("the time limit passed before any plan was found; allow more time or fix more constraints")
+    errors = [row.error for row in state.rows.values()]
+    if all(isinstance(error, ConstraintError) for error in errors):
+        return ConstraintError(str(errors[0]))
     reasons = list(dict.fromkeys(row.reason for row in state.rows.values() if row.reason))
     return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
 
@@ -251,19 +256,27 @@ def _seconds(row: _Row) -> float:
 
 
 def _candidate(row: _Row) -> Candidate:
+    found = candidate(row.point, row.evaluated, row.reason)
+    missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
+    return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
+
+
+def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = "") -> Candidate:
+    """The report's row of a point: what it takes, or why it takes nothing."""
+    breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
-        mesh=row.point.mesh,
-        microbatch_size=row.point.microbatch_size,
-        schedule=row.point.schedule,
-        status=row.status,  # type: ignore[arg-type]
-        bound=row.bound,
-        step_time=row.evaluated.step_time if row.evaluated is not None else None,
-        memory=row.evaluated.memory if row.evaluated is not None else None,
-        reason=row.reason,
-        zero=row.point.zero,
-        virtual_stages=row.point.virtual_stages,
-        etp=row.point.expert_tp,
+        mesh=point.mesh,
+        microbatch_size=point.microbatch_size,
+        schedule=point.schedule,
+        status="solved" if evaluated is not None else "infeasible",
+        step_time=evaluated.step_time if evaluated is not None else None,
+        memory=evaluated.memory if evaluated is not None else None,
+        reason=reason,
+        zero=point.zero,
+        virtual_stages=point.virtual_stages,
+        etp=point.expert_tp,
+        breakdown=dict(breakdown) if breakdown is not None else None,
     )
 
 
-__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "search"]
+__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "candidate", "search"]

@@ -211,7 +211,8 @@ def _why_none(space: Space) -> str:
     return (
         f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
         f"batch of {space.global_batch}, pp is at most {space.num_calls} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node; change the batch, the constraints or the number of devices"
+        "divide a dim of a weight and stay within a node"
+        + ("; interleaving runs microbatches in rounds of pp" if space.constraints.schedule == "interleaved" else "")
     )
 
 

@@ -1,0 +1,147 @@
+"""What every report compares a plan with: plain and fully sharded data parallelism, and Megatron-LM's layout.
+
+They are in the report whatever the user fixed, with what they cost or why they do not fit. Those that are no candidates
+of the search are planned beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from partitioner.constraints import Constraints
+from partitioner.cost.bounds import ModelBounds
+from partitioner.errors import CapacityError
+from partitioner.plan import Baseline, Candidate
+from partitioner.solve.bestfirst import Evaluated, candidate
+from partitioner.solve.points import Point, Space, baselines, divisors, points
+from passes.errors import PartitionError
+
+DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
+_MOST_TRIED = 12  # points of one layout
+_MESH_PINS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero")
+
+
+@dataclass(frozen=True)
+class Standard:
+    """A layout to compare with: the points that are tried, the best by its bound first, and why it is no candidate."""
+
+    name: str
+    points: tuple[Point, ...] = ()
+    excluded: str = ""
+
+
+def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
+    """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
+    wide = replace(space, constraints=unpinned(space.constraints))
+    own = _best(space, candidates, bounds)
+    best = _best(wide, _points(wide), free)
+    plain = own["data parallel"] or best["data parallel"]
+    megatron = best["megatron"] or own["megatron"]
+    found = [(DATA_PARALLEL, plain)]
+    if space.train and space.world_size > 1:
+        found.append((FULLY_SHARDED, _fully_sharded(space, free)))
+    if megatron is None or megatron.tp > 1:
+        found.append((MEGATRON, megatron))
+    uneven = f"the global batch of {space.global_batch} does not split over dp={space.world_size}"
+    none = {DATA_PARALLEL: uneven, FULLY_SHARDED: uneven, MEGATRON: "no mesh has it"}
+    known = {*candidates, *_points(wide)}
+    return [
+        Standard(name, (point, *_leaner(space, point, known)), _why(point, candidates))
+        if point is not None
+        else Standard(name, excluded=none[name])
+        for name, point in found
+    ]
+
+
+def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:
+    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) more stages as well."""
+    for pp in divisors(point.pp * point.dp):
+        dp = point.pp * point.dp // pp
+        if pp < point.pp or (pp > point.pp and point.tp == 1) or space.global_batch % dp:
+            continue
+        for size in reversed(divisors(space.global_batch // dp)):
+            leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
+            smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
+            if smaller and (leaner in known or point.zero):
+                yield leaner
+
+
+def compared(
+    found: Sequence[Standard], rows: Sequence[Candidate], evaluate: Callable[[Point], Evaluated]
+) -> tuple[Baseline, ...]:
+    """Each of ``found`` with what became of it: its row of the search, or planned now if it has none.
+
+    Where it does not fit as its bound says, smaller microbatches and more stages are tried.
+    """
+    made = []
+    for standard in found:
+        tried: list[Candidate] = []
+        for point in standard.points[:_MOST_TRIED]:
+            row = None if standard.excluded else _row(point, rows)
+            tried.append(row if row is not None and row.status != "bounded" else _planned(point, evaluate))
+            if tried[-1].step_time is not None:
+                break
+        shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
+        made.append(Baseline(name=standard.name, candidate=shortest, excluded=standard.excluded))
+    return tuple(made)
+
+
+def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
+    try:
+        return candidate(point, evaluate(point))
+    except CapacityError as error:
+        return candidate(point, reason=error.shortage).model_copy(update={"missing": error.missing_bytes})
+    except PartitionError as error:
+        return candidate(point, reason=str(error))
+
+
+def unpinned(constraints: Constraints) -> Constraints:
+    """Without what fixes the mesh, microbatches, schedule or stages."""
+    return constraints.model_copy(update={**dict.fromkeys(_MESH_PINS), "ahead": False, "stage_of": {}})
+
+
+def _best(space: Space, choices: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
+    times = dict(zip(choices, bounds.times(choices).tolist(), strict=True)) if choices else {}
+    return baselines(space, choices, times.__getitem__, _fits(bounds))
+
+
+def _points(space: Space) -> list[Point]:
+    try:
+        return points(space)
+    except PartitionError:
+        return []
+
+
+def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
+    def fits(point: Point) -> bool:
+        try:
+            bounds.refine(point)
+        except PartitionError:
+            return False
+        return True
+
+    return fits
+
+
+def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
+    """All ranks data-parallel, with parameters, gradients and optimizer states sharded over them."""
+    world = space.world_size
+    if space.global_batch % world:
+        return None
+    choices = [Point(1, world, 1, size, zero=3) for size in divisors(space.global_batch // world)]
+    fits = _fits(bounds)
+    return min(choices, key=lambda p: (not fits(p), float(bounds.times([p])[0])))
+
+
+def _why(point: Point, candidates: Sequence[Point]) -> str:
+    """Why a point is no candidate of the search."""
+    if point in candidates:
+        return ""
+    return "excluded by the constraints" if not point.zero else "planned, not executed by this version"
+
+
+def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:
+    own = candidate(point)
+    keys = ("mesh", "microbatch_size", "schedule", "zero", "virtual_stages", "etp")
+    return next((r for r in rows if all(getattr(r, k) == getattr(own, k) for k in keys)), None)

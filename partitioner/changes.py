@@ -1,0 +1,366 @@
+"""A job that has no plan: which of its requirements conflict, and the nearest changes that give it one.
+
+Requirements are the user's constraints, the batch and the cluster. Changes are tried nearest first: fewer and smaller
+ones before more and larger, all of them before what this version plans but does not execute. Every one that is
+reported has been planned: its sharding and its stages are solved under the memory of the devices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import partial
+from itertools import combinations, count
+from typing import Any
+
+from partitioner.constraints import Constraints
+from partitioner.cost.bounds import ModelBounds
+from partitioner.errors import CapacityError, InfeasibleError
+from partitioner.evaluate import Evaluator, Job
+from partitioner.explore import space_of
+from partitioner.finish import planned_only
+from partitioner.solve.points import Point, divisors, points
+from partitioner.topology import Topology
+from partitioner.topology.resize import with_devices, with_nodes
+from partitioner.units import plural
+from passes.errors import PartitionError
+
+# What it takes to give up a constraint; a change of size costs half of its logarithm more.
+_WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
+_PLACE, _ROOM, _AHEAD = 0.4, 3.0, 20.0  # a stage_of entry put right, other devices, what is not executed yet
+_MOST_CHANGES, _MOST_SOLVED, _MOST_TRIED = 3, 24, 4000
+_FEW_PINS, _MOST_DEVICES = 7, 32768
+_TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to ask for instead: give these to ``partition``. ``global_batch`` is ``None`` where it stays the inputs'.
+
+    ``planned_only``: what of it this version plans but does not execute.
+    """
+
+    text: str
+    constraints: Constraints
+    topology: Topology
+    global_batch: int | None = None
+    planned_only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``conflict``: a least set of constraints that cannot hold together; ``changes``: nearest first."""
+
+    conflict: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job as it was asked for. ``prepare``: the job of these constraints, on this topology, with this batch."""
+
+    topology: Topology
+    constraints: Constraints
+    global_batch: int | None
+    prepare: Callable[[Topology, Constraints, int | None], Job]
+
+
+@contextmanager
+def advised(asked: Asked) -> Iterator[None]:
+    """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if error.advise is None:
+            error.advise = partial(advice, asked, isinstance(error, CapacityError))
+        raise
+
+
+def advice(asked: Asked, short_of_memory: bool) -> Advice:
+    """What conflicts, and the nearest changes, of a job that has no plan."""
+    try:
+        asked.prepare(asked.topology, Constraints(), asked.global_batch)
+    except PartitionError:
+        return Advice()
+    search = _Search(asked, short_of_memory)
+    return Advice(search.conflict(), search.changes())
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The job with something else than its pins changed."""
+
+    cost: float
+    kinds: frozenset[str]
+    texts: tuple[str, ...]
+    topology: Topology
+    constraints: Constraints
+    global_batch: int | None
+
+
+@dataclass
+class _Search:
+    asked: Asked
+    short_of_memory: bool
+    solved: int = 0
+    _bounds: dict[tuple[Topology, int], ModelBounds] = field(default_factory=dict)
+    _evaluators: dict[tuple[Topology, int], Evaluator] = field(default_factory=dict)
+
+    def conflict(self) -> tuple[str, ...]:
+        """A least set of pins without a plan, by bounds; empty where the bounds allow one or none is needed."""
+        kept = _pins(self.asked.constraints)
+        if self._possible(self.asked.constraints) or not self._possible(_without(self.asked.constraints, kept)):
+            return ()
+        for pin in list(kept):
+            rest = [p for p in kept if p != pin]
+            others = [p for p in _pins(self.asked.constraints) if p not in rest]
+            if not self._possible(_without(self.asked.constraints, others)):
+                kept = rest
+        return tuple(_shown(self.asked.constraints, pin) for pin in kept)
+
+    def changes(self) -> tuple[Change, ...]:
+        """The nearest changes with which there is a plan."""
+        ticket = count()
+        heap: list[tuple[float, float, int, _Variant, tuple[str, ...], Point | None]] = []
+        for variant in self._variants():
+            for pins in _subsets(_pins(variant.constraints)):
+                if variant.texts or pins:
+                    cost = variant.cost + _given_up(pins)
+                    heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
+        done: list[frozenset[str]] = []
+        found: list[Change] = []
+        for _ in range(_MOST_TRIED):
+            if not heap or len(found) == _MOST_CHANGES or self.solved >= _MOST_SOLVED:
+                break
+            cost, _, _, variant, pins, point = heapq.heappop(heap)
+            given_up = variant.kinds | set(pins)
+            if any(other <= given_up for other in done):
+                continue  # more than what was enough already
+            if point is None:
+                for more, seconds, choice in self._points(variant, pins):
+                    heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
+            elif self._has_plan(variant, pins, point):
+                done.append(given_up)
+                found.append(self._change(variant, pins, point))
+        return tuple(found)
+
+    def _variants(self) -> Iterator[_Variant]:
+        asked = self.asked
+        base = _Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
+        yield base
+        yield from self._places(base)
+        if not self.short_of_memory:
+            yield from self._batches(base)
+        rooms = list(self._rooms(base))
+        yield from rooms
+        job = asked.prepare(asked.topology, Constraints(), asked.global_batch)
+        if self.short_of_memory and asked.constraints.zero is None and job.train:
+            for zero in (1, 2, 3):
+                yield self._sharded(base, zero)
+            yield from (self._sharded(room, 3) for room in rooms)
+
+    def _sharded(self, base: _Variant, zero: int) -> _Variant:
+        return replace(
+            base,
+            cost=base.cost + _AHEAD + zero,
+            kinds=base.kinds | {"zero"},
+            texts=(*base.texts, f"zero={zero}"),
+            constraints=base.constraints.model_copy(update={"zero": zero}),
+        )
+
+    def _places(self, base: _Variant) -> Iterator[_Variant]:
+        """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
+        given = base.constraints.stage_of
+        stages = base.constraints.pp
+        job = self.asked.prepare(base.topology, Constraints(), base.global_batch)
+        paths = sorted({call.path for call in job.model.calls})
+        for name, stage in given.items():
+            for near in get_close_matches(name, paths, n=1, cutoff=0.5):
+                if near not in given:
+                    places = {near if n == name else n: s for n, s in given.items()}
+                    yield self._placed(base, places, f"stage_of {near!r} instead of {name!r}")
+            if stages is not None and not -stages <= stage < stages:
+                places = {**given, name: stages - 1 if stage > 0 else 0}
+                yield self._placed(base, places, f"stage_of[{name!r}]={places[name]} instead of {stage}")
+
+    def _placed(self, base: _Variant, places: dict[str, int], text: str) -> _Variant:
+        constraints = base.constraints.model_copy(update={"stage_of": places})
+        return replace(base, cost=_PLACE, kinds=frozenset([text]), texts=(text,), constraints=constraints)
+
+    def _batches(self, base: _Variant) -> Iterator[_Variant]:
+        """Batches that divide as pinned, or over the devices."""
+        given = base.constraints
+        batch = self.asked.prepare(base.topology, Constraints(), base.global_batch).global_batch
+        parts = {(given.dp or 1) * (given.microbatch_size or 1), *divisors(base.topology.num_devices)}
+        near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
+        for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:4]:
+            text = f"global_batch={size} instead of {batch}"
+            cost, kinds = 1.0 + abs(math.log2(size / batch)), frozenset(["more" if size > batch else "less"])
+            yield replace(base, cost=cost, kinds=kinds, texts=(text,), global_batch=size)
+
+    def _rooms(self, base: _Variant) -> Iterator[_Variant]:
+        """More nodes of the same kind, or as many devices as the pinned axes ask for."""
+        topology, now = base.topology, base.topology.num_devices
+        counts = {topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}
+        for nodes in sorted(n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES):
+            larger = with_nodes(topology, nodes) if topology != _local(topology) else None
+            if larger is not None:
+                text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
+                cost, kinds = _ROOM + math.log2(nodes / topology.num_nodes), frozenset(["nodes"])
+                yield replace(base, cost=cost, kinds=kinds, texts=(text,), topology=larger)
+        if self.short_of_memory:
+            return
+        pinned = math.prod(base.constraints.pinned.values())
+        sizes = {pinned * -(-now // pinned), max(1, now // pinned) * pinned, 1 << (now.bit_length() - 1)} - {now}
+        for size in sorted(sizes):
+            other = with_devices(topology, size)
+            if other is None and size % topology.devices_per_node == 0:
+                other = with_nodes(topology, size // topology.devices_per_node)
+            if other is not None:
+                text = f"{plural(size, 'device')} instead of {now}"
+                cost, kinds = _ROOM + abs(math.log2(size / now)), frozenset(["larger" if size > now else "smaller"])
+                yield replace(base, cost=cost, kinds=kinds, texts=(text,), topology=other)
+
+    def _job(self, variant: _Variant, pins: Sequence[str]) -> Job:
+        return self.asked.prepare(variant.topology, _without(variant.constraints, pins), variant.global_batch)
+
+    def _bound(self, job: Job) -> ModelBounds:
+        key = job.topology, job.global_batch
+        if key not in self._bounds:
+            self._bounds[key] = ModelBounds(job)
+        return self._bounds[key].with_job(job)
+
+    def _points(self, variant: _Variant, pins: Sequence[str]) -> list[tuple[float, float, Point]]:
+        """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
+        try:
+            job = self._job(variant, pins)
+            bounds = self._bound(job)
+            choices = points(space_of(job, bounds))
+        except PartitionError:
+            return []
+        changed = [p for p in choices if all(_differs(variant.constraints, pin, p) for pin in pins)]
+        if not changed:
+            return []
+        far = [sum(_distance(variant.constraints, pin, p) for pin in pins) for p in changed]
+        ranked = sorted(zip(far, bounds.times(changed).tolist(), changed, strict=True))
+        roomy = _Roomy(bounds, max(d.usable for d in job.topology.devices))
+        return [choice for choice in ranked if roomy(choice[2])]
+
+    def _has_plan(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
+        job = self._job(variant, pins)
+        try:
+            self._bound(job).refine(point)
+            key = job.topology, job.global_batch
+            if key not in self._evaluators:
+                self._evaluators[key] = Evaluator(job)
+            self.solved += 1
+            replace(self._evaluators[key], job=job).solve(point)
+        except PartitionError:
+            return False
+        return True
+
+    def _possible(self, constraints: Constraints) -> bool:
+        """Whether the bounds allow a plan."""
+        try:
+            job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
+            bounds = self._bound(job)
+            choices = points(space_of(job, bounds))
+        except PartitionError:
+            return False
+        for point in filter(_Roomy(bounds, max(d.usable for d in job.topology.devices)), choices):
+            try:
+                bounds.refine(point)
+            except PartitionError:
+                continue
+            return True
+        return False
+
+    def _change(self, variant: _Variant, pins: Sequence[str], point: Point) -> Change:
+        given = variant.constraints
+        free = _without(given, pins)
+        new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
+        constraints = free.model_copy(update=new)
+        texts = [*variant.texts, *(_instead(given, pin, new.get(pin)) for pin in pins)]
+        precision = self._job(variant, pins).precision
+        beyond = [
+            w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only
+        ]
+        marked = " (planned, not executed by this version)" if beyond else ""
+        return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+class _Roomy:
+    """Whether a point's states, evenly over its stages, fit in ``capacity`` bytes: quick, and never wrong to say no."""
+
+    def __init__(self, bounds: ModelBounds, capacity: int) -> None:
+        self.bounds, self.capacity = bounds, capacity
+        self.known: dict[tuple[int, ...], bool] = {}
+
+    def __call__(self, point: Point) -> bool:
+        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero
+        if key not in self.known:
+            states = sum(cost.total for cost in self.bounds.share_of_states(point).values())
+            self.known[key] = states / point.pp <= self.capacity
+        return self.known[key]
+
+
+def _local(topology: Topology) -> Topology:
+    return Topology.local(topology.num_devices)
+
+
+def _pins(constraints: Constraints) -> list[str]:
+    """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
+    names = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "recompute", "zero")
+    return [n for n in names if getattr(constraints, n) is not None] + [f"stage_of:{m}" for m in constraints.stage_of]
+
+
+def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
+    few = len(pins) if len(pins) <= _FEW_PINS else 2
+    for size in range(few + 1):
+        yield from combinations(pins, size)
+    if few < len(pins):
+        yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
+
+
+def _given_up(pins: Sequence[str]) -> float:
+    """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
+    places = sum(":" in pin for pin in pins)
+    others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
+    return others + (0.8 + 0.2 * places if places else 0.0)
+
+
+def _without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
+    places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
+    freed: dict[str, Any] = {pin: None for pin in pins if ":" not in pin}
+    return constraints.model_copy(update={**freed, "stage_of": places})
+
+
+def _differs(constraints: Constraints, pin: str, point: Point) -> bool:
+    """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
+    return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
+
+
+def _distance(constraints: Constraints, pin: str, point: Point) -> float:
+    old, new = getattr(constraints, pin, None), getattr(point, pin, None)
+    if not isinstance(old, int) or not isinstance(new, int):
+        return 0.0
+    return 0.5 * abs(math.log2(max(new, 0.5) / max(old, 0.5)))
+
+
+def _shown(constraints: Constraints, pin: str) -> str:
+    name, _, module = pin.partition(":")
+    return f"stage_of[{module!r}]={constraints.stage_of[module]}" if module else f"{name}={getattr(constraints, name)}"
+
+
+def _instead(constraints: Constraints, pin: str, new: object) -> str:
+    name, _, module = pin.partition(":")
+    if module:
+        return f"no stage_of[{module!r}]"
+    if new is None:
+        return f"{name} left free instead of {getattr(constraints, name)}"
+    return f"{name}={new} instead of {getattr(constraints, name)}"

@@ -1,0 +1,53 @@
+"""What the peak of each stage's memory consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from partitioner.cost.states import StateCost
+from partitioner.plan import StageEstimate
+from partitioner.solve.stages import StagePlan, StageProblem, StageSplit
+from partitioner.solve.tables import StageCall
+
+
+def stage_estimates(
+    problem: StageProblem, split: StageSplit, states: Mapping[str, StateCost]
+) -> tuple[StageEstimate, ...]:
+    """For each stage its calls, its seconds, and the parts that add up to the peak of one of its ranks."""
+    m = problem.num_microbatches
+    made = []
+    for number, stage in enumerate(split.stages):
+        calls = problem.calls[stage.start : stage.stop]
+        made.append(
+            StageEstimate(
+                first=calls[0].path,
+                last=calls[-1].path,
+                num_calls=len(calls),
+                recomputed=stage.recompute,
+                forward_s=m * stage.forward_s,
+                backward_s=m * (stage.backward_s + stage.recompute_s),
+                memory=_peak(problem, stage, number, calls, states),
+            )
+        )
+    return tuple(made)
+
+
+def _peak(
+    problem: StageProblem, stage: StagePlan, number: int, calls: Sequence[StageCall], states: Mapping[str, StateCost]
+) -> dict[str, int]:
+    """As ``StageTables.memory`` adds them up; what is left are the buffers for what passes between stages."""
+    held = {name: states[name] for call in calls for name in call.states if name in states}
+    parts = {kind: sum(cost.kept[kind] for cost in held.values()) for kind in ("parameters", "gradients", "optimizer")}
+    parts["working"] = max(c.cost.working_bytes for c in calls) + problem.overhead.working_bytes
+    if problem.train:
+        again = stage.recompute > 0
+        inputs: dict[str, float] = {}
+        for call in calls:
+            kept = zip(call.inputs, call.cost.input_bytes, call.cost.saved_inputs, strict=True)
+            inputs |= {name: size for name, size, saved in kept if saved or again}
+        saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
+        parts["saved"] = problem.in_flight(number) * saved
+        parts["recomputed"] = max(c.cost.saved_bytes for c in calls) if again else 0.0
+    sizes = {kind: round(size) for kind, size in parts.items()}
+    sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))
+    return {kind: size for kind, size in sizes.items() if size}

@@ -1,0 +1,292 @@
+"""The ``memory`` view: what every stage's ranks hold over the step, by kind, under what their devices have.
+
+From the simulated program, call by call: states, what is saved for backward, gradients on their way; besides, the
+optimizer's states and what operators work with, which the cost model knows. Ranks of a stage hold the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from xml.etree import ElementTree as ET
+
+from partitioner.cost.states import optimizer_bytes
+from partitioner.draw.figures import capacities, key_figures, picture_title
+from partitioner.draw.svg import PALETTE, Header, draw_header, group, line, number, picture, rect, text, to_text
+from partitioner.draw.timeline import tick_step
+from partitioner.plan import Plan
+from partitioner.timing import PlanDurations
+from partitioner.units import bytes_text, percent, ranges, seconds_text
+from passes.serialize import dtype_of
+from runtime.facts import ProgramFacts
+from runtime.memory import Moment, memory_moments
+from runtime.simulate import Span, Timeline, simulate
+
+KINDS: dict[str, tuple[str, str]] = {
+    "parameters": ("memory", "parameters and buffers of the model"),
+    "optimizer": ("total", "optimizer states"),
+    "gradients": ("backward", "gradients of parameters"),
+    "saved": ("all_gather", "activations, saved for backward"),
+    "flowing": ("reduce_scatter", "gradients of activations"),
+    "recomputed": ("send", "activations while they are recomputed"),
+    "working": ("long_edge", "what operators work with"),
+}  # from the ground up: kind -> (colour, meaning)
+
+_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
+_TALL, _LOW, _MANY = (
+    (118.0, 30.0),
+    (66.0, 16.0),
+    6,
+)  # pixels of a panel and below it; low ones with more stages than _MANY
+_FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a rank holds from ``start`` to ``end`` (seconds), in bytes by kind."""
+
+    start: float
+    end: float
+    sizes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
+def draw_plan_memory(plan: Plan) -> str:
+    """The picture as SVG text."""
+    durations = PlanDurations(plan)
+    facts = ProgramFacts(plan.program)
+    timeline = simulate(plan.program, durations, facts=facts)
+    return to_text(_Chart(plan, timeline, stage_levels(plan, timeline, durations, facts)).draw())
+
+
+def stage_levels(
+    plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
+) -> tuple[tuple[Level, ...], ...]:
+    """For each stage what one of its ranks holds, without gaps from the start of the step to its end."""
+    stages = []
+    for stage, lane in enumerate(timeline.stages):
+        fixed = fixed_sizes(plan, facts, stage)
+        instructions = plan.program.stages[stage].instructions
+        levels: list[Level] = []
+        before = Moment(None, 0, 0)
+        for span, (moments, after) in zip(lane.spans, memory_moments(facts, stage, instructions), strict=True):
+            start = span.end - span.work
+            if start > span.start:
+                levels.append(Level(span.start, start, _sizes(fixed, before, 0)))
+            for moment, begin, end in _in_time(span, moments, durations, facts, stage):
+                working = _working(plan, durations, stage, moment)
+                levels.append(Level(begin, end, _sizes(fixed, moment, working)))
+            before = after
+        last = levels[-1].end if levels else 0.0
+        if last < timeline.step_time:
+            levels.append(Level(last, timeline.step_time, _sizes(fixed, before, 0)))
+        stages.append(tuple(level for level in levels if level.end > level.start))
+    return tuple(stages)
+
+
+def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
+    """Bytes of what a rank of a stage holds all the time: states, their gradients, the optimizer's states."""
+    program = plan.program
+    sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
+    for name, state in program.states.items():
+        if stage not in state.stages:
+            continue
+        nbytes = facts.state_bytes(name)
+        sizes["parameters"] += nbytes
+        if name in facts.with_gradient:
+            itemsize = dtype_of(state.dtype).itemsize
+            sizes["gradients"] += nbytes
+            sizes["optimizer"] += optimizer_bytes(nbytes // itemsize, itemsize, plan.optimizer)
+    return sizes
+
+
+def _sizes(fixed: dict[str, int], moment: Moment, working: int) -> dict[str, int]:
+    moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
+    return {**fixed, **moving}
+
+
+def _working(plan: Plan, durations: PlanDurations, stage: int, moment: Moment) -> int:
+    if moment.call is None:
+        return 0
+    return round(durations.costs[stage][plan.program.stages[stage].calls[moment.call].block].working_bytes)
+
+
+def _in_time(
+    span: Span, moments: Sequence[Moment], durations: PlanDurations, facts: ProgramFacts, stage: int
+) -> Iterator[tuple[Moment, float, float]]:
+    """Each moment of an instruction with the time of its call."""
+    part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
+    if part is None or not moments:
+        return
+    seconds = []
+    for moment in moments:
+        assert moment.call is not None
+        took = durations.call(stage, moment.call, part)  # type: ignore[arg-type]  # one of the four
+        if part in "BI" and facts.stages[stage][moment.call].recomputed:
+            took += durations.call(stage, moment.call, "F")
+        seconds.append(took)
+    scale = span.work / sum(seconds) if sum(seconds) else 0.0
+    clock = span.end - span.work
+    for moment, took in zip(moments, seconds, strict=True):
+        yield moment, clock, clock + took * scale
+        clock += took * scale
+
+
+class _Chart:
+    def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[Level]]) -> None:
+        self.plan = plan
+        self.stages = stages
+        self.total = timeline.step_time or 1.0
+        self.per_stage = plan.world_size // len(stages)
+        rooms = capacities(plan)
+        self.rooms = [min(rooms[r] for r in self.ranks(s)) for s in range(len(stages))]
+        self.peaks = [max(levels, key=lambda level: level.total, default=None) for levels in stages]
+        peak = max((level.total for level in self.peaks if level is not None), default=1)
+        self.far = peak < _FAR * min(self.rooms)
+        self.scale = 1.15 * (peak if self.far else max(peak, *self.rooms))
+        self.height, self.gap = _TALL if len(stages) <= _MANY else _LOW
+        self.left = _MARGIN + 118.0
+
+    def ranks(self, stage: int) -> range:
+        return range(stage * self.per_stage, (stage + 1) * self.per_stage)
+
+    def draw(self) -> ET.Element:
+        width = self.left + _WIDTH + _RIGHT
+        used = [k for k in KINDS if any(level.sizes[k] for levels in self.stages for level in levels)]
+        legend = [KINDS[kind] for kind in used]
+        legend += [] if self.far else [("tied", "what a program may use of the device")]
+        note = "One row per stage: its ranks all hold the same." + self._far_note()
+        header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
+        top = draw_header(picture(width, 0, ""), header, width) + 10
+        bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
+        root = picture(width, bottom + 46, self._description())
+        draw_header(root, header, width)
+        self.axis(root, top, bottom)
+        for stage in range(len(self.stages)):
+            self.row(root, stage, top + stage * (self.height + self.gap), used)
+        return root
+
+    def _far_note(self) -> str:
+        if not self.far:
+            return ""
+        return f" The devices have {bytes_text(min(self.rooms))}, far beyond the scale."
+
+    def _description(self) -> str:
+        return f"{picture_title(self.plan)}: memory over the step"
+
+    def x(self, seconds: float) -> float:
+        return self.left + _WIDTH * seconds / self.total
+
+    def axis(self, root: ET.Element, top: float, bottom: float) -> None:
+        step = tick_step(self.total, int(_WIDTH / 110))
+        for i in range(math.floor(self.total / step + 1e-9) + 1):
+            x = self.x(i * step)
+            line(root, x, top - 4, x, bottom + 5, "grid")
+            text(root, x, bottom + 20, seconds_text(i * step), size=11, fill="muted", anchor="middle")
+
+    def row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
+        ranks, ground = self.ranks(stage), top + self.height
+        text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
+        text(
+            root, _MARGIN, top + 29, f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}", size=10, fill="muted"
+        )
+        rect(root, self.left, top, _WIDTH, self.height, "panel")
+        step = byte_step(self.scale, 4 if len(self.stages) <= _MANY else 2)
+        for k in range(int(self.scale / step) + 1):
+            y = ground - self.height * k * step / self.scale
+            line(root, self.left, y, self.left + _WIDTH, y, "grid")
+            text(root, self.left - 6, y + 3.5, bytes_text(k * step), size=9, fill="muted", anchor="end")
+        columns = self.columns(stage)
+        floor = [0.0] * len(columns)
+        for kind in kinds:
+            roof = [low + column.sizes[kind] for low, column in zip(floor, columns, strict=True)]
+            if roof != floor:
+                self.area(root, kind, stage, floor, roof, ground)
+            floor = roof
+        self.peak(root, stage, top, ground)
+        self.hits(root, columns, top)
+
+    def columns(self, stage: int) -> list[Level]:
+        """For each column of pixels the fullest moment in it."""
+        count = int(_WIDTH / _COLUMN)
+        fullest: list[Level | None] = [None] * count
+        for level in self.stages[stage]:
+            first = min(count - 1, int(level.start / self.total * count))
+            last = min(count - 1, max(first, math.ceil(level.end / self.total * count - 1e-6) - 1))
+            for c in range(first, last + 1):
+                known = fullest[c]
+                if known is None or level.total > known.total:
+                    fullest[c] = level
+        filled: list[Level] = []
+        for known in fullest:
+            filled.append(known or (filled[-1] if filled else Level(0.0, 0.0, dict.fromkeys(KINDS, 0))))
+        return filled
+
+    def area(
+        self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
+    ) -> None:
+        colour, meaning = KINDS[kind]
+        most = max(level.sizes[kind] for level in self.stages[stage])
+        path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
+        shape = group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
+        ET.SubElement(shape, "path", {"d": path, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
+
+    def outline(self, sizes: Sequence[float], ground: float) -> list[str]:
+        """The corners of a staircase from the left to the right."""
+        corners, column = [], 0
+        for size, run in groupby(sizes):
+            length, y = len(list(run)), ground - self.height * size / self.scale
+            for c in (column, column + length):
+                corners.append(f"{number(self.left + _COLUMN * c)} {number(y)}")
+            column += length
+        return corners
+
+    def peak(self, root: ET.Element, stage: int, top: float, ground: float) -> None:
+        room, fullest = self.rooms[stage], self.peaks[stage]
+        right = self.left + _WIDTH + 10
+        if not self.far:
+            y = ground - self.height * room / self.scale
+            line(root, self.left, y, self.left + _WIDTH, y, "tied", 1.5)
+        if fullest is not None:
+            text(root, right, top + 14, f"peak {bytes_text(fullest.total)}", size=12, bold=True)
+            text(
+                root,
+                right,
+                top + 29,
+                f"{percent(fullest.total / max(1, room))} of {bytes_text(room)}",
+                size=10,
+                fill="muted",
+            )
+            x, y = self.x(fullest.start), ground - self.height * fullest.total / self.scale
+            ET.SubElement(
+                root, "circle",
+                {"cx": number(x), "cy": number(y), "r": "3", "fill": PALETTE["ink"].light, "class": "f-ink"},
+            )  # fmt: skip
+
+    def hits(self, root: ET.Element, columns: Sequence[Level], top: float) -> None:
+        """Tooltips: what is held at the fullest of a short time."""
+        wide = int(_HIT / _COLUMN)
+        for start in range(0, len(columns), wide):
+            level = max(columns[start : start + wide], key=lambda c: c.total)
+            parts = [f"{KINDS[k][1]}: {bytes_text(size)}" for k, size in reversed(level.sizes.items()) if size]
+            tip = "\n".join([f"{bytes_text(level.total)} at {seconds_text(level.start)}", *parts])
+            count = min(wide, len(columns) - start)
+            shape = rect(
+                group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"
+            )
+            shape.set("fill-opacity", "0")
+
+
+def byte_step(total: float, most: int) -> float:
+    """The smallest of 1, 2 or 5 (or a power of two) times a power of 1024 that puts at most ``most`` lines on it."""
+    unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
+    while True:
+        for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500):
+            if total / (unit * factor) <= most:
+                return max(1.0, unit * factor)
+        unit *= 1024

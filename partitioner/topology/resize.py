@@ -1,0 +1,57 @@
+"""The same kind of cluster with another number of devices."""
+
+from __future__ import annotations
+
+from partitioner.errors import TopologyError
+from partitioner.topology.files import known_presets, preset
+from partitioner.topology.model import Topology
+
+
+def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
+    """``topology`` with this many nodes, more or fewer of its commonest kind; ``None`` where that says nothing.
+
+    A single machine of a known kind gets the network of that kind; any other needs a level that joins all of its
+    nodes. Devices and links that are described one by one keep what they have.
+    """
+    more = num_nodes - topology.num_nodes
+    largest = max(range(len(topology.nodes)), key=lambda k: topology.nodes[k].count)
+    group = topology.nodes[largest]
+    if group.names or group.count + more < 1 or not more:
+        return None
+    if topology == _local(topology.num_devices):
+        return _local(num_nodes * topology.num_devices) if topology.num_nodes == 1 else None
+    nodes = tuple(
+        g.model_copy(update={"count": g.count + more}) if k == largest else g for k, g in enumerate(topology.nodes)
+    )
+    levels = list(topology.levels)
+    if topology.num_nodes == 1 and topology.name in known_presets():
+        levels += preset(topology.name, 2).levels[-1:]
+    return _made(topology, nodes=nodes, levels=levels, name=_name(topology, num_nodes))
+
+
+def with_devices(topology: Topology, num_devices: int) -> Topology | None:
+    """A single node of another number of devices; ``None`` for other topologies."""
+    group = topology.nodes[0]
+    if topology.num_nodes > 1 or group.names or num_devices < 1:
+        return None
+    if topology == _local(topology.num_devices):
+        return _local(num_devices)
+    node = group.model_copy(update={"devices": num_devices})
+    return _made(topology, nodes=(node,), name=f"{topology.name}, {num_devices} devices")
+
+
+def _local(num_devices: int) -> Topology:
+    return Topology.local(num_devices)
+
+
+def _name(topology: Topology, num_nodes: int) -> str:
+    kind = topology.name.split(" x ")[-1]
+    return f"{num_nodes} x {kind}"
+
+
+def _made(topology: Topology, **changed: object) -> Topology | None:
+    fields = {name: getattr(topology, name) for name in type(topology).model_fields}
+    try:
+        return Topology(**{**fields, **changed})
+    except TopologyError:
+        return None

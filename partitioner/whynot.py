@@ -1,0 +1,215 @@
+"""Why not otherwise? The best plan under other constraints, next to the plan that was chosen.
+
+The certificate answers where its rows suffice. Where it has only bounds, or the search did not look, the answer takes
+planning again, for which the model is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from partitioner.changes import Change
+from partitioner.compare import relative, time_changes
+from partitioner.constraints import Constraints
+from partitioner.draw.figures import candidate_text
+from partitioner.errors import ConstraintError, InfeasibleError
+from partitioner.plan import Candidate, Plan
+from partitioner.units import bytes_text, seconds_text
+from passes.errors import PartitionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero")
+Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """An answer; ``str()`` of it is for people.
+
+    ``verdict``: ``chosen``, the plan is so; ``slower``, ``faster``: the best plan so is ``candidate``; ``bounded``: no
+    plan so takes less than ``bound`` seconds, which is no less than the chosen one's; ``infeasible``: there is no plan
+    so; ``unknown``: it takes the model to say. ``changes``: what would make the infeasible feasible.
+    """
+
+    asked: Mapping[str, Any]
+    verdict: Verdict
+    lines: tuple[str, ...]
+    candidate: Candidate | None = None
+    bound: float | None = None
+    changes: tuple[Change, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def why_not(
+    plan: Plan,
+    asked: Mapping[str, Any],
+    model: nn.Module | None = None,
+    inputs: Any = None,
+    loss: Callable[..., Any] | None = None,
+) -> WhyNot:
+    """Why ``plan`` is not as ``asked`` (constraints by name). Raises :class:`ConstraintError` for unknown ones."""
+    if not asked:
+        raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
+    Constraints(**asked)
+    answer = _from_rows(plan, asked)
+    if answer is not None and (answer.verdict != "bounded" or model is None):
+        return answer
+    if model is not None:
+        return _planned(plan, asked, model, inputs, loss)
+    return _unseen(plan, asked)
+
+
+def shown(asked: Mapping[str, Any]) -> str:
+    """``tp=8, pp=2``."""
+    return ", ".join(f"{name}={value}" for name, value in asked.items())
+
+
+def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
+    """The certificate's answer, if it has one."""
+    if not set(asked) <= set(_POINT):
+        return None
+    rows = [c for c in plan.certificate.candidates if _is(c, asked)]
+    rows = [c for c in rows if c.status != "infeasible" or not c.reason.startswith("excluded")]
+    if not rows:
+        return None
+    if any(c.status == "chosen" for c in rows):
+        return WhyNot(asked, "chosen", (f"The plan has {shown(asked)}.",), plan.chosen)
+    solved = min((c for c in rows if c.step_time is not None), key=lambda c: c.step_time or 0.0, default=None)
+    least = min((c.bound for c in rows if c.status == "bounded"), default=None)
+    if solved is not None and (least is None or least >= (solved.step_time or 0.0)):
+        return _slower(plan, asked, solved)
+    if solved is not None or least is not None:
+        return _bounded(plan, asked, rows, solved, least or 0.0)
+    return _no_plan(asked, rows)
+
+
+def _is(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
+    return all((candidate.mesh[n] if n in candidate.mesh else getattr(candidate, n)) == v for n, v in asked.items())
+
+
+def _slower(plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = ()) -> WhyNot:
+    assert best.step_time is not None
+    chosen = plan.estimate
+    slower = best.step_time >= chosen.step_time
+    lines = [
+        f"The best plan with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
+        f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
+        f"the chosen plan's {seconds_text(chosen.step_time)}."
+    ]
+    if best.breakdown:
+        changes = list(time_changes(chosen.breakdown, best.breakdown))
+        where = "Where the extra time goes:" if slower else "Where it saves time:"
+        lines += [where, *(f"  {line}" for line in changes)] if changes else []
+    if best.memory is not None and chosen.memory:
+        lines.append(f"Its fullest rank holds {bytes_text(best.memory)}; the plan's {bytes_text(max(chosen.memory))}.")
+    lines += marks
+    if not slower:
+        fixed = shown(plan.constraints.model_dump(exclude_unset=True))
+        lines.append(f"It is not the plan because you fixed {fixed}." if fixed else "The search did not look at it.")
+    return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
+
+
+def _bounded(
+    plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
+) -> WhyNot:
+    chosen = plan.estimate.step_time
+    bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
+    lines = [
+        f"No plan with {shown(asked)} can take less than {seconds_text(bound)}, {relative(chosen, bound)} the chosen "
+        f"plan's {seconds_text(chosen)}: {len(rows)} candidates were bounded, not solved."
+    ]
+    if solved is not None and solved.step_time is not None:
+        lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}:")
+        lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
+    lines.append("With the model at hand the best of them can be planned: why_not(model=..., ...).")
+    return WhyNot(asked, "bounded", tuple(lines), solved, bound)
+
+
+def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
+    ranked = sorted(rows, key=lambda c: c.missing or 0)
+    nearest = ranked[0]
+    lines = [f"There is no plan with {shown(asked)}."]
+    if nearest.missing:
+        lines.append(
+            f"The nearest ({candidate_text(nearest)}, microbatches of {nearest.microbatch_size}) lacks "
+            f"{bytes_text(nearest.missing)}: {nearest.reason}."
+        )
+    else:
+        lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
+    return WhyNot(asked, "infeasible", tuple(lines), nearest)
+
+
+def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
+    """The plan's constraints with ``asked`` in their place."""
+    given = plan.constraints.model_dump(exclude_unset=True)
+    places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
+    return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
+
+
+def _planned(
+    plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
+) -> WhyNot:
+    """The answer by planning again."""
+    from partitioner.api import partition
+
+    try:
+        other = partition(
+            model,
+            plan.topology,
+            inputs,
+            global_batch=plan.global_batch or None,
+            loss=loss,
+            objective=plan.objective,
+            constraints=_merged(plan, asked),
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+        )
+    except InfeasibleError as error:
+        lines = (f"There is no plan with {shown(asked)}: {error}.",)
+        return WhyNot(asked, "infeasible", lines, changes=error.changes)
+    except PartitionError as error:
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    only = ", ".join(other.planned_only)
+    marks = (f"It is planned, not executed by this version: {only}.",) if only else ()
+    best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
+    return _slower(plan, asked, best, marks)
+
+
+def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+    """What can be said of what the search did not look at, without the model."""
+    try:
+        _merged(plan, asked).check(plan.world_size, plan.global_batch or None)
+    except ConstraintError as error:
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    calls = sum(stage.num_calls for stage in plan.estimate.stages)
+    if calls and asked.get("pp", 1) > calls:
+        why = f"the model has {calls} calls that stages can hold, each at least one"
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {why}.",))
+    lines = [f"The search did not look at {shown(asked)}: {_reason(plan, asked)}."]
+    for baseline in plan.certificate.baselines:
+        best = baseline.candidate
+        if best is not None and set(asked) <= set(_POINT) and _is(best, asked) and best.step_time is not None:
+            takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
+            lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
+    lines.append("To plan it, give the model: why_not(model=..., ...).")
+    return WhyNot(asked, "unknown", tuple(lines))
+
+
+def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
+    fixed = {n: v for n, v in plan.constraints.model_dump(exclude_unset=True).items() if n != "ahead"}
+    against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
+    beyond = _merged(plan, asked).planned_only
+    inside = plan.topology.devices_per_node
+    if plan.topology.num_nodes > 1 and asked.get("tp", 1) > inside:
+        return f"tp beyond the {inside} devices of a node is tried only where it is fixed"
+    if against:
+        return f"you fixed {shown(against)}"
+    if beyond and not plan.constraints.ahead:
+        return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
+    return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "no candidate is so"

@@ -1,0 +1,74 @@
+"""The layouts that every report has: always there, with what they cost or why they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from partitioner import CapacityError, Constraints, Plan, partition
+from partitioner.plan import Baseline
+from tests.test_infeasible import Tower, cluster
+
+NAMES = ["Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"]
+
+
+def planned(memory: float = 64, batch: int = 64, **pins: Any) -> Plan:
+    with torch.device("meta"):
+        return partition(Tower(256, 4), cluster(memory), (torch.empty(batch, 256),), constraints=Constraints(**pins))
+
+
+def by_name(plan: Plan) -> dict[str, Baseline]:
+    return {b.name: b for b in plan.certificate.baselines}
+
+
+@pytest.mark.parametrize("pins", [{}, {"pp": 2}, {"tp": 1}, {"dp": 4}, {"ahead": True}, {"zero": 3, "dp": 4}])
+def test_they_are_there_whatever_is_fixed(pins: dict[str, Any]):
+    plan = planned(**pins)
+    found = by_name(plan)
+    assert list(found) == NAMES
+    for baseline in found.values():
+        assert baseline.candidate is not None
+        assert baseline.candidate.step_time is not None
+        assert f"{baseline.name} (" in plan.explain()
+    meshes = [b.candidate.mesh for b in found.values() if b.candidate is not None]
+    assert [m["dp"] for m in meshes[:2]] == [4, 4]
+    assert meshes[2]["tp"] == 4
+
+
+def test_those_that_are_no_candidates_say_why():
+    assert [b.excluded for b in by_name(planned()).values()] == ["", "planned, not executed by this version", ""]
+    assert by_name(planned(pp=2))[NAMES[0]].excluded == "excluded by the constraints"
+    assert by_name(planned(zero=3, dp=4))[NAMES[1]].excluded == ""
+
+
+def test_what_does_not_fit_says_how_much_it_lacks():
+    plain = by_name(planned(memory=3))[NAMES[0]]
+    assert plain.candidate is not None
+    assert plain.candidate.status == "infeasible"
+    assert "too much" in plain.candidate.reason
+    assert plain.candidate.missing is not None
+    assert plain.candidate.missing > 0
+
+
+def test_a_smaller_microbatch_is_tried_before_that_is_said():
+    """4.1 MiB are states; the best microbatch by its bound is the largest, and does not fit."""
+    found = planned(memory=6, batch=4096)
+    plain = by_name(found)[NAMES[0]].candidate
+    assert plain is not None
+    assert plain.step_time is not None
+    assert plain.microbatch_size < 1024
+    with pytest.raises(CapacityError):
+        planned(memory=6, batch=4096, dp=4, microbatch_size=1024)
+
+
+def test_a_batch_that_does_not_split_is_told():
+    plain = by_name(planned(batch=6))[NAMES[0]]
+    assert (plain.candidate, plain.excluded) == (None, "the global batch of 6 does not split over dp=4")
+
+
+def test_what_cannot_be_trained_is_not_sharded():
+    with torch.device("meta"):
+        plan = partition(Tower(256, 4), cluster(64), (torch.empty(8, 256),), objective="infer")
+    assert list(by_name(plan)) == [NAMES[0], NAMES[2]]

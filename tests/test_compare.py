@@ -1,0 +1,180 @@
+"""Other plans next to the one that was chosen: why not so, and what is different."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.cli import app
+from partitioner.compare import in_words, relative
+from partitioner.errors import ConstraintError
+from partitioner.plan import Candidate
+from tests.sample_programs import llama, plan_of
+
+MODEL = """
+import torch
+from tests.test_compare import Tower
+
+def make():
+    return Tower(), (torch.empty(64, 256),)
+"""
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def planned(topology: Topology, **pins: Any) -> Plan:
+    with torch.device("meta"):
+        return partition(Tower(), topology, (torch.empty(64, 256),), constraints=Constraints(**pins))
+
+
+def again() -> dict[str, Any]:
+    with torch.device("meta"):
+        return {"model": Tower(), "inputs": (torch.empty(64, 256),)}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(Topology.preset("dgx-h100"))
+
+
+def test_what_the_plan_is_like_needs_no_answer(plan: Plan):
+    answer = plan.why_not(tp=plan.mesh["tp"], pp=plan.mesh["pp"])
+    assert answer.verdict == "chosen"
+
+
+def test_what_was_solved_is_compared_from_the_certificate(plan: Plan):
+    certificate = plan.certificate
+    baseline = next(b.candidate for b in certificate.baselines if b.name.startswith("Megatron"))
+    assert baseline is not None
+    answer = plan.why_not(**{a: n for a, n in baseline.mesh.items() if a in ("pp", "tp", "dp")})
+    assert answer.verdict in ("slower", "bounded")
+    assert "the chosen plan's" in str(answer)
+
+
+def test_a_bound_is_an_answer_and_planning_again_a_better_one(plan: Plan):
+    rough, exact = plan.why_not(pp=4), plan.why_not(pp=4, **again())
+    assert rough.verdict in ("bounded", "slower")
+    assert exact.verdict == "slower"
+    assert exact.candidate is not None
+    assert exact.candidate.mesh["pp"] == 4
+    assert exact.candidate.step_time is not None
+    assert rough.bound is not None
+    assert rough.bound <= exact.candidate.step_time
+    assert "Where the extra time goes:" in exact.lines
+
+
+def test_the_difference_of_the_breakdowns_is_that_of_the_times(plan: Plan):
+    best = plan.why_not(pp=4, **again()).candidate
+    assert best is not None
+    assert best.breakdown is not None
+    extra = sum(best.breakdown.values()) - sum(plan.estimate.breakdown.values())
+    assert extra == pytest.approx((best.step_time or 0.0) - plan.estimate.step_time)
+
+
+def test_what_cannot_be_says_what_conflicts(plan: Plan):
+    assert plan.why_not(pp=3).verdict == "infeasible"
+    assert "does not divide the 8 devices" in str(plan.why_not(pp=3))
+    assert "the model has 4 calls" in str(plan.why_not(pp=8))
+    answer = plan.why_not(pp=8, **again())
+    assert answer.verdict == "infeasible"
+    assert [change.constraints.pp for change in answer.changes][:1] == [4]
+
+
+def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
+    unseen = plan.why_not(zero=3)
+    assert unseen.verdict == "unknown"
+    assert "this version plans but does not execute zero=3" in str(unseen)
+    assert "One such layout, ZeRO-3 (fully sharded)" in str(unseen)
+    answer = plan.why_not(zero=3, **again())
+    assert answer.verdict in ("slower", "faster")
+    assert "planned, not executed by this version: zero=3" in str(answer)
+
+
+def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
+    slow = planned(Topology.preset("dgx-h100"), pp=4, tp=1)
+    assert "you fixed pp=4" in str(slow.why_not(pp=1))
+    answer = slow.why_not(pp=1, **again())
+    assert answer.verdict == "faster"
+    assert "It is not the plan because you fixed pp=4, tp=1." in answer.lines
+
+
+def test_what_does_not_fit_says_how_much_is_missing():
+    sample = plan_of(llama(pp=4, dp=2, tp=2))
+    short = Candidate(
+        mesh={**sample.mesh, "tp": 1, "dp": 4}, microbatch_size=1, schedule="1f1b", status="infeasible",
+        reason="stage 0 of 4 needs too much", missing=3 * 2**30,
+    )  # fmt: skip
+    certificate = sample.certificate.model_copy(update={"candidates": (*sample.certificate.candidates[:2], short)})
+    answer = sample.model_copy(update={"certificate": certificate}).why_not(dp=4)
+    assert answer.verdict == "infeasible"
+    assert "lacks 3 GiB: stage 0 of 4 needs too much." in str(answer)
+
+
+def test_unknown_constraints_are_refused(plan: Plan):
+    with pytest.raises(ConstraintError, match="unknown constraint 'width'"):
+        plan.why_not(width=3)
+    with pytest.raises(ConstraintError, match="why not what"):
+        plan.why_not()
+
+
+def test_a_plan_is_no_different_from_itself(plan: Plan):
+    text = plan.diff(plan)
+    assert "the same as this one's" in text
+    assert "Layouts of weights" not in text
+    assert "Stages" not in text
+
+
+def test_differences_are_told(plan: Plan):
+    other = planned(Topology.preset("dgx-h100"), pp=2, tp=2)
+    text = plan.diff(other)
+    for words in ("The other plan takes", "instead of dp 8.", "pipeline bubble", "layers.0 to layers.3"):
+        assert words in text, text
+    assert "layers.*.weight" in text
+    assert "over 2 ranks" in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_plans_without_a_program_are_compared(plan: Plan):
+    other = planned(Topology.preset("dgx-h100"), zero=3, dp=8)
+    assert "The other plan is planned, not executed by this version: zero=3." in list(in_words(plan, other))
+    assert "zero=0" in plan.diff(other)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [(1.0, 1.0, "the same as"), (1.0, 1.22, "22% more than"), (1.0, 0.5, "50% less than"), (1.0, 3.1, "3.1 times")],
+)
+def test_how_figures_stand_to_each_other(old: float, new: float, words: str):
+    assert relative(old, new) == words
+
+
+def test_the_command_line_answers(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "model.py").write_text(MODEL)
+    one, two = plan.save(tmp_path / "one.json"), planned(Topology.preset("dgx-h100"), pp=2).save(tmp_path / "two.json")
+    run = CliRunner(env={"COLUMNS": "120"})
+    compared = run.invoke(app, ["diff", str(one), str(two)])
+    assert compared.exit_code == 0, compared.output
+    assert "one.json" in compared.stdout
+    model = ["--model", f"{tmp_path / 'model.py'}:make", "--meta"]
+    for more in ([], model):
+        answer = run.invoke(app, ["explain", str(one), "--why-not", "pp=4,tp=1", *more])
+        assert answer.exit_code == 0, answer.output
+        assert "with pp=4, tp=1" in answer.stdout
+    wrong = run.invoke(app, ["explain", str(one), "--why-not", "pp4"])
+    assert wrong.exit_code == 2
+    assert "expected name=value" in wrong.stderr

@@ -1,0 +1,100 @@
+"""The memory view: what it adds up is what the simulator counts, and the picture shows it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.draw import draw
+from partitioner.draw.memory import KINDS, byte_step, fixed_sizes, stage_levels
+from partitioner.timing import PlanDurations
+from runtime.facts import ProgramFacts
+from runtime.memory import memory_moments, memory_steps, state_bytes
+from runtime.simulate import simulate
+from tests.sample_programs import llama, plan_of
+from tests.test_compare import Tower
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def planned(**pins: object) -> Plan:
+    with torch.device("meta"):
+        return partition(Tower(), Topology.local(2), (torch.empty(64, 256),), constraints=Constraints(**pins))
+
+
+@pytest.fixture(scope="module", params=["none", "full"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return planned(pp=2, microbatch_size=8, recompute=request.param)
+
+
+def test_moments_are_the_simulators_steps(plan: Plan):
+    facts = ProgramFacts(plan.program)
+    for number, stage in enumerate(plan.program.stages):
+        states = state_bytes(facts, number)
+        steps = memory_steps(facts, number, stage.instructions)
+        moments = memory_moments(facts, number, stage.instructions)
+        for (most, after), (seen, left) in zip(steps, moments, strict=True):
+            assert states + left.saved + left.gradients == after
+            fullest = max((m.saved + m.gradients + m.recomputed for m in seen), default=0)
+            assert states + max(fullest, left.saved + left.gradients) <= most
+
+
+def test_levels_fill_the_step_and_add_up_to_its_peak(plan: Plan):
+    durations, facts = PlanDurations(plan), ProgramFacts(plan.program)
+    timeline = simulate(plan.program, durations, facts=facts)
+    for stage, levels in enumerate(stage_levels(plan, timeline, durations, facts)):
+        assert levels[0].start == 0.0
+        assert levels[-1].end == pytest.approx(timeline.step_time)
+        for one, two in pairwise(levels):
+            assert two.start == pytest.approx(one.end)
+        program = [{**level.sizes, "optimizer": 0, "working": 0} for level in levels]
+        assert max(sum(sizes.values()) for sizes in program) == timeline.stages[stage].peak_bytes
+
+
+def test_states_are_those_of_the_estimate(plan: Plan):
+    facts = ProgramFacts(plan.program)
+    for number, stage in enumerate(plan.estimate.stages):
+        fixed = fixed_sizes(plan, facts, number)
+        assert fixed == {kind: stage.memory[kind] for kind in fixed}
+
+
+def test_recomputation_is_a_kind_of_its_own():
+    for recompute in (True, False):
+        svg = draw(plan_of(llama(pp=2, dp=1, tp=2, recompute=recompute)), "memory")
+        assert (KINDS["recomputed"][1] in svg) == recompute
+
+
+def test_the_picture_has_a_row_for_every_stage():
+    svg = draw(plan_of(llama(pp=16, dp=2, tp=2, layers=16)), "memory")
+    shown = ["".join(t.itertext()) for t in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert [t for t in shown if t.startswith("Stage")] == [f"Stage {k}" for k in range(16)]
+    assert "ranks 60–63" in shown
+    assert sum(t.startswith("peak ") for t in shown) == 16
+    assert len(svg) < 1_000_000
+
+
+def test_the_capacity_is_a_line_or_a_word():
+    near = draw(plan_of(llama(pp=2, dp=1, tp=2)), "memory")
+    assert "what a program may use of the device" in near
+    far = draw(planned(pp=2), "memory")
+    assert "far beyond the scale" in far
+    assert "what a program may use of the device" not in far
+
+
+def test_tooltips_say_what_is_held_when(plan: Plan):
+    titles = [t.text or "" for t in ET.fromstring(draw(plan, "memory")).iter(f"{SVG}title")]
+    assert any(t.startswith("optimizer states: at most ") for t in titles)
+    assert any(" at " in t.splitlines()[0] and "parameters and buffers" in t for t in titles)
+
+
+@given(st.floats(1, 1e15), st.integers(1, 6))
+def test_lines_are_few_and_round(total: float, most: int):
+    step = byte_step(total, most)
+    assert total / step <= most
+    assert total / step >= most / 6 or step == 1.0

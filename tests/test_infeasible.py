@@ -1,0 +1,172 @@
+"""Jobs that have no plan: the error says what conflicts or lacks, and its first suggestion gives the job a plan."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, partition
+from partitioner.errors import InfeasibleError
+
+MIB = 2**20
+
+
+class Tower(nn.Module):
+    """Square layers and a mean loss: 16 bytes for each weight with its gradient and Adam's moments."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def cluster(memory: float, devices: int = 4, nodes: int = 1) -> Topology:
+    """Small devices: ``memory`` in MiB each."""
+    device = {
+        "memory": int(memory * MIB), "peak": {"fp32": 1e12}, "memory_bandwidth": 1e11, "launch": 1e-6,
+    }  # fmt: skip
+    levels = [
+        {"name": "inside", "nodes": 1, "bandwidth": 1e10, "latency": 1e-6},
+        {"name": "between", "bandwidth": 1e9, "latency": 1e-5},
+    ]
+    return Topology(
+        name="small",
+        nodes=({"type": "small", "devices": devices, "count": nodes},),
+        types={"small": device},
+        levels=levels,
+    )
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """A job, and what its error must say: of which kind, and which requirement its first change gives up."""
+
+    kind: type[InfeasibleError]
+    gives_up: str
+    topology: Topology = field(default_factory=lambda: cluster(64))
+    width: int = 256
+    batch: int = 64
+    pins: dict[str, Any] = field(default_factory=dict)
+    depth: int = 4
+
+    def plan(self, topology: Topology, constraints: Constraints, global_batch: int | None = None) -> Plan:
+        with torch.device("meta"):
+            model, inputs = Tower(self.width, self.depth), (torch.empty(self.batch, self.width),)
+        return partition(model, topology, inputs, global_batch=global_batch, constraints=constraints)
+
+
+JOBS: dict[str, Infeasible] = {
+    # 4 MiB of states, 64 KiB for an activation of the whole batch
+    "states: plain data parallelism": Infeasible(CapacityError, "dp=|tp=|pp=", cluster(3), pins={"pp": 1, "tp": 1}),
+    "states: all of the mesh is pinned": Infeasible(CapacityError, "", cluster(3), pins={"pp": 1, "tp": 1, "dp": 4}),
+    "states: one device": Infeasible(CapacityError, "2 nodes", cluster(3, 1)),
+    "states: one node": Infeasible(CapacityError, "nodes instead of 1", cluster(0.75, 4)),
+    "states: two nodes": Infeasible(CapacityError, "nodes instead of 2", cluster(0.8, 2, 2)),
+    "states: tp is too small": Infeasible(CapacityError, "pp=2|tp=4", cluster(1.8, 4, 2), pins={"tp": 2, "pp": 1}),
+    "states: too few stages": Infeasible(CapacityError, "pp=4|tp=", cluster(1.8), pins={"pp": 2, "tp": 1}),
+    "states: nothing can be divided": Infeasible(CapacityError, "zero=2", cluster(0.2), 127, 4, depth=1),
+    "activations: microbatch": Infeasible(
+        CapacityError, "microbatch_size=", cluster(6, 1), batch=1024, pins={"microbatch_size": 1024}
+    ),
+    "activations: microbatch and mesh": Infeasible(
+        CapacityError, "microbatch_size=", cluster(6), batch=4096,
+        pins={"dp": 4, "microbatch_size": 1024, "tp": 1, "pp": 1},
+    ),
+    "activations: recompute": Infeasible(
+        CapacityError, "recompute left free", cluster(12, 1), batch=1024,
+        pins={"microbatch_size": 1024, "recompute": "none"},
+    ),
+    "activations: schedule": Infeasible(
+        CapacityError, "recompute left free", cluster(4), batch=2048,
+        pins={"pp": 4, "microbatch_size": 64, "schedule": "gpipe", "recompute": "none"},
+    ),
+    "pins: an axis does not divide": Infeasible(ConstraintError, "pp=", pins={"pp": 3}),
+    "pins: axes make too few": Infeasible(ConstraintError, "=", pins={"pp": 2, "dp": 1, "tp": 1}),
+    "pins: axes make too many": Infeasible(ConstraintError, "=|8 devices", pins={"pp": 2, "dp": 2, "tp": 2}),
+    "pins: tp divides nothing": Infeasible(ConstraintError, "tp=", cluster(64, 3), pins={"tp": 3}),
+    "pins: cp does not divide": Infeasible(ConstraintError, "cp=", pins={"cp": 3}),
+    "pins: more stages than calls": Infeasible(PlanError, "pp=", cluster(64, 8), pins={"pp": 8}),
+    "pins: too many virtual stages": Infeasible(
+        PlanError, "virtual_stages|pp=", pins={"pp": 2, "virtual_stages": 4, "schedule": "interleaved"}
+    ),
+    "pins: rounds of microbatches": Infeasible(
+        PlanError, "microbatch_size=|schedule=", batch=8,
+        pins={"pp": 2, "dp": 2, "microbatch_size": 4, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2}),
+    "batch: microbatch does not divide": Infeasible(
+        ConstraintError, "microbatch_size=|global_batch=", pins={"dp": 2, "microbatch_size": 3}
+    ),
+    "batch: smaller than dp": Infeasible(ConstraintError, "dp=|global_batch=", batch=2, pins={"dp": 4}),
+    "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=8),
+    "stage_of: no such module": Infeasible(ConstraintError, "layers.3", pins={"pp": 2, "stage_of": {"layer.3": -1}}),
+    "stage_of: nothing like it": Infeasible(ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"decoder": 0}}),
+    "stage_of: many that are wrong": Infeasible(
+        ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {f"decoder.{k}": 0 for k in range(12)}}
+    ),
+    "stage_of: no such stage": Infeasible(
+        ConstraintError, r"=1 instead of 7", pins={"pp": 2, "stage_of": {"layers.3": 7}}
+    ),
+    "stage_of: against the order": Infeasible(
+        ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"layers.0": 1, "layers.3": 0}}
+    ),
+    "stage_of: an empty stage": Infeasible(PlanError, "no stage_of|pp=", pins={"pp": 2, "stage_of": {"layers.0": 1}}),
+    "stage_of: a stage too full": Infeasible(
+        CapacityError, "no stage_of|tp=", cluster(2.6), pins={"pp": 2, "tp": 1, "stage_of": {"layers.2": 0}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_first_change_gives_the_job_a_plan(name: str) -> None:
+    job = JOBS[name]
+    with pytest.raises(job.kind) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    error = caught.value
+    assert error.changes, str(error)
+    first = error.changes[0]
+    assert re.search(job.gives_up, first.text), first.text
+    assert first.text in str(error)
+    plan = job.plan(first.topology, first.constraints, first.global_batch)
+    assert set(first.planned_only) <= set(plan.planned_only)
+    assert bool(plan.planned_only) == bool(first.constraints.planned_only)
+    if isinstance(error, CapacityError):
+        assert error.missing_bytes > 0
+        assert "too much" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["states: all of the mesh is pinned", "activations: schedule", "batch: dp does not divide"]
+)
+def test_so_does_every_other_change(name: str) -> None:
+    job = JOBS[name]
+    with pytest.raises(InfeasibleError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    others = caught.value.changes[1:]
+    assert others
+    for change in others:
+        assert job.plan(change.topology, change.constraints, change.global_batch).estimate.step_time > 0
+
+
+def test_the_pins_that_conflict_are_named() -> None:
+    """What is not to blame is left out: here recomputation and the microbatch."""
+    job = Infeasible(PlanError, "", cluster(1.8), pins={"pp": 2, "tp": 1, "recompute": "full", "microbatch_size": 1})
+    with pytest.raises(CapacityError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    assert caught.value.conflict == ("pp=2", "tp=1")
+    assert "in conflict: pp=2, tp=1" in str(caught.value)
+
+
+def test_errors_of_no_job_have_no_changes() -> None:
+    with pytest.raises(ConstraintError) as caught:
+        Constraints(tp=0)
+    assert (caught.value.changes, caught.value.conflict) == ((), ())

@@ -32,6 +32,14 @@ DEVICES = {
     "MI355X": ("mi355x", "xgmi", "ib-ndr"),
     "L40S": ("l40s", "pcie4", "ib-edr"),
 }
+# Meshes of links inside a node as one level, for nodes of any size: all-reduces as measured on DGX-1; xGMI by its sum.
+MESHES = {
+    "nvlink2": {
+        "bandwidth": "150 GB/s", "latency": "9 us", "step": "4 us", "base": "8.4 us", "efficiency": 0.9,
+        "all_reduce": [[2, "23 us", "22.6 GB/s"], [4, "45 us", "86 GB/s"], [8, "67 us", "135 GB/s"]],
+    },
+    "xgmi": {"bandwidth": "448 GB/s", "latency": "9 us", "step": "4 us", "base": "10 us", "efficiency": 0.7},
+}  # fmt: skip
 SCHEDULES = {
     "interleaved-1f1b": "interleaved",
     "1f1b-interleaved": "interleaved",
@@ -126,7 +134,7 @@ def _topology(row: Row) -> Topology:
     if row["gpu"] not in DEVICES:
         raise Unstated(f"is on {row['gpu']}, which is not known here")
     kind, inside, between = DEVICES[row["gpu"]]
-    links = catalogue("links")
+    links = {**catalogue("links"), **MESHES}
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
     per_node = max(d for d in range(1, domain + 1) if row["num_gpus"] % d == 0)  # 64 of 72 where that divides
     count = row["num_gpus"] // per_node

@@ -10,10 +10,11 @@ from partitioner import PlanError, Topology, size_cluster
 from partitioner.errors import ConstraintError
 from partitioner.sizing import energy_of, money_of
 
+CASE = next(case for name, case in CASES.items() if "mlp" in name)
+
 
 def job() -> tuple[torch.nn.Module, object]:
-    case = next(case for name, case in CASES.items() if "mlp" in name)
-    return case.build(), case.inputs(16)
+    return CASE.build(), CASE.inputs(16)
 
 
 def machines(nodes: int) -> Topology:
@@ -32,34 +33,34 @@ def machines(nodes: int) -> Topology:
 
 def test_the_smallest_cluster_that_is_fast_enough():
     model, inputs = job()
-    every = size_cluster(model, machines, inputs, minimise="time", nodes=(1, 2, 4))
+    every = size_cluster(model, machines, inputs, loss=CASE.loss, minimise="time", nodes=(1, 2, 4))
     times = {size.nodes: size.step_time for size in every.tried}
     assert every.chosen.step_time == min(times.values())
     assert times[4] < times[2] < times[1]  # the work divides
-    found = size_cluster(model, machines, inputs, step_time=times[2], nodes=(1, 2, 4))
+    found = size_cluster(model, machines, inputs, loss=CASE.loss, step_time=times[2], nodes=(1, 2, 4))
     assert (found.chosen.nodes, len(found.tried)) == (2, 2)
     with pytest.raises(PlanError, match="no size reaches a step of 1e-09 s: the fastest is 4 nodes"):
-        size_cluster(model, machines, inputs, step_time=1e-9, nodes=(1, 4))
+        size_cluster(model, machines, inputs, loss=CASE.loss, step_time=1e-9, nodes=(1, 4))
 
 
 def test_money_and_energy_are_of_all_devices():
     model, inputs = job()
-    found = size_cluster(model, machines, inputs, minimise="money", nodes=(1, 2, 4))
+    found = size_cluster(model, machines, inputs, loss=CASE.loss, minimise="money", nodes=(1, 2, 4))
     for size in found.tried:
         assert size.plan is not None
         assert size.money == money_of(size.plan) == pytest.approx(2 * size.nodes * 2.0 * size.step_time / 3600)
         assert size.energy == energy_of(size.plan)
         assert 50 <= size.energy / size.step_time / (2 * size.nodes) <= 300
     assert found.chosen.money == min(size.money for size in found.tried if size.money is not None)
-    thrifty = size_cluster(model, machines, inputs, minimise="energy", nodes=(1, 2, 4))
+    thrifty = size_cluster(model, machines, inputs, loss=CASE.loss, minimise="energy", nodes=(1, 2, 4))
     assert thrifty.chosen.energy == min(size.energy for size in thrifty.tried if size.energy is not None)
 
 
 def test_what_cannot_be_asked():
     model, inputs = job()
     with pytest.raises(ConstraintError, match="minimise must be one of nodes, money, energy, time; got 'speed'"):
-        size_cluster(model, machines, inputs, minimise="speed")  # type: ignore[arg-type]
+        size_cluster(model, machines, inputs, loss=CASE.loss, minimise="speed")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match="nodes must be positive"):
-        size_cluster(model, machines, inputs, nodes=(0, 1))
+        size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(0, 1))
     with pytest.raises(ConstraintError, match="has no price; give it in dollars"):
-        size_cluster(model, Topology.local, inputs, minimise="money", nodes=(1, 2))
+        size_cluster(model, Topology.local, inputs, loss=CASE.loss, minimise="money", nodes=(1, 2))

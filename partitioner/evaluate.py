@@ -149,7 +149,8 @@ class Evaluator:
                 sum(n * (of[b].forward_total_s + of[b].backward_total_s * job.train) for b, n in often.items())
                 for of in {id(of): of for of in by_stage}.values()
             ]
-            bubble = PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.virtual_stages)
+            weights_alone = Phases(0.0, 0.0, 1.0)  # the least share of fill and drain
+            bubble = PIPELINES[point.schedule].bubble(weights_alone, point.pp, num_microbatches, point.virtual_stages)
             return min(sums) * ((num_microbatches - bubble) / point.pp + bubble)
 
         found = self.placements.best(point.grid, judge, least)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from partitioner.baselines import compared, standards, unpinned
 from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.operators import is_attention
 from partitioner.evaluate import Evaluator, Job, Solved
 from partitioner.plan import Certificate
 from partitioner.solve.bestfirst import Evaluated, Progress, search
@@ -15,7 +16,8 @@ from partitioner.solve.points import Point, Space, left_out, points
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:
     """What the job's points are drawn from."""
-    length = max((i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1), default=0)
+    attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
+    lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     return Space(
         job.topology,
         job.global_batch,
@@ -24,7 +26,7 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
         job.constraints,
         job.train,
         experts=job.num_experts,
-        length=length,
+        length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
     )
 
 

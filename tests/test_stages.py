@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from partitioner.constraints import pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
+from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.segments import Segments
 from partitioner.solve.stages import SLACK, Pace, StageCall, StageProblem, StageSplit, solve_stages
 from partitioner.topology.parts import Link
@@ -215,3 +216,13 @@ def test_a_deep_model_over_many_stages_is_quick():
     assert time.perf_counter() - start < 1.0
     assert len(split.stages) == 16
     assert max(s.time_s for s in split.stages) < 3 * 10
+
+
+def test_one_microbatch_passes_every_stage_whatever_the_schedule():
+    phases = Phases(1.0, 1.0, 1.0)
+    for name, pipeline in PIPELINES.items():
+        share = pipeline.bubble(phases, 4, 1, pipeline.chunks or 2)
+        least = 1.0 if name in ("1f1b", "gpipe") else 0.5 if name == "interleaved" else 2 / 3  # all but the weights'
+        assert share == pytest.approx(least), name
+    assert PIPELINES["zb-1p"].bubble(phases, 4, 4, 1) == pytest.approx(1 / 3)
+    assert PIPELINES["zb-2p"].bubble(phases, 4, 16, 1) == 0.0

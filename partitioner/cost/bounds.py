@@ -257,7 +257,8 @@ class ModelBounds:
 
     def _bubble(self, point: Point) -> float:
         """The least share of fill and drain: what depends on the times of the phases may be nothing."""
-        return PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.virtual_stages)
+        m = point.num_microbatches(self.global_batch)
+        return PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.pp, m, point.virtual_stages)
 
     def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
         """For each point the speed of the fastest stage, and of all stages together, at best.

@@ -47,7 +47,8 @@ def stage_problem(
         costs_by_stage = [_selective(of_stage) for of_stage in costs_by_stage]
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
     if bubble is None:
-        bubble = PIPELINES[schedule].bubble(_phases([costs[call.block] for _, call in placed]), virtual_stages)
+        phases = _phases([costs[call.block] for _, call in placed])
+        bubble = PIPELINES[schedule].bubble(phases, machine.mesh.get("pp", 1), num_microbatches, virtual_stages)
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     stages = machine.mesh.get("pp", 1)

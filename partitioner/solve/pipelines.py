@@ -28,26 +28,28 @@ class Phases:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule. ``bubble(phases, v)``: its share ``b``; ``in_flight(stage, p, m, v)``: microbatches whose saved
+    """A schedule. ``bubble(phases, p, m, v)``: its share ``b``; ``in_flight(stage, p, m, v)``: microbatches whose saved
     tensors stage ``stage`` of ``p`` holds at a time, with ``v`` virtual stages; ``chunks``: those that it needs."""
 
-    bubble: Callable[[Phases, int], float]
+    bubble: Callable[[Phases, int, int, int], float]
     in_flight: Callable[[int, int, int, int], float]
     executed: bool = False
     chunks: int | None = 1  # None: as many as are asked for
 
 
-def _whole(phases: Phases, v: int) -> float:
+def _whole(phases: Phases, p: int, m: int, v: int) -> float:
     return 1.0
 
 
-def _split(weights: float) -> Callable[[Phases, int], float]:
-    """The bubble that is left when ``weights`` backwards for weights fill it."""
+def _split(weights: float) -> Callable[[Phases, int, int, int], float]:
+    """The bubble that is left when backwards for weights fill it, ``weights`` for each of ``p - 1`` microbatches that
+    come after the first: fewer microbatches leave more of it."""
 
-    def share(phases: Phases, v: int) -> float:
+    def share(phases: Phases, p: int, m: int, v: int) -> float:
         if not phases.total:
             return 1.0
-        return max(0.0, (phases.forward + phases.inputs - weights * phases.weights) / phases.total)
+        filled = weights * min(1.0, (m - 1) / max(1, p - 1))
+        return max(0.0, (phases.forward + phases.inputs - filled * phases.weights) / phases.total)
 
     return share
 
@@ -56,7 +58,7 @@ PIPELINES: dict[str, Pipeline] = {
     "gpipe": Pipeline(_whole, lambda s, p, m, v: m, executed=True),
     "1f1b": Pipeline(_whole, lambda s, p, m, v: min(p - s, m), executed=True),
     "interleaved": Pipeline(
-        lambda phases, v: 1.0 / v,
+        lambda phases, p, m, v: 1.0 / v,
         lambda s, p, m, v: min(float(m), (2 * (p - s - 1) + (v - 1) * p + 1) / v),
         chunks=None,
     ),

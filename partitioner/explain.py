@@ -230,7 +230,7 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
     candidates = plan.certificate.candidates
     if not candidates:
         return
-    yield _line(candidate_counts(candidates) + ".")
+    yield _line(candidate_counts(plan.certificate) + ".")
     chosen = plan.certificate.objective
     yield from (_line(_baseline(b, chosen)) for b in plan.certificate.baselines)
     yield candidate_table(plan)

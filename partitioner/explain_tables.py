@@ -13,7 +13,7 @@ from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
-from partitioner.plan import Candidate, Plan
+from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
 WIDTH = 110  # columns of the plain text
@@ -86,7 +86,7 @@ def figures(plan: Plan) -> Padding:
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("matmul work sharded", percent(plan.shares.matmul_sharded)),
         ("certificate", certificate_line(plan)),
-        ("candidates", candidate_counts(certificate.candidates)),
+        ("candidates", candidate_counts(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
 
@@ -111,12 +111,13 @@ def certificate_line(plan: Plan) -> str:
     return f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
 
 
-def candidate_counts(candidates: Sequence[Candidate]) -> str:
+def candidate_counts(certificate: Certificate) -> str:
     """``24 considered: 1 chosen, 3 slower, 20 cannot be faster``."""
-    if not candidates:
+    if not certificate.candidates:
         return ""
-    counts = {s: sum(c.status == s for c in candidates) for s in STATUS_WORDS}
-    return f"{len(candidates)} considered: " + ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
+    counts = {s: sum(c.status == s for c in certificate.candidates) + certificate.left.get(s, 0) for s in STATUS_WORDS}
+    told = ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
+    return f"{sum(counts.values()):,} considered: {told}"
 
 
 def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
@@ -181,9 +182,9 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,
         )
-    rest = len(plan.certificate.candidates) - most
+    rest = len(plan.certificate.candidates) + sum(plan.certificate.left.values()) - most
     if rest > 0:
-        made.add_row(f"and {rest} more")
+        made.add_row(f"and {rest:,} more")
     return indented(made)
 
 

@@ -77,13 +77,17 @@ class Baseline(Data):
 
 
 class Certificate(Data):
-    """``objective`` is the plan's cost in seconds under the model, ``bound`` what no plan can go below."""
+    """``objective`` is the plan's cost in seconds under the model, ``bound`` what no plan can go below.
+
+    ``left``: by status, the candidates that are counted and have no row, the worst of many.
+    """
 
     objective: float
     bound: float
     gap: float
     candidates: tuple[Candidate, ...] = ()
     baselines: tuple[Baseline, ...] = ()
+    left: dict[str, int] = Field(default_factory=dict)
 
 
 class OperatorShare(Data):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, 
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
+
+_MOST_ROWS = 1000  # of a certificate, besides those that were solved
 
 
 @dataclass(frozen=True)
@@ -242,12 +245,14 @@ def _certificate(state: _State) -> Certificate:
     solved = [row.evaluated for row in state.rows.values() if row.evaluated is not None]
     open_bounds += [e.least for e in solved if e.least is not None]
     bound = min([objective, *open_bounds])
-    rows = sorted(state.rows.values(), key=lambda r: (order[r.status], _seconds(r)))
+    rows = sorted(state.rows.values(), key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
+    shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
     return Certificate(
         objective=objective,
         bound=bound,
         gap=(objective - bound) / objective if objective else 0.0,
-        candidates=tuple(_candidate(row) for row in rows),
+        candidates=tuple(_candidate(row) for row in rows[:shown]),
+        left=dict(Counter(row.status for row in rows[shown:])),
     )
 
 

@@ -10,6 +10,8 @@ from partitioner.errors import PlanError
 from partitioner.solve.pipelines import PIPELINES
 from partitioner.topology.model import Topology
 
+_VIRTUAL = (2, 4, 8)  # virtual stages that are tried
+
 
 @dataclass(frozen=True, order=True)
 class Point:
@@ -180,7 +182,7 @@ def _schedules(space: Space, pp: int) -> list[tuple[str, int]]:
         elif pinned.virtual_stages is not None:
             choices = [pinned.virtual_stages]
         else:
-            choices = list(range(2, space.num_calls // pp + 1)) or [1]
+            choices = list(_VIRTUAL)
         found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
     return found
 
@@ -194,7 +196,8 @@ def _zero(space: Space, replicas: int) -> list[int]:
     pinned = space.constraints
     if pinned.zero is not None:
         return [pinned.zero]
-    return [0, 1, 2, 3] if pinned.ahead and space.train and replicas > 1 else [0]
+    # under the model the second stage takes no longer than the first, and less memory
+    return [0, 2, 3] if pinned.ahead and space.train and replicas > 1 else [0]
 
 
 def _tensor_axis_fits(space: Space, tp: int) -> bool:

@@ -1,8 +1,8 @@
 """Large problems with memory over time: contract, bound, search, and solve parts of it exactly.
 
 Followers are contracted in bulk (``contract.py``). If what is left is small it is solved whole, with the memory rows
-that bind (``neighbourhood.py``). Otherwise a dual ascent gives a bound and prices of memory (``messages.py``), from
-which the local search begins (``localsearch.py``), and the remaining time goes into solving parts to their optimum.
+that bind (``neighbourhood.py``). Otherwise a dual ascent gives a bound (``messages.py``), a local search goes down from
+the choice of least memory (``localsearch.py``), and the remaining time goes into solving parts to their optimum.
 """
 
 from __future__ import annotations

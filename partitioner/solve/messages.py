@@ -10,6 +10,7 @@ Werner, 2007; Globerson and Jaakkola, 2007).
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ class Dual:
             length = float(direction @ direction)
             if length > 0.0 and best < upper:
                 target = min(best + ahead, upper)
+                if not math.isfinite(target - min(bound, best)):  # no choice is known yet, or there is none
+                    break
                 self.prices = np.maximum(self.prices + 0.5 * (target - min(bound, best)) / length * direction, 0.0)
         self.prices = best_prices
         return best

@@ -174,7 +174,7 @@ class Evaluator:
 
     def _states(self, point: Point, key: tuple[int, int, bool], local: LocalModel) -> dict[str, StateCost]:
         """What states cost a rank, which does not depend on where it is."""
-        held = point.replicas > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
+        held = point.dp > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
         if held not in self._held:
             job = self.job
             machine = job.dressed(Machine(job.topology, point.grid), point)

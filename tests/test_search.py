@@ -275,3 +275,13 @@ def test_a_model_is_searched_to_the_end():
     rows = {(c.mesh["pp"], c.mesh["tp"]) for c in certificate.candidates if c.status in ("chosen", "solved")}
     assert (1, 1) in rows  # plain data parallelism
     assert (1, 4) in rows  # tensor parallelism as wide as the machine
+
+
+def test_points_of_one_kind_may_reduce_their_gradients_over_other_axes():
+    """The states of a point are found once for all like it; with or without ``dp`` their gradients differ."""
+    work = job("llama", Topology.preset("dgx-h100"), ahead=True)
+    together, alone = Evaluator(work), Evaluator(work)
+    first = Point(pp=4, dp=1, tp=1, microbatch_size=2, cp=2)
+    second = Point(pp=2, dp=2, tp=1, microbatch_size=2, cp=2)
+    together.solve(first)
+    assert together.solve(second).estimate == alone.solve(second).estimate

@@ -181,7 +181,7 @@ class _Work:
         for way in range(1 + train):
             comm[way] += hidden(seconds[way], gathers[way], self.device.overlap_slowdown, spread.overlap)
         kept = kept_by(block, train)
-        slim = kept_by(block, train, frozenset(self.expanded)) if self.expanded else kept
+        slim = kept_by(block, train, self.expanded) if self.expanded else kept
         placeholders = {n.name: n for n in block.placeholders}
         part = 1 / spread.cp
         states = {n: placeholders[n].meta["val"].nbytes * self._part_of(n) for n in block.states}

@@ -8,7 +8,6 @@ tokens are sent to them and back by all-to-all; under ZeRO-3 a call's weights ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -106,7 +105,6 @@ class ExpertRegion:
     exits: tuple[fx.Node, ...] = ()
     products: frozenset[fx.Node] = frozenset()
     states: frozenset[str] = frozenset()
-    inner: frozenset[fx.Node] = frozenset()  # operators between the products
 
 
 def expert_region(block: Block) -> ExpertRegion:
@@ -125,10 +123,7 @@ def expert_region(block: Block) -> ExpertRegion:
     entries = {_source(n.args[0]): None for n in products if n not in after}
     exits = [n for n in products if n not in before]
     names = {_source(n.args[1]).name for n in products}
-    inner = frozenset(n for n in after & before if n.op == "call_function")
-    return ExpertRegion(
-        tuple(entries), tuple(exits), frozenset(products), frozenset(names) & frozenset(block.states), inner
-    )
+    return ExpertRegion(tuple(entries), tuple(exits), frozenset(products), frozenset(names & set(block.states)))
 
 
 def _source(node: object) -> fx.Node:
@@ -156,13 +151,10 @@ def context_exchanges(node: fx.Node, spread: Spread) -> tuple[float, float]:
     """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients)."""
     if spread.cp == 1 or not is_attention(node):
         return 0.0, 0.0
-    nbytes = sum(o.meta["val"].nbytes for o in list(_tensors(node))[1:3])
+    _, *keys_and_values = [a for a in node.args if isinstance(a, fx.Node)][:3]
+    nbytes = sum(o.meta["val"].nbytes for o in keys_and_values)
     ring = collective_time("all_gather", nbytes, spread.context)
     return ring, ring + collective_time("reduce_scatter", nbytes, spread.context)
-
-
-def _tensors(node: fx.Node) -> Iterator[fx.Node]:
-    yield from (a for a in node.args if isinstance(a, fx.Node))
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:

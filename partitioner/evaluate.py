@@ -122,8 +122,15 @@ class Evaluator:
 
         states = self._states(point, key, local)
 
+        seen: dict[int, tuple[Machine, Machine]] = {}  # by identity, with what keeps it alive
+
+        def dressed(machine: Machine) -> Machine:
+            if id(machine) not in seen:
+                seen[id(machine)] = machine, job.dressed(machine, point)
+            return seen[id(machine)][1]
+
         def judge(machine: Machine) -> tuple[float, tuple[StageProblem, StageSplit, Estimate]]:
-            machine = job.dressed(machine, point)
+            machine = dressed(machine)
             problem = stage_problem(
                 local.model,
                 costs.at(self._reference_seat(point.tp), machine.spread),
@@ -143,7 +150,7 @@ class Evaluator:
 
         def least(machine: Machine) -> float:
             """Stages that are all as fast as the best and hold the same share of the work."""
-            by_stage = costs.by_stage(job.dressed(machine, point))
+            by_stage = costs.by_stage(dressed(machine))
             often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
             sums = [
                 sum(n * (of[b].forward_total_s + of[b].backward_total_s * job.train) for b, n in often.items())

@@ -15,7 +15,7 @@ HiGHS solves it through OR-Tools MathOpt.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -298,10 +298,3 @@ class _Program:
         matrix.column_ids.extend(self._columns[order].tolist())
         matrix.coefficients.extend(self._values[order].tolist())
         return proto
-
-
-def problem_of(
-    costs: Sequence[Vector], edges: Iterable[tuple[int, int, Table]], rows: Iterable[Row] = ()
-) -> AssignmentProblem:
-    """An :class:`AssignmentProblem` from any iterables of numbers."""
-    return AssignmentProblem([np.asarray(c, float) for c in costs], list(edges), list(rows))

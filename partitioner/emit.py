@@ -15,7 +15,7 @@ own, on which a transfer waits for nothing but its receive and the transfers bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,10 +23,12 @@ from partitioner.emit_buckets import BUCKET_BYTES, Gradient, plan_buckets
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.schedules import SCHEDULES, schedule_orders
+from partitioner.steady import parts_of, steady
 from passes.blocks import FoldedModel, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
+from runtime.listing import Instruction, Instructions, Listing
 from runtime.program import (
     AXES,
     BlockGraph,
@@ -84,7 +86,6 @@ def emit(
     sizes = {axis: mesh.get(axis, 1) for axis in AXES}
     _check_mesh(mesh, objective, model)
     num_stages = sizes["pp"]
-    orders = schedule_orders(schedule, num_stages, num_microbatches)
     train = objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
     paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
@@ -97,35 +98,44 @@ def emit(
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
             tied.setdefault(state.stages, []).append(name)
-    stages = []
-    for s, here in enumerate(routes.stages):
-        calls = tuple(_call(model, i) for i in here.calls)
-        gradients = [_gradient(n, d, sizes) for n, d in states.items() if n in with_gradient and s in d.stages]
-        adds = _adds(here, flow)
-        buckets = plan_buckets(here, orders[s], gradients, adds, bucket_bytes) if train else []
-        job = StageJob(
-            stage=s,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            train=train,
-            routes=routes,
-            calls=calls,
-            flow=_stage_flow(model, here, flow),
-            order=orders[s],
-            buckets=buckets,
-            syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
-            total_axes=_split(("dp",), sizes),
-        )
-        stages.append(
-            Stage(
-                calls=calls,
-                instructions=stage_instructions(job),
-                buckets=tuple(Bucket(states=b.states, axes=b.axes) for b in buckets),
-                checkpoint_calls=tuple(
-                    p for p, i in enumerate(here.calls) if i in set(recompute) and flow.has_backward(i)
-                ),
+    calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
+
+    def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
+        """For each stage its buckets and instructions."""
+        orders = schedule_orders(schedule, num_stages, num_microbatches)
+        result = []
+        for s, here in enumerate(routes.stages):
+            gradients = [_gradient(n, d, sizes) for n, d in states.items() if n in with_gradient and s in d.stages]
+            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), bucket_bytes) if train else []
+            job = StageJob(
+                stage=s,
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+                train=train,
+                routes=routes,
+                calls=calls[s],
+                flow=_stage_flow(model, here, flow),
+                order=orders[s],
+                buckets=buckets,
+                syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
+                total_axes=_split(("dp",), sizes),
             )
+            reduced = tuple(Bucket(states=b.states, axes=b.axes) for b in buckets)
+            result.append((reduced, stage_instructions(job)))
+        return result
+
+    again = set(recompute)
+    stages = [
+        Stage(
+            calls=calls[s],
+            instructions=instructions,
+            buckets=buckets,
+            checkpoint_calls=tuple(
+                p for p, i in enumerate(routes.stages[s].calls) if i in again and flow.has_backward(i)
+            ),
         )
+        for s, (buckets, instructions) in enumerate(_grown(lists, schedule, num_stages, num_microbatches))
+    ]
     used = {c.block for stage in stages for c in stage.calls}
     return Program(
         mesh=sizes,
@@ -156,6 +166,23 @@ def emit(
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         tree=model.tree,
     )
+
+
+Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage
+
+
+def _grown(lists: Callable[[int], Lists], schedule: str, num_stages: int, num_microbatches: int) -> Lists:
+    """The stages' lists; of many microbatches told from those of few, where the schedule has a steady state."""
+    found = steady(schedule, num_stages, num_microbatches)
+    if found is None:
+        return lists(num_microbatches)
+    result: list[tuple[tuple[Bucket, ...], Instructions]] = []
+    for few, many in zip(lists(found.least), lists(found.least + found.unit), strict=True):
+        parts = parts_of(few[1], many[1], found.unit) if few[0] == many[0] else None
+        if parts is None:
+            return lists(num_microbatches)
+        result.append((few[0], Listing(steps=found.steps, unit=found.unit, parts=parts)))
+    return result
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel) -> None:

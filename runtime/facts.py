@@ -20,6 +20,7 @@ from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
 from passes.layouts import Layout, local_shape
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
+from runtime.listing import Listing
 from runtime.program import CallData, Program, Value
 
 Flags = tuple[bool, ...]
@@ -69,6 +70,21 @@ class ProgramFacts:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+
+    def grown(self, steps: int) -> ProgramFacts:
+        """The facts of this program with lists, all of them listings, that have grown ``steps`` times."""
+        stages, microbatches = [], self.program.num_microbatches
+        for stage in self.program.stages:
+            instructions = stage.instructions
+            assert isinstance(instructions, Listing), "a list that does not grow"
+            microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
+            stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
+        facts = ProgramFacts(
+            self.program.model_copy(update={"stages": tuple(stages), "num_microbatches": microbatches})
+        )
+        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages")}
+        facts.__dict__.update(known)  # calls do the same in every microbatch
+        return facts
 
     @cached_property
     def blocks(self) -> dict[str, Block]:

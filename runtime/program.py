@@ -13,94 +13,33 @@ import math
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from passes.layouts import Layout
+from runtime.listing import Data, Instruction, Instructions, Op
 
 AXES = ("pp", "dp", "cp", "tp", "ep")  # outermost first: neighbouring ranks differ in the last axes
 FORMAT_VERSION = 1
 
-Op = Literal[
-    "LOAD",
-    "TOTAL_F",
-    "TOTAL",
-    "RECV_F",
-    "F",
-    "SEND_F",
-    "RECV_B",
-    "B",
-    "I",
-    "W",
-    "SEND_B",
-    "REDUCE",
-    "SYNC",
-    "FREE",
-    "STEP",
+__all__ = [
+    "AXES",
+    "FORMAT_VERSION",
+    "BlockGraph",
+    "Bucket",
+    "CallData",
+    "Data",
+    "InputData",
+    "Instruction",
+    "Instructions",
+    "Op",
+    "OutputData",
+    "Program",
+    "RankProgram",
+    "Stage",
+    "StateData",
+    "Value",
+    "weights_fingerprint",
 ]
-
-
-class Data(BaseModel):
-    """Frozen, strict about unknown keys, compared by value. Infinities stay what they are in JSON (masks have them)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-
-class Instruction(Data):
-    """One thing that a rank does. Fields that an operation does not use stay ``None`` or empty.
-
-    ======== =============================================================================================
-    op       meaning
-    ======== =============================================================================================
-    LOAD     take ``microbatch`` of the batch inputs ``values`` (this rank's slice)
-    TOTAL_F  run the stage's prologue calls on ``microbatch``, adding their results ``values`` up
-    TOTAL    all-reduce the totals ``values`` over ``axes``; afterwards every microbatch may read them
-    RECV_F   receive ``values`` of ``microbatch`` from the stage ``peer`` (same other coordinates)
-    F        run the calls ``calls[0]:calls[1]`` of the stage forward on ``microbatch``
-    SEND_F   send ``values`` of ``microbatch`` to the stage ``peer``
-    RECV_B   receive the gradients of ``values`` from the stage ``peer``
-    B        backward of calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of parameters
-    I, W     the same in two halves: gradients of inputs; gradients of parameters
-    SEND_B   send the gradients of ``values`` to the stage ``peer``
-    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes
-    SYNC     add up the gradients of the tied ``states`` over the stages that share them
-    FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead
-    STEP     wait for all reductions: every gradient is whole
-    ======== =============================================================================================
-
-    What the prover holds a program to, and an executor may build on:
-
-    * ``stage`` and ``peer`` are pipeline coordinates. ``calls`` counts ``Stage.calls``: prologue calls first, then
-      calls that other stages run as well, then the stage's own. ``F`` and ``B`` ranges have no prologue call.
-    * A value exists per microbatch, from the LOAD, RECV_F or F that makes it (never twice) until its FREE. A total has
-      no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its name.
-      What TOTAL_F's calls make besides ``values`` is gone when it ends. A model's output is taken when it is made.
-    * F keeps what its backward needs, apart from the values: a FREE may follow at once. B, or W after I, drops that.
-    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass
-      over the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that
-      nothing was added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.
-    * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between
-      two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
-      receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
-    * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``.
-    """
-
-    op: Op
-    stage: int
-    microbatch: int | None = None
-    calls: tuple[int, int] | None = None
-    values: tuple[str, ...] = ()
-    peer: int | None = None
-    axes: tuple[str, ...] = ()
-    bucket: int | None = None
-    states: tuple[str, ...] = ()
-    gradients: bool = False
-
-    def __str__(self) -> str:
-        """The action grammar of torch.distributed.pipelining where it has a word: ``0F3``, ``1SEND_B2``."""
-        tail = "" if self.microbatch is None else str(self.microbatch)
-        if self.op == "REDUCE":
-            tail = f":{self.bucket}"
-        return f"{self.stage}{self.op}{tail}"
 
 
 class Value(Data):
@@ -182,7 +121,7 @@ class Stage(Data):
     """What the ranks of one pipeline coordinate hold and do."""
 
     calls: tuple[CallData, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: Instructions
     buckets: tuple[Bucket, ...] = ()
     checkpoint_calls: tuple[int, ...] = ()  # calls that are recomputed in backward rather than saved
 
@@ -265,7 +204,7 @@ class RankProgram(Data):
         return self.program.stages[self.stage_index]
 
     @property
-    def instructions(self) -> tuple[Instruction, ...]:
+    def instructions(self) -> Instructions:
         return self.stage.instructions if self.own is None else self.own
 
     def group(self, *axes: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.memory import memory_steps
-from runtime.program import Instruction, Program
+from runtime.program import Instruction, Instructions, Program
 from runtime.proof.states import split_axes
 
 Part = Literal["F", "B", "I", "W"]
@@ -128,7 +128,7 @@ class _Lane:
     """One stage's rank: where it is in its list, and what it has done."""
 
     stage: int
-    instructions: tuple[Instruction, ...]
+    instructions: Instructions
     position: int = 0
     clock: float = 0.0
     reducing: float = 0.0  # until when the reductions that it has started keep their channel busy

@@ -1,0 +1,162 @@
+"""Instruction lists in few words: a pipeline's steady state is written once, with how often it runs.
+
+The lists of a schedule grow with the microbatches by repeating what they repeat already. A :class:`Listing` says what a
+list is with ``num_microbatches - steps * unit`` microbatches, and what every further ``unit`` of them adds to each of
+its parts. It reads like the tuple of instructions that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal, overload
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Op = Literal[
+    "LOAD",
+    "TOTAL_F",
+    "TOTAL",
+    "RECV_F",
+    "F",
+    "SEND_F",
+    "RECV_B",
+    "B",
+    "I",
+    "W",
+    "SEND_B",
+    "REDUCE",
+    "SYNC",
+    "FREE",
+    "STEP",
+]
+
+
+class Data(BaseModel):
+    """Frozen, strict about unknown keys, compared by value. Infinities stay what they are in JSON (masks have them)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Instruction(Data):
+    """One thing that a rank does. Fields that an operation does not use stay ``None`` or empty.
+
+    ======== =============================================================================================
+    op       meaning
+    ======== =============================================================================================
+    LOAD     take ``microbatch`` of the batch inputs ``values`` (this rank's slice)
+    TOTAL_F  run the stage's prologue calls on ``microbatch``, adding their results ``values`` up
+    TOTAL    all-reduce the totals ``values`` over ``axes``; afterwards every microbatch may read them
+    RECV_F   receive ``values`` of ``microbatch`` from the stage ``peer`` (same other coordinates)
+    F        run the calls ``calls[0]:calls[1]`` of the stage forward on ``microbatch``
+    SEND_F   send ``values`` of ``microbatch`` to the stage ``peer``
+    RECV_B   receive the gradients of ``values`` from the stage ``peer``
+    B        backward of calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of parameters
+    I, W     the same in two halves: gradients of inputs; gradients of parameters
+    SEND_B   send the gradients of ``values`` to the stage ``peer``
+    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes
+    SYNC     add up the gradients of the tied ``states`` over the stages that share them
+    FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead
+    STEP     wait for all reductions: every gradient is whole
+    ======== =============================================================================================
+
+    What the prover holds a program to, and an executor may build on:
+
+    * ``stage`` and ``peer`` are pipeline coordinates. ``calls`` counts ``Stage.calls``: prologue calls first, then
+      calls that other stages run as well, then the stage's own. ``F`` and ``B`` ranges have no prologue call.
+    * A value exists per microbatch, from the LOAD, RECV_F or F that makes it (never twice) until its FREE. A total has
+      no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its name.
+      What TOTAL_F's calls make besides ``values`` is gone when it ends. A model's output is taken when it is made.
+    * F keeps what its backward needs, apart from the values: a FREE may follow at once. B, or W after I, drops that.
+    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass
+      over the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that
+      nothing was added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.
+    * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between
+      two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
+      receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
+    * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``.
+    """
+
+    op: Op
+    stage: int
+    microbatch: int | None = None
+    calls: tuple[int, int] | None = None
+    values: tuple[str, ...] = ()
+    peer: int | None = None
+    axes: tuple[str, ...] = ()
+    bucket: int | None = None
+    states: tuple[str, ...] = ()
+    gradients: bool = False
+
+    def __str__(self) -> str:
+        """The action grammar of torch.distributed.pipelining where it has a word: ``0F3``, ``1SEND_B2``."""
+        tail = "" if self.microbatch is None else str(self.microbatch)
+        if self.op == "REDUCE":
+            tail = f":{self.bucket}"
+        return f"{self.stage}{self.op}{tail}"
+
+
+class Part(Data):
+    """Instructions, and how they repeat.
+
+    ``body``: as they are the first time, in the shortest list; the next time every microbatch is ``shift`` further.
+    Every step adds ``more`` times, and moves the whole part by ``moved`` microbatches.
+    """
+
+    body: tuple[Instruction, ...]
+    times: Annotated[int, Field(ge=1)] = 1
+    shift: Annotated[int, Field(ge=0)] = 0
+    more: Annotated[int, Field(ge=0)] = 0
+    moved: Annotated[int, Field(ge=0)] = 0
+
+
+class Listing(Data, Sequence[Instruction]):
+    """An instruction list that has grown ``steps`` times, by ``unit`` microbatches each time."""
+
+    steps: Annotated[int, Field(ge=0)]
+    unit: Annotated[int, Field(ge=1)]
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def expanded(self) -> tuple[Instruction, ...]:
+        """All the instructions."""
+        return tuple(
+            _further(instruction, part.moved * self.steps + part.shift * again)
+            for part in self.parts
+            for again in range(part.times + part.more * self.steps)
+            for instruction in part.body
+        )
+
+    @property
+    def even(self) -> bool:
+        """Whether every part covers ``unit`` more microbatches with each step, or moves by as many, or stays."""
+        unit = self.unit
+        return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
+
+    def grown(self, steps: int) -> Listing:
+        """The list that has grown ``steps`` times instead."""
+        return Listing(steps=steps, unit=self.unit, parts=self.parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.body) * (part.times + part.more * self.steps) for part in self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Instruction: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
+    def __getitem__(self, index: int | slice) -> Instruction | tuple[Instruction, ...]:
+        return self.expanded[index]
+
+    def __iter__(self) -> Iterator[Instruction]:  # type: ignore[override]  # its fields are nobody's to iterate over
+        return iter(self.expanded)
+
+
+# A listing first: it would pass for a tuple, written out.
+Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="left_to_right")]
+
+
+def _further(instruction: Instruction, microbatches: int) -> Instruction:
+    if not microbatches or instruction.microbatch is None:
+        return instruction
+    update: dict[str, Any] = {"microbatch": instruction.microbatch + microbatches}
+    return instruction.model_copy(update=update)

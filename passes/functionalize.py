@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
+from passes.inplace import remove_inplace
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
@@ -33,15 +34,16 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     """
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
+    functional = not inliner.mutates or remove_inplace(graph)
     flat = copy.copy(program)
     flat._graph_module = fx.GraphModule({}, graph)
     flat._graph_module.meta.update(program.graph_module.meta)
-    if not inliner.mutates:
+    if functional:
         return flat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        functional: ExportedProgram = flat.run_decompositions({})
-    return functional
+        decomposed: ExportedProgram = flat.run_decompositions({})
+    return decomposed
 
 
 def _trainable(program: ExportedProgram) -> set[str]:

@@ -24,6 +24,7 @@ from passes.inplace import remove_inplace
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 # In-place by their schema, but applied to tensors made for the purpose.
+_TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
@@ -96,6 +97,8 @@ class _Inliner:
             return self.copy(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
+        if _returns_itself(node):
+            return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
         return self.copy(node, env, grad)
 
@@ -146,6 +149,17 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
+
+
+def _returns_itself(node: fx.Node) -> bool:
+    """Whether a ``to`` changes nothing: its result is then the very tensor that it is given."""
+    if node.target not in _TO or not isinstance(node.args[0], fx.Node):
+        return False
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if given.get("copy") or given.get("memory_format") or not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return False
+    return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
 
 
 def _floating(node: fx.Node) -> bool:

@@ -155,9 +155,13 @@ def _returns_itself(node: fx.Node) -> bool:
     """Whether a ``to`` changes nothing: its result is then the very tensor that it is given."""
     if node.target not in _TO or not isinstance(node.args[0], fx.Node):
         return False
-    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
-    if given.get("copy") or given.get("memory_format") or not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+    if (
+        given.get("copy")
+        or given.get("memory_format")
+        or not (isinstance(before, Tensor) and isinstance(after, Tensor))
+    ):
         return False
     return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
 

@@ -14,7 +14,8 @@ from typing import Literal
 class Collective:
     """An operation of the group over ``axes``, or over the pipeline stages ``stages``.
 
-    ``waits``: whether the rank stands still until all members have entered it.
+    ``waits``: whether the rank stands still until all members have entered it. ``count``: so many in a row, entered one
+    after the other, of which ``text`` is the first.
     """
 
     axes: tuple[str, ...]
@@ -23,6 +24,7 @@ class Collective:
     node: str = ""
     stages: tuple[int, ...] = ()
     waits: bool = True
+    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -259,4 +259,4 @@ def _check_memory(
 
 def _count(trace: Trace) -> tuple[int, int]:
     events = [event for _, event in trace]
-    return sum(isinstance(e, Collective) for e in events), sum(isinstance(e, Send) for e in events)
+    return sum(e.count for e in events if isinstance(e, Collective)), sum(isinstance(e, Send) for e in events)

@@ -5,7 +5,9 @@ The result is what the rank shows to others: its events, in order. Ranks with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from passes.differentiate import CollectiveUse
 from runtime.events import Collective, Event, Finish, Receive, Send, Trace
@@ -19,6 +21,7 @@ from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
 
 Place = tuple[str, int | None]  # value, microbatch; a total has none
+_Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
 def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
@@ -67,6 +70,7 @@ class _Machine:
         self.totals: tuple[str, ...] | None = None
         self.added_up: set[int] = set()
         self.total_at: int | None = None
+        self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -267,11 +271,22 @@ class _Machine:
         self.trace.append((self.index, Finish()))
 
     def collectives(self, op: str, position: int, microbatch: int) -> None:
-        for number, use in enumerate(self.calls[position].collectives(op)):
-            axes = split_axes(self.program.mesh, (use.axis,))
-            what = (op, position, microbatch, number, use.op, use.shape, use.dtype)
-            where = f" in {op} of {self.path(position)} on microbatch {microbatch}"
-            self.collective(axes, what, _describe(use) + where, node=use.node)
+        for axes, what, text, node, count in self.bundles(op, position):
+            event = Collective(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+            self.trace.append((self.index, event))
+
+    def bundles(self, op: str, position: int) -> list[_Bundle]:
+        """The collectives of a call, those in a row over the same axes together: who enters one enters them all."""
+        if (op, position) not in self.bundled:
+            uses = [(split_axes(self.program.mesh, (u.axis,)), u) for u in self.calls[position].collectives(op)]
+            found: list[_Bundle] = []
+            for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
+                row = [use for _, use in group]
+                what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
+                text = f"{_describe(row[0])} in {op} of {self.path(position)}"
+                found.append((axes, what, text, row[0].node, len(row)))
+            self.bundled[op, position] = found
+        return self.bundled[op, position]
 
     def collective(self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True) -> None:
         if axes:

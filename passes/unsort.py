@@ -65,12 +65,13 @@ class _Unsorter:
             self.place = build(aten.arange.default, self.num_rows, device=META)
         if self.sort.target is aten.argsort.default:
             self._is_order(self.sort)
+        reached = set(self.sort.users)
         for node in nodes[nodes.index(self.sort) + 1 :]:
-            if node.op == "call_function" and any(
-                o in self.twins or o in self.inverse or o is self.sort for o in operands_of(node)
-            ):
+            if node in reached and node.op == "call_function":
                 with self.graph.inserting_before(node):
                     self._visit(node, Builder(self.graph, node))
+                if node in self.twins or node in self.inverse:
+                    reached.update(node.users)
 
     def _is_order(self, node: fx.Node) -> None:
         self.order = node

@@ -25,6 +25,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
+from partitioner.solve.fixing import allowed_choices
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
@@ -138,6 +139,7 @@ def solve_assignment(
     reduction.run(dominance=False)
     if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
+        _fix(reduction)
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
         order = _narrow(reduction, nodes, MOST_WORK)
@@ -187,6 +189,16 @@ def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
+
+
+def _fix(reduction: Reduction) -> None:
+    """Leave wide components without resources only the choices that an optimal assignment may have."""
+    for nodes in _components(reduction):
+        if _narrow(reduction, nodes, MOST_WORK) is None and not any(reduction.usage[i] for i in nodes):
+            tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
+            for node, mask in allowed_choices({i: reduction.costs[i] for i in nodes}, tables).items():
+                reduction.keep(node, mask)
+            reduction.run()
 
 
 def _components(reduction: Reduction) -> list[list[int]]:

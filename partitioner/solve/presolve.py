@@ -117,6 +117,10 @@ class Reduction:
                 if not self._done[node]:
                     self._dominate(node)
 
+    def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
+        """Leave ``node`` only some of its choices."""
+        self._drop(node, choices)
+
     def restore(self, choice: dict[int, int]) -> list[int]:
         """Every node's original choice, given an index into ``costs[i]`` for each node i that is left."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}

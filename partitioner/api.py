@@ -15,6 +15,7 @@ from partitioner.constraints import Constraints
 from partitioner.evaluate import Job
 from partitioner.explore import explore
 from partitioner.finish import emit_program, planned_only
+from partitioner.garbage import rare_collections
 from partitioner.plan import Plan, operator_share
 from partitioner.requests import check_request, check_work, precision_of, type_of
 from partitioner.solve.bestfirst import Progress
@@ -29,6 +30,7 @@ from passes.normalize import normalize
 Prepared = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
 
 
+@rare_collections()
 def partition(
     model: nn.Module | ExportedProgram,
     topology: Topology,

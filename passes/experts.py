@@ -7,11 +7,12 @@ rows in their own order can: that is the form that the rules see, and the sortin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.collectives import NAMESPACE, _library
 
@@ -48,6 +49,11 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     return made
 
 
+def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
+    """The operators that multiply rows with the matrix of their expert, with their rows, weight and experts."""
+    return _products
+
+
 def _by_expert(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The order that brings the experts' rows together, and where each expert's rows end; others come last."""
     others = (expert < 0) | (expert >= num_experts)
@@ -72,6 +78,9 @@ for _device in ("CPU", "CUDA"):
     _library.impl("expert_mm", expert_mm, _device)
     _library.impl("expert_mm_weight", expert_mm_weight, _device)
 ops = torch.ops.partition
+_products: dict[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]] = {
+    ops.expert_mm.default: lambda node: node.args[:3]  # type: ignore[dict-item,return-value]
+}
 
 
 def _fake(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:

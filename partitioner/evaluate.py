@@ -15,6 +15,7 @@ from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import expert_region
 from partitioner.cost.states import StateCost, state_costs
+from partitioner.experts import Split, allowed_strategies, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
 from partitioner.solve.pipelines import PIPELINES, Phases
@@ -97,14 +98,17 @@ class Solved:
     devices: tuple[int, ...]  # of each rank
 
 
+LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
+
+
 @dataclass
 class Evaluator:
     """Solves candidates; what they share is solved once."""
 
     job: Job
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
-    _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, bool], SeatCosts] = field(default_factory=dict)
+    _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
+    _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
@@ -116,7 +120,8 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        key = point.tp, num_microbatches * point.dp, num_microbatches == 1
+        split = split_of(point.tp, point.ep, point.etp)
+        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, split
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
 
@@ -179,7 +184,7 @@ class Evaluator:
             found.machine.device_of_rank,
         )
 
-    def _states(self, point: Point, key: tuple[int, int, bool], local: LocalModel) -> dict[str, StateCost]:
+    def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """What states cost a rank, which does not depend on where it is."""
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
         if held not in self._held:
@@ -212,21 +217,22 @@ class Evaluator:
             self._seats[tp] = Seat(reference_type(topology), 1.0, (("tp", group),))
         return self._seats[tp]
 
-    def _seat_costs(self, key: tuple[int, int, bool], local: LocalModel) -> SeatCosts:
+    def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
             self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
         return self._costs[key]
 
-    def _local(self, key: tuple[int, int, bool], num_microbatches: int, dp: int) -> LocalModel:
+    def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:
-            tp, parts, whole = key
+            tp, parts, whole, experts = key
             if (parts, whole) not in self._splits:
                 batch = self.job.batch
                 self._splits[parts, whole] = split_batch(
                     self.job.model, batch.blocks, batch.values, num_microbatches, dp
                 )
             split = self._splits[parts, whole]
-            self._locals[key] = shard_tensors(split, tp, self._tensor_costs(split, tp, num_microbatches))
+            costs = self._tensor_costs(split, tp, num_microbatches)
+            self._locals[key] = shard_tensors(split, tp, replace(costs, allowed=allowed_strategies(split, experts)))
         return self._locals[key]
 
     def _tensor_costs(self, split: FoldedModel, tp: int, num_microbatches: int) -> TensorCosts:

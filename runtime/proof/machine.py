@@ -142,8 +142,8 @@ class _Machine:
         if missing:
             raise Refusal("order", f"the totals lack microbatch {min(missing)}")
         self.agree_on_totals(i)
-        axes = split_axes(self.program.mesh, DATA_AXES)
-        if split_axes(self.program.mesh, i.axes) != axes or set(i.axes) - set(self.program.mesh):
+        axes = split_axes(self.program, DATA_AXES)
+        if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
             raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
         for value in i.values:
             self.make(value, None)
@@ -268,7 +268,7 @@ class _Machine:
 
     def collectives(self, op: str, position: int, microbatch: int) -> None:
         for number, use in enumerate(self.calls[position].collectives(op)):
-            axes = split_axes(self.program.mesh, (use.axis,))
+            axes = split_axes(self.program, (use.axis,))
             what = (op, position, microbatch, number, use.op, use.shape, use.dtype)
             where = f" in {op} of {self.path(position)} on microbatch {microbatch}"
             self.collective(axes, what, _describe(use) + where, node=use.node)

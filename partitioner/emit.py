@@ -56,11 +56,11 @@ class Layouts:
     """
 
     states: Mapping[str, Layout] = field(default_factory=dict)
-    experts: Mapping[str, Layout] = field(default_factory=dict)
     values: Mapping[str, Layout] = field(default_factory=dict)
     grad_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     batch: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def emit(

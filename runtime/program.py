@@ -228,8 +228,11 @@ class Program(Data):
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """The axes, with their sizes, among which ``axes`` are; their sizes multiply to the number of ranks."""
-        if any(axis in EXPERT_AXES for axis in axes):
+        """The axes, with their sizes, among which ``axes`` are; their sizes multiply to the number of ranks.
+
+        Of axes with one rank, which change no group, it may leave out any.
+        """
+        if any(axis in EXPERT_AXES and self.size(axis) > 1 for axis in axes):
             return self.expert_mesh
         return {axis: self.mesh.get(axis, 1) for axis in AXES}
 

@@ -112,6 +112,13 @@ class Constraints(BaseModel):
                 f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of one"
             )
 
+    def check_experts(self, experts: int) -> None:
+        """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` evenly (0: there are none)."""
+        if self.ep is not None and self.ep > 1 and not (experts and experts % self.ep == 0):
+            what = f"the model's {experts} experts" if experts else "no experts: none were found in the model's graph"
+            expected = f"a divisor of {experts}" if experts else "ep=1"
+            raise ConstraintError(f"ep={self.ep} does not divide {what}; expected {expected}")
+
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
         """All of the checks above that the arguments allow."""
         self.check_world(world_size)

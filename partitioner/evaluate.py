@@ -13,9 +13,9 @@ from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
-from partitioner.cost.spread import expert_region
 from partitioner.cost.states import StateCost, state_costs
-from partitioner.experts import Split, allowed_strategies, split_of
+from partitioner.errors import PlanError
+from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
 from partitioner.solve.pipelines import PIPELINES, Phases
@@ -63,16 +63,21 @@ class Job:
     @cached_property
     def experts(self) -> frozenset[str]:
         """The states that are experts' weights."""
-        regions = {name: expert_region(block) for name, block in self.model.blocks.items()}
-        found = set()
-        for call in self.model.calls:
-            read = dict(zip(self.model.blocks[call.block].states, call.states, strict=True))
-            found |= {read[placeholder] for placeholder in regions[call.block].states}
-        return frozenset(found)
+        return frozenset(self._experts)
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[int, int]]:
+        return expert_states(self.model, regions_of(self.model))
 
     @cached_property
     def num_experts(self) -> int:
-        return max((self.model.states[name].spec.shape[0] for name in self.experts), default=0)
+        """Of the layer that has most."""
+        return max((count for _, count in self._experts.values()), default=0)
+
+    @cached_property
+    def common_experts(self) -> int:
+        """Ranks that share all layers' experts evenly are a divisor of this; 0 without experts."""
+        return common_experts(self._experts)
 
     @cached_property
     def flops(self) -> float:
@@ -110,6 +115,7 @@ class Evaluator:
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
+    _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
@@ -124,6 +130,7 @@ class Evaluator:
         key = point.tp, num_microbatches * point.dp, num_microbatches == 1, split
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
+        self._check_experts(point, key, local)
 
         states = self._states(point, key, local)
 
@@ -183,6 +190,15 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
         )
+
+    def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
+        """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        if point.ep == 1 or point.cp > 1 or (point.ep, key) in self._spread:
+            return
+        left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
+        if left:
+            raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")
+        self._spread.add((point.ep, key))
 
     def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """What states cost a rank, which does not depend on where it is."""

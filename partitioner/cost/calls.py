@@ -147,7 +147,7 @@ class _Work:
         expert = node in self.region.products
         if spread is not NO_SPREAD:
             widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
-            rows = operands[0].shape[0] if expert else 0
+            rows = operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0  # else all rows go to all
             load = expected_load(rows * spread.ep / spread.cp, spread.ep) if expert else 1.0
             load *= self._local_experts(operands) if expert else 1.0
             kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]

@@ -39,24 +39,22 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     known = (*AXES[1:], *EXPERT_AXES)
     if set(state.grad_axes) - set(known):
         return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(known)}"
-    if split_axes(program, state.grad_axes) and name in facts.with_gradient:
-        problem = _axes_problem(program, state, over_ep.is_shard)
-        if problem:
-            return problem
-    if tp > 1 and name in facts.with_gradient and (layout.kind == "R'") != ("tp" in state.grad_axes):
-        return f"is {layout} over tp, but its gradient is added up over {state.grad_axes or 'no axis'}"
+    if name in facts.with_gradient and not _is_added_up(program, state, layout, over_ep):
+        where = f"{layout} over tp" + (f" and {over_ep} over ep" if over_ep.is_shard else "")
+        return f"is {where}, but its gradient is added up over {state.grad_axes or 'no axis'}"
     if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
         return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
     return ""
 
 
-def _axes_problem(program: Program, state: StateData, by_expert: bool) -> str:
-    """The gradient of experts' weights is added up over their replicas, that of any other state over mesh axes."""
+def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
+    """Whether a gradient is added up over ``tp`` where it is a partial sum there. Experts see ``tp`` as ``etp``, and
+    the ranks that have the same of them as ``edp``: over these their gradients are added up, over no other axis."""
     axes = split_axes(program, state.grad_axes)
-    if by_expert != ("edp" in axes) or (by_expert and len(axes) > 1) or set(axes) & {"ep", "etp"}:
-        kind = "of experts' weights" if by_expert else "that all experts share"
-        return f"has a gradient, {kind}, to be added up over {axes}"
-    return ""
+    partial = layout.kind == "R'"
+    if over_ep.is_shard and program.size("ep") > 1:
+        return axes == split_axes(program, ("edp", "etp") if partial else ("edp",))
+    return not set(axes) & set(EXPERT_AXES) and ("tp" in axes) == (partial and program.size("tp") > 1)
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:

@@ -47,7 +47,7 @@ def _key(facts: ProgramFacts, call: CallData) -> object:
     """All that the answer for a call depends on."""
     program = facts.program
     kept = [program.states[n] for n in call.states]
-    states = tuple((s.layout, s.expert_layout, TP in s.grad_axes) for s in kept)
+    states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
     values = tuple(program.values[n].layout for n in (*call.inputs, *call.outputs))
     return call.block, facts.needs(call), states, values
 
@@ -105,7 +105,7 @@ def _backward(facts: ProgramFacts, call: CallData) -> None:
     whole = [(call.inputs[i], _gradient(program.values[call.inputs[i]].layout)) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
-        apart = TP in state.grad_axes or _is_apart(program, call.states[i])
+        apart = bool({TP, "etp"} & set(state.grad_axes)) or _is_apart(program, call.states[i])
         whole.append((call.states[i], "different" if apart else _gradient(state.layout)))
     for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
         if wanted == "alike" and node is not None and known[node.name] == "different":

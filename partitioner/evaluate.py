@@ -126,8 +126,8 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        split = split_of(point.tp, point.ep, point.etp)
-        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, split
+        by = split_of(point.tp, point.ep, point.etp)
+        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, by
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)

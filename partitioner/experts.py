@@ -1,8 +1,8 @@
-"""Experts over ranks: what a mesh asks of the sharding over ``tp``, and the blocks with their experts spread over ``ep``.
+"""Experts over ranks: what a mesh asks of the sharding over ``tp``, and the blocks with experts spread over ``ep``.
 
 The ``ep`` ranks that share the experts are ranks of dp x cp x tp. Rows that go to experts must not be alike on two of
-them. So where ranks along ``tp`` have different experts (``etp`` of 1), rows are sharded over ``tp`` and experts' weights
-are not; where they share each expert (``etp`` as large as ``tp``), it is the other way round.
+them. So where ranks along ``tp`` have different experts (``etp`` of 1), rows are sharded over ``tp`` and experts'
+weights are not; where they share each expert (``etp`` as large as ``tp``), it is the other way round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products with gathered weights as products by expert: one matrix for each row, picked from a stack of them.
 
-``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each once, and
-says what it does. Requires and keeps values on every node.
+``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each once,
+and says what it does. Requires and keeps values on every node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ _MOVES = (
     aten.permute.default, aten.t.default, aten.expand.default, aten.clone.default, aten.slice.Tensor,
     aten.select.int, aten._to_copy.default, aten.to.dtype, aten.repeat_interleave.self_int,
 )  # fmt: skip
-_CHOICES = {aten.topk.default: 1, aten.sort.default: 1, aten.sort.stable: 1, aten.max.dim: 1, aten.min.dim: 1}
+_CHOICES: dict[Any, int] = {
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+}
 _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
@@ -56,10 +62,10 @@ def _rewrite(node: fx.Node, build: Builder) -> None:
     whole = build(aten.unsqueeze.default, made, dim)
     if whole.meta["val"].dtype == node.meta["val"].dtype and shape(whole) == shape(node):
         for user in list(node.users):  # a squeeze that undoes the unsqueeze
-            if user.target == aten.squeeze.dim and user.args[1] in (dim, dim - 3):  # type: ignore[operator]
+            if user.target == aten.squeeze.dim and user.args[1] in (dim, dim - 3):
                 user.replace_all_uses_with(made)
         node.replace_all_uses_with(whole)
-        if x.target == aten.unsqueeze.default and x.args[1] in (dim, dim - 3):  # type: ignore[operator]
+        if x.target == aten.unsqueeze.default and x.args[1] in (dim, dim - 3):
             rows.replace_all_uses_with(x.args[0])  # type: ignore[arg-type]
 
 
@@ -86,7 +92,7 @@ def _in_range(node: Any, size: int) -> bool:
             return _counted(node) <= size
         elif node.target is operator.getitem:
             source, index = node.args
-            chosen = isinstance(source, fx.Node) and _CHOICES.get(source.target) == index
+            chosen = isinstance(source, fx.Node) and source.target in _CHOICES and index == 1
             return chosen and _counted(source) <= size
         else:
             return False

@@ -122,17 +122,17 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """One cut of a tensor: rank ``index`` of ``num_ranks`` has its part of ``layout``."""
+    """One cut of a tensor: the ``rank``-th of ``num_ranks`` has its part of ``layout``."""
 
     layout: Layout
     num_ranks: int
-    index: int
+    rank: int
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
     """The part of a whole ``tensor`` that is left after cut upon cut."""
-    for layout, num_ranks, index in shards:
-        tensor = take_shard(tensor, layout, num_ranks, index)
+    for layout, num_ranks, rank in shards:
+        tensor = take_shard(tensor, layout, num_ranks, rank)
     return tensor
 
 

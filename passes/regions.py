@@ -26,7 +26,11 @@ from passes.rules.algebra import OpFactors, operands_of, results_of, shape
 
 aten = torch.ops.aten
 _CHOICES = (aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.max.dim)
-_LOOKUPS = {aten.index.Tensor: (0, 1), aten.index_select.default: (0, 2), aten.embedding.default: (0, 1)}
+_LOOKUPS: dict[Any, tuple[int, int]] = {
+    aten.index.Tensor: (0, 1),
+    aten.index_select.default: (0, 2),
+    aten.embedding.default: (0, 1),
+}
 
 
 @dataclass(frozen=True)

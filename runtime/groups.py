@@ -52,8 +52,8 @@ class Group(Protocol):
         """Part ``i`` of ``x`` on ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """The first ``sends[0]`` rows of ``x`` go to rank 0, the next to rank 1, and so on; ``receives`` come from each,
-        and are joined in order of rank. Any of these numbers may be 0."""
+        """The first ``sends[0]`` rows of ``x`` go to rank 0, the next to rank 1, and so on; ``receives`` rows come from
+        each, and are joined in order of rank. Any of these numbers may be 0."""
 
 
 class Link(NamedTuple):

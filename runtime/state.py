@@ -81,10 +81,10 @@ def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.
     if name in program.constants:
         whole = torch.tensor(program.constants[name], dtype=dtype)
         return take_shards(whole.reshape(state.shape), shards).contiguous().to(device)
-    part = 0
+    number = 0
     for shard in shards:
-        part = part * shard.num_ranks + shard.index
-    return _random(name, state, shard_shape(program, name), part).to(device)
+        number = number * shard.num_ranks + shard.rank
+    return _random(name, state, shard_shape(program, name), number).to(device)
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:

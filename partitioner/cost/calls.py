@@ -26,7 +26,7 @@ from partitioner.cost.spread import (
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
-from passes.collectives import COMMUNICATING, collective_name
+from passes.collectives import COMMUNICATING, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -38,9 +38,11 @@ _TRANSPOSED = {
     ("reduce_scatter", ""): "all_gather",
     ("all_reduce", "reduce"): "all_reduce",
     ("all_to_all", ""): "all_to_all",
+    ("dispatch", ""): "all_to_all",
+    ("combine", ""): "all_to_all",
 }
 # Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
-_FROM_PART = frozenset(("all_gather", "all_to_all"))
+_FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ def _collective(node: fx.Node, groups: Mapping[str, Group], device: DeviceType, 
     dim = node.args[1] if isinstance(node.args[1], int) else 0
     strided = any(size != 1 for size in operand.shape[:dim])
     if not backward:
-        return exchange_time(name, whole, group, device, strided) if name in COMMUNICATING else 0.0
+        op = "all_to_all" if name in ROUTED else name
+        return exchange_time(op, whole, group, device, strided) if name in COMMUNICATING else 0.0
     grad = str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""
     back = _TRANSPOSED.get((name, grad))
     return exchange_time(back, whole, group, device, strided) if back else 0.0

@@ -158,6 +158,8 @@ class Machine:
         """The different seats; each with the slowest groups of the stage."""
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
+        if self.ep > 1:
+            inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
         return tuple(
             tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
             for paces, *groups in zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)

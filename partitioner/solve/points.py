@@ -77,7 +77,8 @@ class Point:
 @dataclass(frozen=True)
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
-    weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a sample's tokens."""
+    weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
+    sample's tokens."""
 
     topology: Topology
     global_batch: int

@@ -23,7 +23,7 @@ from partitioner.topology.fabric import Storey, inside_levels, least_cut, least_
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link, Measured
-from runtime.program import AXES, num_ranks
+from runtime.program import AXES, expert_mesh, num_ranks
 
 _POST_S = 1e-6  # to post one send and one receive
 _RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
@@ -140,6 +140,12 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
     inner = [AXES.index(axis) for axis in AXES if axis in axes]
     grid = np.moveaxis(grid, inner, range(len(AXES) - len(inner), len(AXES)))
     return np.ascontiguousarray(grid).reshape(-1, math.prod(sizes[i] for i in inner))
+
+
+def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
+    """All groups of ``ep``, one per row; ``etp``: ranks that share one expert (0: ``tp``)."""
+    sizes = expert_mesh(mesh, etp)
+    return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
 
 def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from passes.check import describe
 from passes.layouts import Layout
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts, graph_fault
-from runtime.program import AXES, MESH_AXES, CallData, Program, Value, shard_shape, weights_fingerprint
+from runtime.program import MESH_AXES, CallData, Program, Value, shard_shape, weights_fingerprint
 from runtime.proof.batch import check_inputs, check_outputs
 from runtime.proof.errors import Refusal
 from runtime.proof.states import check_buckets, check_state

@@ -114,10 +114,14 @@ class Constraints(BaseModel):
 
     def check_experts(self, experts: int) -> None:
         """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` evenly (0: there are none)."""
-        if self.ep is not None and self.ep > 1 and not (experts and experts % self.ep == 0):
-            what = f"the model's {experts} experts" if experts else "no experts: none were found in the model's graph"
-            expected = f"a divisor of {experts}" if experts else "ep=1"
-            raise ConstraintError(f"ep={self.ep} does not divide {what}; expected {expected}")
+        if self.ep is None or self.ep == 1:
+            return
+        if not experts:
+            raise ConstraintError(f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1")
+        if experts % self.ep:
+            raise ConstraintError(
+                f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
+            )
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
         """All of the checks above that the arguments allow."""

@@ -92,8 +92,9 @@ def _in_range(node: Any, size: int) -> bool:
             return _counted(node) <= size
         elif node.target is operator.getitem:
             source, index = node.args
-            chosen = isinstance(source, fx.Node) and source.target in _CHOICES and index == 1
-            return chosen and _counted(source) <= size
+            if not (isinstance(source, fx.Node) and source.target in _CHOICES and index == 1):
+                return False
+            return _counted(source) <= size
         else:
             return False
     return False

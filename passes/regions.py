@@ -147,8 +147,9 @@ class _Finder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether the best of as many as there are experts are chosen before the products, or at their result."""
-        around = _before(self.block, set(products))
+        """Whether the best of as many as there are experts are chosen, for the products or for what becomes of them."""
+        behind = _after(self.block, set(products))
+        around = _before(self.block, behind | set(products)) - behind
         return any(n.target in _CHOICES and shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
@@ -188,6 +189,10 @@ class _Finder:
                     return False
             elif any(rows in factors or experts in factors for factors in dims):
                 place = _place(rows, experts, dims)
+                by = [d for d, held in enumerate(dims) if experts in held]
+                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):  # a bias of each expert
+                    self._add_table(operand, by[0])
+                    continue
                 if place is None:
                     return False
                 self._enter(operand, place)
@@ -227,9 +232,9 @@ class _Finder:
                 continue
             if _bytes(node) > max(_bytes(o) for o in inside):
                 continue
-            before = dict(self.entries)
-            if not self._add(node, False) or self.entries != before:
-                self.entries = before
+            entries, tables = dict(self.entries), dict(self.tables)
+            if not self._add(node, False) or self.entries != entries:
+                self.entries, self.tables = entries, tables
                 self.places.pop(node, None)
 
 

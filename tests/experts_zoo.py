@@ -120,3 +120,59 @@ def chosen_experts(model: nn.Module, family: str, batch: dict[str, Tensor]) -> T
     with _Counting(FAMILIES[family][0]) as counting:
         model(**batch)
     return torch.stack(counting.counts)
+
+
+class PlainExperts(nn.Module):
+    """A residual layer of experts with biases as one might write it; ``aux``: how much the balance counts in the loss.
+
+    ``form``: ``"gathered"``, one matrix for each row from a stack; ``"dense"``, all experts on all tokens, those that
+    were not chosen times zero.
+    """
+
+    def __init__(self, num_experts: int = 4, aux: float = 0.0, form: str = "gathered") -> None:
+        super().__init__()
+        self.num_experts, self.aux, self.form = num_experts, aux, form
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.router = nn.Linear(HIDDEN, num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts, HIDDEN, 48) * 0.2)
+        self.up_bias = nn.Parameter(torch.randn(num_experts, 48) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, 48, HIDDEN) * 0.2)
+        self.down_bias = nn.Parameter(torch.randn(num_experts, HIDDEN) * 0.2)
+        self.head = nn.Linear(HIDDEN, 8)
+
+    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        expert = chosen.reshape(-1)
+        rows = x.repeat_interleave(chosen.shape[1], 0)
+        inner = torch.bmm(rows.unsqueeze(1), self.up[expert]).squeeze(1) + self.up_bias[expert]
+        made = torch.bmm(nn.functional.gelu(inner).unsqueeze(1), self.down[expert]).squeeze(1) + self.down_bias[expert]
+        return (made * weights.reshape(-1, 1)).view(*chosen.shape, -1).sum(1)
+
+    def dense(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        gates = x.new_zeros(x.shape[0], self.num_experts).scatter(1, chosen, weights)
+        inner = torch.baddbmm(self.up_bias.unsqueeze(1), x.expand(self.num_experts, *x.shape), self.up)
+        made = torch.bmm(nn.functional.gelu(inner), self.down) + self.down_bias.unsqueeze(1)
+        return (made * gates.t().unsqueeze(-1)).sum(0)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        scores = self.router(tokens).softmax(-1)
+        weights, chosen = scores.topk(2, -1)
+        made = (self.experts if self.form == "gathered" else self.dense)(tokens, chosen, weights)
+        loss = ((self.head(x + made.view_as(x)) - target) ** 2).mean()
+        if self.aux:
+            often = nn.functional.one_hot(chosen, self.num_experts).to(scores.dtype).mean((0, 1))
+            loss = loss + self.aux * self.num_experts * (often * scores.mean(0)).sum()
+        return loss
+
+
+def plain(**options: Any) -> PlainExperts:
+    torch.manual_seed(0)
+    return PlainExperts(**options)
+
+
+def plain_inputs(batch: int = BATCH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(batch, 4, HIDDEN, generator=generator),
+        "target": torch.randn(batch, 4, 8, generator=generator),
+    }

@@ -152,9 +152,10 @@ def _settle_sizes(graph: fx.Graph) -> None:
         return settled(value)
 
     for node in graph.nodes:
-        before = node.meta.get("val")
-        node.meta["val"] = settle(before)
-        node.meta["open"] = isinstance(before, Tensor) and before is not node.meta["val"]
+        value = node.meta.get("val")
+        parts = value if isinstance(value, tuple | list) else (value,)
+        node.meta["open"] = any(isinstance(p, Tensor) and settle(p) is not p for p in parts)
+        node.meta["val"] = settle(value)
 
 
 def _simplify(graph: fx.Graph) -> None:

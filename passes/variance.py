@@ -97,13 +97,18 @@ def misuse(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[f
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
     """Whether ``node`` has as many rows as were dispatched, by experts that differ from rank to rank."""
+    rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
     while stack:
         node = stack.pop()
-        if node in seen or not node.meta.get("open"):
+        same = isinstance(node.meta["val"], tuple) or node.meta["val"].shape[:1] == rows
+        if node in seen or not node.meta.get("open", same):  # only a traced graph knows which rows are open
             continue
         seen.add(node)
-        experts = node.args[3] if collective_name(node.target) == "dispatch" else None
+        if collective_name(node.target) == "combine":
+            continue
+        kind = collective_name(node.target)
+        experts = node if kind == "route" else node.args[3] if kind == "dispatch" else None
         if isinstance(experts, fx.Node) and known[experts.name] == "different":
             return True
         stack += node.all_input_nodes

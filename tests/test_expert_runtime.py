@@ -190,7 +190,7 @@ def test_ranks_must_suffice_for_the_experts_mesh():
 
 
 def test_a_collective_among_ranks_whose_rows_differ_in_number_is_refused():
-    """A reduction over tp between dispatch and combine is possible where tp ranks route alike, not where they differ."""
+    """A reduction over tp between dispatch and combine is for ranks along tp that route alike."""
     program = planned("rows").program
     name, block = next((n, b) for n, b in program.blocks.items() if "partition.dispatch.default" in str(b.nodes))
     nodes = [dict(n) for n in block.nodes]

@@ -81,7 +81,7 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
     ``[t, ...]``, the experts' weights ``[e, ...]`` and the expert ``[t]`` of each row are: experts may then be spread
     over ranks. How it may be sharded otherwise, :func:`passes.rules.rule` says.
     """
-    _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore[return-value]
+    _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 
 
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:

@@ -76,8 +76,8 @@ def plan(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel ranks. Planned only.", show_default=False)] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks. Planned only.", show_default=False)] = None,
-    etp: Annotated[int | None, typer.Option(help="Ranks per expert. Planned only.", show_default=False)] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.", show_default=False)] = None,
+    etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
     zero: Annotated[
         int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3. Planned only.", show_default=False)
     ] = None,

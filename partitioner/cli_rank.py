@@ -16,8 +16,7 @@ from partitioner.explain_tables import heading, indented, pairs
 from partitioner.plan import Plan
 from partitioner.topology import DeviceType, Topology
 from partitioner.units import bytes_text, digits, plural, ranges
-from passes.layouts import local_shape
-from runtime.program import AXES, RankProgram
+from runtime.program import MESH_AXES, RankProgram, shard_shape
 
 _MOST_STATES = 40
 _MOST_DIFFERENT = 12
@@ -30,8 +29,9 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
     mine = plan.rank(rank)
     device = plan.topology.devices[plan.devices[rank]]
     yield heading(f"Rank {rank} of {plan.program.world_size} on {device.name}")
-    axes = [a for a in AXES if plan.mesh.get(a, 1) > 1]
-    rows = [("place", ", ".join(f"{a} {mine.coordinates[a]}" for a in axes) or "the one rank")]
+    axes = [a for a in MESH_AXES if plan.mesh.get(a, 1) > 1]
+    places = {**mine.expert_coordinates, **mine.coordinates}
+    rows = [("place", ", ".join(f"{a} {places[a]}" for a in axes) or "the one rank")]
     rows += [(f"{a} group", f"ranks {ranges(mine.group(a))}") for a in axes]
     if rank < len(plan.estimate.memory):
         rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {bytes_text(device.usable)}"))
@@ -44,14 +44,14 @@ def _states(mine: RankProgram) -> RenderableType:
     table.add_column("state", overflow="fold")
     for title in ("kind", "layout", "whole", "this rank", "type", "gradient over"):
         table.add_column(title, no_wrap=True)
-    tp = mine.program.mesh.get("tp", 1)
     for name, layout in list(mine.states.items())[:_MOST_STATES]:
         state = mine.program.states[name]
-        shape = local_shape(layout, state.shape, tp)
+        shape = shard_shape(mine.program, name)
+        shown = [f"{state.expert_layout} over ep"] if state.expert_layout != "R" else []
         cells = [
             name,
             state.kind,
-            str(layout),
+            ", ".join([*shown, str(layout)]),
             _shape(state.shape),
             _shape(shape),
             state.dtype,

@@ -14,6 +14,7 @@ from partitioner.explain import KINDS, MEMORY_KINDS
 from partitioner.explain_tables import fullest_rank, heading, indented, plain, table
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text
+from runtime.program import StateData
 
 _MOST_LAYOUTS = 20
 _SAME = 1e-3  # of a figure: less is no difference
@@ -170,15 +171,14 @@ def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[Rendera
 
 
 def _layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Weights whose layout over ``tp`` differs; those of repeated layers are told once."""
+    """Weights whose layout over ``tp`` or ``ep`` differs; those of repeated layers are told once."""
     if plan.written is None or other.written is None:
         return
     mine, yours = plan.written.states, other.written.states
-    tp = plan.mesh.get("tp", 1), other.mesh.get("tp", 1)
     told: Counter[tuple[str, str, str]] = Counter()
     for name, state in mine.items():
         if name in yours:
-            one, two = (_shares(s.layout, n) for s, n in ((state, tp[0]), (yours[name], tp[1])))
+            one, two = _shares(state, plan.mesh), _shares(yours[name], other.mesh)
             if one != two:
                 told[re.sub(r"\d+", "*", name), one, two] += 1
     for (name, one, two), count in list(told.items())[:_MOST_LAYOUTS]:
@@ -188,7 +188,7 @@ def _layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
         yield _item(f"and {len(told) - _MOST_LAYOUTS} more")
 
 
-def _shares(layout: str, tp: int) -> str:
-    if tp == 1 or not layout.startswith("S"):
-        return "whole"
-    return f"{layout} over {tp} ranks"
+def _shares(state: StateData, mesh: Mapping[str, int]) -> str:
+    layouts = [(state.expert_layout, mesh.get("ep", 1), " of ep"), (state.layout, mesh.get("tp", 1), "")]
+    cuts = [f"{layout} over {n} ranks{of}" for layout, n, of in layouts if n > 1 and layout.startswith("S")]
+    return ", ".join(cuts) or "whole"

@@ -19,7 +19,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "cp": (None, 1),
-    "ep": (None, 1),
     "etp": (None, 1),
     "zero": (None, 0),
     "virtual_stages": (None, 1),
@@ -111,6 +110,17 @@ class Constraints(BaseModel):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
             raise ConstraintError(
                 f"tp={self.tp} divides no dimension of any weight (sizes {shown or 'none'}); expected a divisor of one"
+            )
+
+    def check_experts(self, experts: int) -> None:
+        """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` evenly (0: there are none)."""
+        if self.ep is None or self.ep == 1:
+            return
+        if not experts:
+            raise ConstraintError(f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1")
+        if experts % self.ep:
+            raise ConstraintError(
+                f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
             )
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:

@@ -31,6 +31,8 @@ from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
 from runtime.program import (
     AXES,
+    EXPERT_AXES,
+    MESH_AXES,
     BlockGraph,
     Bucket,
     CallData,
@@ -40,6 +42,7 @@ from runtime.program import (
     Stage,
     StateData,
     Value,
+    expert_mesh,
     weights_fingerprint,
 )
 
@@ -48,10 +51,10 @@ from runtime.program import (
 class Layouts:
     """Where the model's tensors live.
 
-    ``states``, ``values``: over ``tp`` (absent: whole). ``grad_axes``: the mesh axes over which a state's gradient is a
-    partial sum after the last backward (absent: none). ``batch_dims``: the dim of each model input that is split over
-    microbatches and ``dp`` (absent or ``None``: read whole). ``batch``: for each value that leaves the model, how the
-    microbatches' results make the whole: ``S<dim>``, ``P`` or ``R`` (absent).
+    ``states``, ``values``: over ``tp`` (absent: whole); ``experts``: states over ``ep``. ``grad_axes``: the axes over
+    which a state's gradient is a partial sum after the last backward (absent: none). ``batch_dims``: the dim of each
+    model input that is split over microbatches and ``dp`` (absent or ``None``: read whole). ``batch``: for each value
+    that leaves the model, how the microbatches' results make the whole: ``S<dim>``, ``P`` or ``R`` (absent).
     """
 
     states: Mapping[str, Layout] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Layouts:
     grad_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     batch: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def emit(
@@ -70,6 +74,7 @@ def emit(
     schedule: str = "1f1b",
     objective: Literal["train", "infer"] = "train",
     layouts: Layouts | None = None,
+    etp: int = 0,
     recompute: Collection[int] = (),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Program:
@@ -83,7 +88,8 @@ def emit(
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
     layouts = layouts or Layouts()
-    sizes = {axis: mesh.get(axis, 1) for axis in AXES}
+    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp)}
     _check_mesh(mesh, objective, model)
     num_stages = sizes["pp"]
     train = objective == "train"
@@ -92,7 +98,7 @@ def emit(
     flow = gradient_flow(model.calls, paths, trainable, model.loss)
     routes = make_routes(model, stage_of_call, num_stages, SCHEDULES[schedule].chunks, flow)
 
-    states = _states(model, routes, layouts, sizes)
+    states = _states(model, routes, layouts, sizes_of_axes)
     with_gradient = {s for added in flow.states for s in added}
     tied: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
@@ -105,7 +111,9 @@ def emit(
         orders = schedule_orders(schedule, num_stages, num_microbatches)
         result = []
         for s, here in enumerate(routes.stages):
-            gradients = [_gradient(n, d, sizes) for n, d in states.items() if n in with_gradient and s in d.stages]
+            gradients = [
+                _gradient(n, d, sizes_of_axes) for n, d in states.items() if n in with_gradient and s in d.stages
+            ]
             buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), bucket_bytes) if train else []
             job = StageJob(
                 stage=s,
@@ -165,6 +173,7 @@ def emit(
         fingerprint=weights_fingerprint(states),
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         tree=model.tree,
+        etp=etp,
     )
 
 
@@ -186,16 +195,16 @@ def _grown(lists: Callable[[int], Lists], schedule: str, num_stages: int, num_mi
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel) -> None:
-    unknown = set(mesh) - set(AXES)
+    unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
-        raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(AXES)}, each of at least one rank")
+        raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
     if objective == "train" and model.loss is None:
         raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
 
 
 def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Those of ``axes`` that have more than one rank, in the mesh's order."""
-    return tuple(a for a in AXES if a in axes and sizes[a] > 1)
+    return tuple(a for a in (*AXES, *EXPERT_AXES) if a in axes and sizes[a] > 1)
 
 
 def _call(model: FoldedModel, index: int) -> CallData:
@@ -219,6 +228,9 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
         layout = layouts.states.get(name, REPLICATED)
         if not divides(layout, state.spec.shape, sizes["tp"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
+        by_expert = layouts.experts.get(name, REPLICATED)
+        if not divides(by_expert, state.spec.shape, sizes["ep"]):
+            raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
         result[name] = StateData(
             shape=state.spec.shape,
             dtype=dtype_name(state.spec.dtype),
@@ -226,6 +238,7 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
             requires_grad=state.requires_grad,
             aliases=state.aliases,
             layout=str(layout),
+            expert_layout=str(by_expert),
             stages=tuple(sorted(read[name] or {0})),
             grad_axes=_split(layouts.grad_axes.get(name, ()), sizes),
         )
@@ -233,7 +246,8 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
 
 
 def _gradient(name: str, state: StateData, sizes: Mapping[str, int]) -> Gradient:
-    shape = local_shape(Layout.parse(state.layout), state.shape, sizes["tp"])
+    shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
+    shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
     return Gradient(name, state.dtype, TensorSpec(shape, dtype_of(state.dtype)).nbytes, state.grad_axes, tied)
 

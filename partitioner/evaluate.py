@@ -13,8 +13,9 @@ from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
-from partitioner.cost.spread import expert_region
 from partitioner.cost.states import StateCost, state_costs
+from partitioner.errors import PlanError
+from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
 from partitioner.solve.pipelines import PIPELINES, Phases
@@ -62,16 +63,21 @@ class Job:
     @cached_property
     def experts(self) -> frozenset[str]:
         """The states that are experts' weights."""
-        regions = {name: expert_region(block) for name, block in self.model.blocks.items()}
-        found = set()
-        for call in self.model.calls:
-            read = dict(zip(self.model.blocks[call.block].states, call.states, strict=True))
-            found |= {read[placeholder] for placeholder in regions[call.block].states}
-        return frozenset(found)
+        return frozenset(self._experts)
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[int, int]]:
+        return expert_states(self.model, regions_of(self.model))
 
     @cached_property
     def num_experts(self) -> int:
-        return max((self.model.states[name].spec.shape[0] for name in self.experts), default=0)
+        """Of the layer that has most."""
+        return max((count for _, count in self._experts.values()), default=0)
+
+    @cached_property
+    def common_experts(self) -> int:
+        """Ranks that share all layers' experts evenly are a divisor of this; 0 without experts."""
+        return common_experts(self._experts)
 
     @cached_property
     def flops(self) -> float:
@@ -97,15 +103,19 @@ class Solved:
     devices: tuple[int, ...]  # of each rank
 
 
+LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
+
+
 @dataclass
 class Evaluator:
     """Solves candidates; what they share is solved once."""
 
     job: Job
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
-    _locals: dict[tuple[int, int, bool], LocalModel] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, bool], SeatCosts] = field(default_factory=dict)
+    _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
+    _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
+    _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
@@ -116,9 +126,11 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        key = point.tp, num_microbatches * point.dp, num_microbatches == 1
+        by = split_of(point.tp, point.ep, point.etp)
+        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, by
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
+        self._check_experts(point, key, local)
 
         states = self._states(point, key, local)
 
@@ -179,7 +191,16 @@ class Evaluator:
             found.machine.device_of_rank,
         )
 
-    def _states(self, point: Point, key: tuple[int, int, bool], local: LocalModel) -> dict[str, StateCost]:
+    def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
+        """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        if point.ep == 1 or point.cp > 1 or (point.ep, key) in self._spread:
+            return
+        left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
+        if left:
+            raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")
+        self._spread.add((point.ep, key))
+
+    def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """What states cost a rank, which does not depend on where it is."""
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
         if held not in self._held:
@@ -212,21 +233,22 @@ class Evaluator:
             self._seats[tp] = Seat(reference_type(topology), 1.0, (("tp", group),))
         return self._seats[tp]
 
-    def _seat_costs(self, key: tuple[int, int, bool], local: LocalModel) -> SeatCosts:
+    def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
             self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
         return self._costs[key]
 
-    def _local(self, key: tuple[int, int, bool], num_microbatches: int, dp: int) -> LocalModel:
+    def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:
-            tp, parts, whole = key
+            tp, parts, whole, experts = key
             if (parts, whole) not in self._splits:
                 batch = self.job.batch
                 self._splits[parts, whole] = split_batch(
                     self.job.model, batch.blocks, batch.values, num_microbatches, dp
                 )
             split = self._splits[parts, whole]
-            self._locals[key] = shard_tensors(split, tp, self._tensor_costs(split, tp, num_microbatches))
+            costs = self._tensor_costs(split, tp, num_microbatches)
+            self._locals[key] = shard_tensors(split, tp, replace(costs, allowed=allowed_strategies(split, experts)))
         return self._locals[key]
 
     def _tensor_costs(self, split: FoldedModel, tp: int, num_microbatches: int) -> TensorCosts:

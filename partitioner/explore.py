@@ -25,7 +25,7 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
         bounds.dims,
         job.constraints,
         job.train,
-        experts=job.num_experts,
+        experts=job.common_experts,
         length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
     )
 

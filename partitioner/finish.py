@@ -13,10 +13,11 @@ from runtime.prove import prove
 
 def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
     """What of a candidate this version plans but does not execute, as ``zero=3``."""
+    shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
         cp=point.cp,
         ep=point.ep,
-        etp=point.etp or None,
+        etp=None if shares_experts else point.etp,
         zero=point.zero,
         virtual_stages=point.virtual_stages,
         schedule=point.schedule,
@@ -28,14 +29,17 @@ def planned_only(point: Point, constraints: Constraints, precision: str) -> tupl
 
 def emit_program(job: Job, chosen: Solved) -> Program:
     """The programs of all ranks, proven."""
+    point = chosen.point
+    local = chosen.local.spread(point.tp, point.ep, point.etp)
     program = emit(
-        chosen.local.model,
+        local.model,
         chosen.stage_of_call,
-        mesh=chosen.point.mesh,
+        mesh=point.mesh,
         num_microbatches=chosen.num_microbatches,
-        schedule=chosen.point.schedule,
+        schedule=point.schedule,
         objective="train" if job.train else "infer",
-        layouts=layouts_of(chosen.local, job.batch),
+        layouts=layouts_of(local, job.batch),
+        etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
     )
     prove(program)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from partitioner.emit import Layouts
+from partitioner.experts import split_of, spread_over_ranks
 from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sharding
 from passes.blocks import FoldedModel, TensorSpec
 from passes.fuse import fuse_bias
@@ -18,6 +19,15 @@ class LocalModel:
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
     sharding: ShardingSolution
+    experts: dict[str, Layout] = field(default_factory=dict)  # experts' states over ep
+    by_rows: bool = False  # whether ranks along tp have rows of their own for the experts, and other experts
+
+    def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
+        """With its experts spread over ``ep`` ranks, each over ``etp`` of them (0: ``tp``). Raises ``PlanError``."""
+        if ep == 1:
+            return self
+        model, experts = spread_over_ranks(self.model, tp, ep, etp)
+        return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
 
 
 def shard_tensors(split: FoldedModel, tp: int, costs: ShardingCosts) -> LocalModel:
@@ -41,11 +51,15 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
         if state.requires_grad:
             partial = {"dp": batch.states[name].kind == "R'", "tp": tensor.states.get(name, REPLICATED).kind == "R'"}
             axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
+            if name in local.experts:  # rows of all the ranks that have other experts were here
+                axes[name] = ("edp", "etp") if partial["tp"] and not local.by_rows else ("edp",)
     dims = {i.value: _batch_dim(batch.values[i.value]) for i in local.model.inputs}
     leaving = [o.value for o in local.model.outputs if o.value is not None]
     leaving += [local.model.loss] if local.model.loss is not None else []
+    apart = dict.fromkeys(local.experts, REPLICATED) if local.by_rows else {}
     return Layouts(
-        states=tensor.states,
+        states={**tensor.states, **apart},
+        experts=local.experts,
         values=tensor.values,
         grad_axes=axes,
         batch_dims=dims,

@@ -17,8 +17,7 @@ import torch
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
 from partitioner.units import bytes_text
-from passes.layouts import Layout, local_shape
-from runtime.program import Instruction, Program, Stage, StateData
+from runtime.program import Instruction, Program, Stage, shard_shape
 
 Direction = Literal["forward", "backward"]
 
@@ -140,9 +139,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
-def state_bytes(state: StateData, num_ranks: int) -> int:
-    """One rank's bytes of a state that is laid out over ``num_ranks``."""
-    return tensor_bytes(local_shape(Layout.parse(state.layout), state.shape, num_ranks), state.dtype)
+def state_bytes(program: Program, state: str) -> int:
+    """One rank's bytes of a state."""
+    return tensor_bytes(shard_shape(program, state), program.states[state].dtype)
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
@@ -205,7 +204,6 @@ def chunk_starts(stage: Stage) -> list[int]:
 class _Outliner:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.tp = program.mesh.get("tp", 1)
         self._collectives: dict[tuple[str, tuple[bool, ...]], tuple[BlockCollective, ...]] = {}
 
     def outline(self) -> Outline:
@@ -230,15 +228,15 @@ class _Outliner:
         program = self.program
         stage = program.stages[index]
         per_stage = program.world_size // max(1, program.mesh.get("pp", 1))
-        held = [s for s in program.states.values() if index in s.stages and s.kind == "parameter"]
+        held = {n: s for n, s in program.states.items() if index in s.stages and s.kind == "parameter"}
         reductions = Counter[tuple[str, str]]()
         counts = Counter[tuple[str, str]]()
         for bucket in stage.buckets:
-            axes = [a for a in bucket.axes if program.mesh.get(a, 1) > 1]
+            axes = [a for a in bucket.axes if program.size(a) > 1]
             if not axes:
                 continue
             key = ("all_reduce", "×".join(axes))
-            reductions[key] += sum(state_bytes(program.states[s], self.tp) for s in bucket.states)
+            reductions[key] += sum(state_bytes(program, s) for s in bucket.states)
             counts[key] += 1
         loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
         inputs = {i.value: i.path for i in program.inputs}
@@ -247,8 +245,8 @@ class _Outliner:
             ranks=tuple(range(index * per_stage, (index + 1) * per_stage)),
             groups=self.groups(index),
             num_calls=len(stage.calls),
-            num_parameters=sum(math.prod(s.shape) for s in held),
-            parameter_bytes=sum(state_bytes(s, self.tp) for s in held),
+            num_parameters=sum(math.prod(s.shape) for s in held.values()),
+            parameter_bytes=sum(state_bytes(program, s) for s in held),
             reductions=tuple(
                 Moved(op, over, "backward", counts[op, over], num_bytes) for (op, over), num_bytes in reductions.items()
             ),
@@ -267,7 +265,7 @@ class _Outliner:
             stop = start + period * repeats
             calls = stage.calls[start:stop]
             states = dict.fromkeys(s for call in calls for s in call.states)
-            parameters = [self.program.states[s] for s in states if self.program.states[s].kind == "parameter"]
+            parameters = [s for s in states if self.program.states[s].kind == "parameter"]
             ends = [calls[0].path, calls[-1].path] if period == 1 else [calls[0].path, calls[-period].path]
             made.append(
                 CallGroup(
@@ -280,8 +278,8 @@ class _Outliner:
                     paths=path_range(ends),
                     collectives=self.moved(index, range(start, stop)),
                     weights=tuple(w for call in calls[:period] for w in self.weights(call)),
-                    num_parameters=sum(math.prod(s.shape) for s in parameters),
-                    parameter_bytes=sum(state_bytes(s, self.tp) for s in parameters),
+                    num_parameters=sum(math.prod(self.program.states[s].shape) for s in parameters),
+                    parameter_bytes=sum(state_bytes(self.program, s) for s in parameters),
                     recomputed=start in recomputed,
                     prologue=calls[0].prologue,
                     everywhere=any(v in self.shared for v in calls[0].outputs),
@@ -372,7 +370,7 @@ class _Outliner:
                     for state in call.states:
                         readers.setdefault(state, {})[stage.index, group.index] = None
         return [
-            Tie(name, state.aliases, tuple(readers[name]), state_bytes(state, self.tp))
+            Tie(name, state.aliases, tuple(readers[name]), state_bytes(self.program, name))
             for name, state in self.program.states.items()
             if state.kind == "parameter" and len(readers.get(name, ())) > 1
         ]

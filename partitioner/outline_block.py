@@ -23,6 +23,9 @@ _TRANSPOSES: dict[tuple[str, str | None], tuple[str | None, str | None]] = {
     ("all_reduce", "reduce"): ("all_reduce", "all_reduce"),
     ("all_reduce_max", None): ("all_reduce", None),
     ("all_to_all", None): ("all_to_all", "all_to_all"),
+    ("route", None): ("all_to_all", None),
+    ("dispatch", None): ("all_to_all", "all_to_all"),
+    ("combine", None): ("all_to_all", "all_to_all"),
 }
 
 # operator, operand, dim that is sharded -> how the field calls it
@@ -104,7 +107,11 @@ def block_weights(block: BlockGraph, call: CallData, states: Mapping[str, StateD
             short = name.removeprefix(prefix) if call.path else name
             layout = Layout.parse(state.layout)
             how = "sharded" if layout.is_shard and len(state.shape) == 1 else layout_phrase(block, placeholder, layout)
-            weights.append(Weight(short, state.shape, state.layout, how, state.requires_grad))
+            shown = state.layout
+            if Layout.parse(state.expert_layout).is_shard:
+                how = "expert-parallel over ep" + (f", {how}" if layout.is_shard else "")
+                shown = state.expert_layout + (f", {shown}" if layout.is_shard else "")
+            weights.append(Weight(short, state.shape, shown, how, state.requires_grad))
     return weights
 
 

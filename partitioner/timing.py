@@ -18,6 +18,7 @@ from passes.serialize import block_from_data
 from runtime.program import Program
 from runtime.simulate import Part, Timeline, simulate
 
+_EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -54,7 +55,8 @@ class PlanDurations:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         precision = plan.precision or common_precision(plan.program)
-        self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices)
+        ep, etp = plan.program.size("ep"), plan.program.etp
+        self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
         cost = self.costs[stage][self.plan.program.stages[stage].calls[call].block]
@@ -75,7 +77,7 @@ class PlanDurations:
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         if axes:
-            groups = self.machine.stage_groups(*axes)
+            groups = self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
         if len(stages) < 2:
             return 0.0
@@ -95,7 +97,8 @@ class PlanDurations:
         for name, data in program.blocks.items():
             blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             mark_block(blocks[name], needing[name])
-        return SeatCosts(blocks, self.plan.topology, train).by_stage(self.machine)
+        costs = SeatCosts(blocks, self.plan.topology, train)
+        return tuple(costs.of_stage(seats) for seats in self.machine.seats)  # the graphs are spread already
 
 
 def _trained(program: Program, name: str) -> bool:

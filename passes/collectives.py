@@ -16,7 +16,15 @@ operator                             backward                 reshard
 ``all_reduce(grad="reduce")``        ``all_reduce``           ``P -> R'``
 ``all_to_all``                       ``all_to_all`` back      ``S -> S``
 ``axis_index``                       (an integer)             this rank's place on the axis, a 0-d int64 tensor
+``dispatch``                         ``combine``              rows to the ranks of their experts
+``combine``                          ``dispatch``             and back, to where they came from
 ===================================  =======================  ==============================================
+
+Rows go to experts in numbers that only the data tells. ``route`` finds them: its results are the rows' order by expert;
+how many rows go to and come from each rank (two rows of counts, on the CPU, exchanged once at a fixed size); and the
+expert, counted from this rank's first, of every row that comes. ``dispatch`` and ``combine`` read these, forward and
+backward alike. Every rank enters all three however few rows it has. What a graph says of the rows that come is their
+number where all experts get the same; tracing for gradients (``passes/differentiate.py``) leaves it open.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 NAMESPACE = "partition"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -41,6 +50,9 @@ _SCHEMAS = {
     "all_reduce_max": "(Tensor x, str axis, int size) -> Tensor",
     "all_to_all": "(Tensor x, int split_dim, int concat_dim, str axis, int size) -> Tensor",
     "axis_index": "(str axis, int size) -> Tensor",
+    "route": "(Tensor experts, int num_experts, str axis, int size) -> (Tensor, Tensor, Tensor)",
+    "dispatch": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
+    "combine": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -54,7 +66,18 @@ def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
     return x.new_empty(shape)
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
+def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Any = experts.shape[0]
+    device: Any = experts.device
+    if isinstance(experts, FakeTensor):
+        device = "cpu"
+        if experts.fake_mode.shape_env is not None:
+            rows = torch.library.get_ctx().new_dynamic_size()
+    counts = torch.empty((2, size), dtype=torch.int64, device=device)
+    return torch.empty_like(experts, dtype=torch.int64), counts, experts.new_empty(rows)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
     "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
     "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
     "shard_narrow": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
@@ -67,6 +90,9 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
         _scaled(x, split_dim, 1, size), concat_dim, size, 1
     ),
     "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
+    "route": _route,
+    "dispatch": lambda x, order, counts, experts, axis, size: x.new_empty((experts.shape[0], *x.shape[1:])),
+    "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -121,6 +147,20 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return ops.all_to_all(grad, k["concat_dim"], k["split_dim"], k["axis"], k["size"]), None, None, None, None
 
 
+def _routed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, order, counts, experts, axis, size = inputs
+    ctx.save_for_backward(order, counts, experts)
+    ctx.kept = axis, size
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return ops.combine(grad, *ctx.saved_tensors, *ctx.kept), None, None, None, None, None
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return ops.dispatch(grad, *ctx.saved_tensors, *ctx.kept), None, None, None, None, None
+
+
 _BACKWARD = {
     "all_gather": (_all_gather_backward, ("dim", "axis", "size", "grad")),
     "shard_slice": (_gather_dim, ("dim", "axis", "size")),
@@ -134,7 +174,11 @@ _BACKWARD = {
 for _name, (_backward, _names) in _BACKWARD.items():
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_keep(*_names), lib=_library)
 
-COMMUNICATING = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"})
+torch.library.register_autograd(f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_routed, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::combine", _combine_backward, setup_context=_routed, lib=_library)
+
+ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
+COMMUNICATING = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED
 
 
 def collective_name(target: Any) -> str | None:

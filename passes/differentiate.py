@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
@@ -95,11 +96,15 @@ def differentiate(
         grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
         return outputs, list(grads)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), fx.traceback.preserve_node_meta():
+    # Rows that are dispatched are of a number that is not known before they are.
+    sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes), fx.traceback.preserve_node_meta():
         primals = [_empty(n.meta["val"], device) for n in placeholders]
         tangents = [_empty(n.meta["val"], device) for n in block.outputs]
         traced = make_fx(joint, tracing_mode="real", _error_on_data_dependent_ops=False)(primals, tangents)
     graph = traced.graph
+    if sizes is not None:
+        _settle_sizes(graph)
     _simplify(graph)
     _locate(graph)
     return _cut(graph, block, needs, taken)
@@ -126,6 +131,31 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list
                 result = node.target(*args, **kwargs)
             env[node] = result
     raise AssertionError("a block's graph ends in an output node")
+
+
+def _settle_sizes(graph: fx.Graph) -> None:
+    """Give values of an open number of rows that of even routing; ``node.meta["open"]`` tells them from others."""
+    even: dict[Any, int] = {}
+    for node in graph.nodes:
+        if collective_name(node.target) == "route":
+            order, _, experts = node.meta["val"]
+            even[experts.shape[0].node.expr] = int(order.shape[0])
+
+    def settled(size: Any) -> Any:
+        return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
+
+    def settle(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(settle, value))
+        if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+            return torch.empty([settled(s) for s in value.shape], dtype=value.dtype, device=META)
+        return settled(value)
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, tuple | list) else (value,)
+        node.meta["open"] = any(isinstance(p, Tensor) and settle(p) is not p for p in parts)
+        node.meta["val"] = settle(value)
 
 
 def _simplify(graph: fx.Graph) -> None:

@@ -7,11 +7,13 @@ rows in their own order can: that is the form that the rules see, and the sortin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.collectives import NAMESPACE, _library
 
@@ -48,6 +50,45 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     return made
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """A product of rows, sorted by expert, with their groups: whether these are told by their ends or their sizes, and
+    whether a weight is ``[e, n, k]`` instead of ``[e, k, n]``. Its operands are rows, weight and groups."""
+
+    groups: Literal["ends", "sizes"] = "ends"
+    transposed: bool = False
+
+
+_grouped: dict[str, Grouped] = {"aten::_grouped_mm": Grouped(), "transformers::grouped_mm_fallback": Grouped()}
+
+
+def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
+    """Say that the operator ``name`` (``namespace::name``) multiplies rows, sorted by expert, with their experts'
+    matrices: ``(rows [t, k], weight [e, k, n], groups [e]) -> [t, n]``. See :class:`Grouped`.
+
+    Where the sorting is seen in the graph it is undone, and ``partition::expert_mm`` takes the operator's place.
+    """
+    _grouped[name] = Grouped(groups, transposed)
+
+
+def grouped(target: Any) -> Grouped | None:
+    """What is known of an operator as a product by group."""
+    return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
+
+
+def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
+    """Say that an operator works on each row with what its expert has, and where among its arguments the rows
+    ``[t, ...]``, the experts' weights ``[e, ...]`` and the expert ``[t]`` of each row are: experts may then be spread
+    over ranks. How it may be sharded otherwise, :func:`passes.rules.rule` says.
+    """
+    _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
+
+
+def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
+    """The operators that multiply rows with the matrix of their expert, with their rows, weight and experts."""
+    return _products
+
+
 def _by_expert(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The order that brings the experts' rows together, and where each expert's rows end; others come last."""
     others = (expert < 0) | (expert >= num_experts)
@@ -72,6 +113,9 @@ for _device in ("CPU", "CUDA"):
     _library.impl("expert_mm", expert_mm, _device)
     _library.impl("expert_mm_weight", expert_mm_weight, _device)
 ops = torch.ops.partition
+_products: dict[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]] = {
+    ops.expert_mm.default: lambda node: node.args[:3]  # type: ignore[dict-item,return-value]
+}
 
 
 def _fake(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:

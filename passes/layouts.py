@@ -22,8 +22,9 @@ on rank 0. ``()`` is one section.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +119,21 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
         for start, length in shard_slices(layout, tensor.shape[layout.dim], num_ranks, index)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+
+
+class Shard(NamedTuple):
+    """One cut of a tensor: the ``rank``-th of ``num_ranks`` has its part of ``layout``."""
+
+    layout: Layout
+    num_ranks: int
+    rank: int
+
+
+def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
+    """The part of a whole ``tensor`` that is left after cut upon cut."""
+    for layout, num_ranks, rank in shards:
+        tensor = take_shard(tensor, layout, num_ranks, rank)
+    return tensor
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:

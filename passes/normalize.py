@@ -14,6 +14,7 @@ from torch import Tensor
 
 from passes.blocks import State, TensorSpec
 from passes.capture import Captured
+from passes.gathered import ungather
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
 from passes.normalize_flat import unflatten
@@ -33,6 +34,7 @@ def normalize(captured: Captured) -> Captured:
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     drop_constant_masks(graph, constants)
     unsort(graph)
+    ungather(graph)
     unflatten(graph)
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None

@@ -26,7 +26,6 @@ aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _SORTS = (aten.sort.default, aten.sort.stable)
 _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
-_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def unsort(graph: fx.Graph) -> None:
@@ -134,23 +133,28 @@ class _Unsorter:
 
     def _grouped(self, node: fx.Node, build: Builder) -> _Twin | None:
         """Products group by group, where the groups are those of the keys."""
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
+        how = experts.grouped(node.target)
+        if how is None:
             return None
         operands = operands_of(node)
         if len(operands) != 3 or operands[0] not in self.twins or self.twins[operands[0]].dims != (0,):
             return None
         rows, weight, ends = operands
-        if weight in self.twins or len(shape(weight)) != 3 or not self._are_ends(ends, shape(weight)[0]):
+        are_groups = self._are_ends if how.groups == "ends" else self._are_sizes
+        if weight in self.twins or len(shape(weight)) != 3 or not are_groups(ends, shape(weight)[0]):
             return None
+        weight = build(aten.transpose.int, weight, 1, 2) if how.transposed else weight
         made = build(experts.ops.expert_mm.default, self.twins[rows].node, weight, self.keys)
         return _Twin(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
         """Whether ``node`` tells where the rows of each expert end: the running sum of how often each key occurs."""
         total = _uncast(node)
-        if total.target is not aten.cumsum.default:
-            return False
-        counts = _uncast(total.args[0])  # type: ignore[arg-type]
+        return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
+
+    def _are_sizes(self, node: Any, num_experts: int) -> bool:
+        """Whether ``node`` tells how often each key occurs."""
+        counts = _uncast(node)
         if counts.target is aten.histc.default:
             bins = [argument(counts, name) for name in ("bins", "min", "max")]
             return bins == [num_experts, 0, num_experts - 1] and self._is_keys(counts.args[0])

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.check import axis_of
-from passes.collectives import collective_name
+from passes.collectives import COMMUNICATING, collective_name
 
 Sameness = Literal["alike", "different", "unknown"]
 
@@ -66,7 +66,7 @@ def _makes_elements(node: fx.Node) -> bool:
     if not sizes or ".new_" in name or "_like" in name:
         return True
     constants = any(isinstance(a, int) for a in pytree.tree_leaves((node.args, node.kwargs)))
-    return constants and max(v.numel() for v in _tensors(node.meta["val"])) > max(sizes)
+    return constants and max((v.numel() for v in _tensors(node.meta["val"])), default=0) > max(sizes)
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:
@@ -90,7 +90,29 @@ def misuse(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[f
             return node, f"{kind} over {axis} of a value that is whole on every rank counts it {named[1]} times"
         if kind in _WANTS_WHOLE and operand == "different":
             return node, f"{kind} over {axis} of a value that differs from rank to rank"
+        if kind in COMMUNICATING and _routed_apart(node.all_input_nodes[0], known):
+            return node, f"{kind} over {axis} of rows that are routed apart: their number differs from rank to rank"
     return None
+
+
+def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
+    """Whether ``node`` has as many rows as were dispatched, by experts that differ from rank to rank."""
+    rows = node.meta["val"].shape[:1]
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        same = isinstance(node.meta["val"], tuple) or node.meta["val"].shape[:1] == rows
+        if node in seen or not node.meta.get("open", same):  # only a traced graph knows which rows are open
+            continue
+        seen.add(node)
+        if collective_name(node.target) == "combine":
+            continue
+        kind = collective_name(node.target)
+        experts = node if kind == "route" else node.args[3] if kind == "dispatch" else None
+        if isinstance(experts, fx.Node) and known[experts.name] == "different":
+            return True
+        stack += node.all_input_nodes
+    return False
 
 
 def culprit(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block
-from passes.collectives import collective_name
+from passes.collectives import ROUTED, collective_name
 from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
+from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
 from runtime.groups import Communicator, Group, Pending
 from runtime.program import CallData, Program, RankProgram
@@ -130,7 +131,9 @@ class Binder:
             return Constant(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
         arguments = _ARGUMENTS[name](*node.args[1:])
         group = self.communicator.group(self.rank.group(arguments.pop("axis")))
-        return Alias() if group.size == 1 else _BINDINGS[name](group, **arguments)
+        if group.size == 1 and name not in ROUTED:
+            return Alias()
+        return _BINDINGS[name](group, **arguments)
 
 
 def _named(*names: str) -> Callable[..., dict[str, Any]]:
@@ -148,6 +151,9 @@ _ARGUMENTS = {
     "all_reduce": _named("axis", "size", "grad"),
     "all_reduce_max": _named("axis", "size"),
     "all_to_all": _named("split_dim", "concat_dim", "axis", "size"),
+    "route": _named("num_experts", "axis", "size"),
+    "dispatch": _named("order", "counts", "experts", "axis", "size"),
+    "combine": _named("order", "counts", "experts", "axis", "size"),
 }
 
 
@@ -194,6 +200,20 @@ def _exchange(group: Group, split_dim: int, concat_dim: int, **_: Any) -> Bindin
     return Started(start, start)
 
 
+def _route(group: Group, num_experts: int, **_: Any) -> Binding:
+    return Direct(partial(routing.route, group, num_experts))
+
+
+def _dispatch(group: Group, **_: Any) -> Binding:
+    start = partial(routing.dispatch, group)
+    return Started(start, start)
+
+
+def _combine(group: Group, **_: Any) -> Binding:
+    start = partial(routing.combine, group)
+    return Started(start, start)
+
+
 def _copy(group: Group, **_: Any) -> Binding:
     return Alias()
 
@@ -227,6 +247,9 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "all_reduce": _reduce,
     "all_reduce_max": _reduce_max,
     "all_to_all": _exchange,
+    "route": _route,
+    "dispatch": _dispatch,
+    "combine": _combine,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
 

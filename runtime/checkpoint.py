@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from passes.layouts import REPLICATED, join_shards
+from passes.layouts import Layout, join_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.files import write_text
 from runtime.groups import Communicator
 from runtime.program import Program, RankProgram
-from runtime.state import check_weights
+from runtime.state import check_weights, read_shards
 from runtime.weights import INDEX, FileWeights
 
 OPTIMIZER_INDEX = "optimizer.safetensors.index.json"
@@ -113,12 +113,11 @@ def load(
     """Fill ``shards`` from a checkpoint of any plan, and ``optimizer``. Returns the number of steps done, if known."""
     weights = FileWeights(directory)
     check_weights(rank.program, weights)
-    num_ranks, index = rank.program.mesh.get("tp", 1), rank.coordinates["tp"]
     for name, shard in shards.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
-                shard.copy_(weights.read(found, rank.states[name], num_ranks, index))
+                shard.copy_(read_shards(weights, found, rank.shards(name)))
     weights.close()
     training = directory / TRAINING
     content = json.loads(training.read_text()) if training.exists() else {}
@@ -131,10 +130,13 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     """Every whole parameter and buffer on the CPU of the first process, under all of its names; nothing elsewhere."""
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
-    if rank.coordinates["dp"] != rank.program.coordinates(communicator.home)["dp"]:
-        return whole
+    apart = rank.coordinates["dp"] != rank.program.coordinates(communicator.home)["dp"]
     for name in saved_states(rank.program):
         data = rank.program.states[name]
+        if apart:  # takes part where its experts are asked for
+            if rank.stage_index == min(data.stages) and Layout.parse(data.expert_layout).is_shard:
+                _gather(name, shards[name], rank, communicator)
+            continue
         tensor = torch.zeros(data.shape, dtype=dtype_of(data.dtype), device=communicator.device)
         if rank.stage_index == min(data.stages):
             tensor = _gather(name, shards[name], rank, communicator)
@@ -177,6 +179,10 @@ def chunks_of(program: Program) -> list[Chunk]:
 def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
     """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
+    if rank.program.size("ep") > 1:  # the parts of experts' weights are on ranks of any dp and tp
+        if rank.stage_index != chunk.stage:
+            return None
+        return rank.rank % rank.program.strides["pp"] == chunk.number % rank.program.strides["pp"]
     if rank.stage_index != chunk.stage or rank.coordinates["dp"] != chunk.number % dp:
         return None
     return rank.coordinates["tp"] == chunk.number // dp % tp
@@ -200,13 +206,14 @@ def _write(
 
 
 def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """The whole of a shard over ``tp``."""
-    layout = rank.states[name.split(_SEPARATOR)[0]] if shard.dim() else REPLICATED
-    group = communicator.group(rank.group("tp"))
-    if not layout.is_shard or group.size == 1:
-        return shard
-    parts = group.all_gather(shard.detach().unsqueeze(0), 0).wait()
-    return join_shards(list(parts.unbind(0)), layout)
+    """The whole of a shard over ``tp`` and, of experts' weights, over ``ep``."""
+    data = rank.program.states[name.split(_SEPARATOR)[0]]
+    for axis, text in (("tp", data.layout), ("ep", data.expert_layout)):
+        group, layout = communicator.group(rank.group(axis)), Layout.parse(text)
+        if shard.dim() and layout.is_shard and group.size > 1:
+            parts = group.all_gather(shard.detach().unsqueeze(0), 0).wait()
+            shard = join_shards(list(parts.unbind(0)), layout)
+    return shard
 
 
 def _index(folder: Path, chunks: list[Chunk], program: Program, optimizer: OptimizerState | None, steps: int) -> None:
@@ -239,7 +246,6 @@ def _load_optimizer(
     if not (directory / OPTIMIZER_INDEX).exists():
         raise WeightsError(f"{directory} holds no optimizer state; save it with save(directory, optimizer)")
     saved = FileWeights(directory, OPTIMIZER_INDEX)
-    num_ranks, index = rank.program.mesh.get("tp", 1), rank.coordinates["tp"]
     keys: dict[str, list[str]] = {}
     for entry in saved.names():
         owner, _, key = entry.rpartition(_SEPARATOR)
@@ -251,7 +257,7 @@ def _load_optimizer(
             full = f"{found}{_SEPARATOR}{key}"
             spec = saved.spec(full)
             assert spec is not None
-            shard = saved.read(full, rank.states[name] if spec[0] else REPLICATED, num_ranks, index)
+            shard = read_shards(saved, full, rank.shards(name) if spec[0] else ())
             state[key] = shard.clone() if not spec[0] else shard.to(parameter.device, copy=True)
         if state:
             optimizer.optimizer.state[parameter] = state

@@ -55,8 +55,7 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
         for name, parameter in engine.named_parameters()
         if grads
         and parameter.grad is not None
-        and at["dp"] == 0
-        and (at["tp"] == 0 or rank.states[name].is_shard)
+        and rank.is_first_holder(name)
         and rank.stage_index == min(program.states[name].stages)
     }
     return Part(rank.rank, engine.loss, made, shards)
@@ -70,9 +69,19 @@ def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] 
     for name, state in program.states.items():
         found = [p.grads[name] for _, p in sorted(by_rank.items()) if name in p.grads]
         if found:
-            whole = join_shards(found, Layout.parse(state.layout) if len(found) > 1 else Layout("R"))
+            whole = _whole(program, name, found)
             grads.update(dict.fromkeys((name, *state.aliases), whole))
     return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves)
+
+
+def _whole(program: Program, state: str, parts: Sequence[Tensor]) -> Tensor:
+    """A state of which ``parts`` are what its first holders have, in order of rank: cut over ep, then over tp."""
+    data = program.states[state]
+    by_expert, by_tensor = Layout.parse(data.expert_layout), Layout.parse(data.layout)
+    count = program.size("ep") if by_expert.is_shard else 1
+    each = len(parts) // count
+    held = [parts[i * each : (i + 1) * each] for i in range(count)]
+    return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in held], by_expert)
 
 
 def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:

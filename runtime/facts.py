@@ -18,10 +18,9 @@ from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
-from passes.layouts import Layout, local_shape
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
-from runtime.program import CallData, Program, Value
+from runtime.program import CallData, Program, Value, shard_shape
 
 Flags = tuple[bool, ...]
 
@@ -140,8 +139,7 @@ class ProgramFacts:
     def state_bytes(self, name: str) -> int:
         """The bytes of one rank's part of a state, or of its gradient."""
         state = self.program.states[name]
-        shape = local_shape(Layout.parse(state.layout), state.shape, self.program.mesh.get("tp", 1))
-        return TensorSpec(shape, dtype_of(state.dtype)).nbytes
+        return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

@@ -51,6 +51,10 @@ class Group(Protocol):
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Part ``i`` of ``x`` on ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
 
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        """The first ``sends[0]`` rows of ``x`` go to rank 0, the next to rank 1, and so on; ``receives`` rows come from
+        each, and are joined in order of rank. Any of these numbers may be 0."""
+
 
 class Link(NamedTuple):
     """One direction of a pipeline edge: what ``source`` sends arrives at ``target`` in the same order."""
@@ -107,6 +111,9 @@ class SoloGroup:
         return Finished(x)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
+        return Finished(x)
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         return Finished(x)
 
 
@@ -174,6 +181,11 @@ class TorchGroup:
         parts = _parts(x, split_dim, self.size)
         out = torch.empty_like(parts)
         return _Started([self.backend.alltoall_base(out, parts, [], [])], out, _join, concat_dim, parts)
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        x = x.contiguous()
+        out = x.new_empty((sum(receives), *x.shape[1:]))
+        return _Started([self.backend.alltoall_base(out, x, [*receives], [*sends])], out, kept=x)
 
 
 class GlooGroup(TorchGroup):

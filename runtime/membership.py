@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.groups import Link
 from runtime.losses import loss_edges
-from runtime.program import AXES, Program, RankProgram
+from runtime.program import AXES, MESH_AXES, Program, RankProgram
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
 _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
@@ -23,13 +23,15 @@ def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
 def _axes(program: Program) -> set[tuple[str, ...]]:
     """The sets of axes over which some rank communicates."""
     axes: set[tuple[str, ...]] = set(_ALWAYS)
+    if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
+        axes |= {AXES, ("ep",)}
     for stage in program.stages:
         axes.update(b.axes for b in stage.buckets)
         axes.update(i.axes for i in stage.instructions if i.axes)
     for block in program.blocks.values():
         for node in block.nodes:
             if str(node.get("target", "")).startswith("partition."):
-                axes.update((a,) for a in node.get("args", ()) if isinstance(a, str) and a in AXES)
+                axes.update((a,) for a in node.get("args", ()) if isinstance(a, str) and a in MESH_AXES)
     return axes
 
 

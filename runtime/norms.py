@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runtime.gradients import Gradients
 from runtime.groups import Communicator
-from runtime.program import RankProgram
+from runtime.program import AXES, RankProgram
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -30,13 +30,20 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
         squares += norm * norm
-    # Replicas over dp hold the same gradients and add up the same numbers in the same order. Stages may differ in type.
+    # All ranks add up the same numbers in the same order. Stages may differ in type.
     total = squares.to(torch.float64)
-    return communicator.group(rank.group("pp", "tp")).all_reduce(total).wait().sqrt().to(squares.dtype)
+    return communicator.group(rank.group(*_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
+
+
+def _axes(rank: RankProgram) -> tuple[str, ...]:
+    """Where gradients differ: over ``dp`` only those of experts do."""
+    return AXES if rank.program.size("ep") > 1 else ("pp", "tp")
 
 
 def _counts(rank: RankProgram, state: str) -> bool:
     """Whether this rank's shard is the one that counts: replicas over tp, and tied stages, count once."""
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)
+    if "dp" in _axes(rank):
+        return first_stage and rank.is_first_holder(state)
     return first_stage and (rank.states[state].is_shard or rank.coordinates["tp"] == 0)

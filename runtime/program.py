@@ -10,20 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from passes.layouts import Layout
+from passes.layouts import Layout, Shard, local_shape
 from runtime.listing import Data, Instruction, Instructions, Op
 
-AXES = ("pp", "dp", "cp", "tp", "ep")  # outermost first: neighbouring ranks differ in the last axes
+AXES = ("pp", "dp", "cp", "tp")  # outermost first: neighbouring ranks differ in the last axes
+MESH_AXES = (*AXES, "ep")  # what a mesh names: ep is folded over dp x cp x tp, its size multiplies with no other
+EXPERT_AXES = ("edp", "ep", "etp")  # the ranks of a stage as experts see them, outermost first
 FORMAT_VERSION = 1
 
 __all__ = [
     "AXES",
+    "EXPERT_AXES",
     "FORMAT_VERSION",
+    "MESH_AXES",
     "BlockGraph",
     "Bucket",
     "CallData",
@@ -38,6 +43,10 @@ __all__ = [
     "Stage",
     "StateData",
     "Value",
+    "expert_mesh",
+    "num_ranks",
+    "shard_shape",
+    "shards_of",
     "weights_fingerprint",
 ]
 
@@ -85,6 +94,7 @@ class StateData(Data):
     requires_grad: bool = False
     aliases: tuple[str, ...] = ()
     layout: str = "R"  # over tp
+    expert_layout: str = "R"  # over ep
     stages: tuple[int, ...] = ()
     grad_axes: tuple[str, ...] = ()
 
@@ -127,7 +137,11 @@ class Stage(Data):
 
 
 class Program(Data):
-    """The programs of all ranks. ``fingerprint`` is that of the weights' names, shapes and types."""
+    """The programs of all ranks. ``fingerprint`` is that of the weights' names, shapes and types.
+
+    ``mesh["ep"]`` ranks of dp x cp x tp share the experts, each expert over ``etp`` of them (0: as many as ``tp``).
+    Experts see the ranks of a stage as the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost first.
+    """
 
     mesh: dict[str, int]
     objective: Literal["train", "infer"]
@@ -143,10 +157,34 @@ class Program(Data):
     fingerprint: str
     constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
     tree: str | None = None
+    etp: int = 0
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.mesh.values())
+        return num_ranks(self.mesh)
+
+    @cached_property
+    def expert_mesh(self) -> dict[str, int]:
+        """The same ranks as the experts see them."""
+        return expert_mesh(self.mesh, self.etp)
+
+    def size(self, axis: str) -> int:
+        """The ranks along an axis of the mesh, or of the experts' mesh."""
+        return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
+
+    def grid(self, axes: Collection[str]) -> dict[str, int]:
+        """The axes, with their sizes, among which ``axes`` are; their sizes multiply to the number of ranks.
+
+        Of axes with one rank, which change no group, it may leave out any.
+        """
+        if any(axis in EXPERT_AXES and self.size(axis) > 1 for axis in axes):
+            return self.expert_mesh
+        return {axis: self.mesh.get(axis, 1) for axis in AXES}
+
+    @property
+    def experts_span_tp(self) -> bool:
+        """Whether ranks along ``tp`` have different experts."""
+        return self.mesh.get("ep", 1) > 1 and self.expert_mesh["etp"] < self.mesh.get("tp", 1)
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -167,21 +205,67 @@ class Program(Data):
         return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share all of ``rank``'s coordinates but those on ``axes``, in order of rank."""
-        ranks = [rank - sum(self.strides[a] * c for a, c in self.coordinates(rank).items() if a in axes)]
-        for axis in AXES:
+        """The ranks that share all of ``rank``'s coordinates but those on ``axes``, in order of rank.
+
+        ``axes`` are of the mesh, or of the experts' mesh (:attr:`expert_mesh`).
+        """
+        grid, step = self.grid(axes), 1
+        ranks = [rank]
+        for axis in reversed(grid):
             if axis in axes:
-                ranks = [r + i * self.strides[axis] for r in ranks for i in range(self.mesh.get(axis, 1))]
+                place = rank // step % grid[axis]
+                ranks = [r + (i - place) * step for i in range(grid[axis]) for r in ranks]
+            step *= grid[axis]
         return tuple(ranks)
+
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's place on each axis of the experts' mesh."""
+        places, step = {}, 1
+        for axis in reversed(self.expert_mesh):
+            places[axis] = rank // step % self.expert_mesh[axis]
+            step *= self.expert_mesh[axis]
+        return places
 
     def rank(self, rank: int) -> RankProgram:
         return RankProgram(program=self, rank=rank)
+
+
+def num_ranks(mesh: Mapping[str, int]) -> int:
+    """The ranks of a mesh."""
+    return math.prod(mesh.get(axis, 1) for axis in AXES)
+
+
+def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
+    """The ranks of ``mesh`` as experts see them: replicas of an expert, then ``ep``, then ranks that share one."""
+    ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
+    room = num_ranks(mesh) // mesh.get("pp", 1)
+    return {"pp": mesh.get("pp", 1), "edp": room // (ep * shared), "ep": ep, "etp": shared}
 
 
 def weights_fingerprint(states: dict[str, StateData]) -> str:
     """A hash of the names, shapes and types of the parameters and buffers."""
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+
+def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
+    """The cuts of a state on ``rank``: over ``ep`` first, then over ``tp``; none where it is whole."""
+    data = program.states[state]
+    cuts = (
+        (data.expert_layout, "ep", program.expert_coordinates(rank)),
+        (data.layout, "tp", program.coordinates(rank)),
+    )
+    found = (Shard(Layout.parse(text), program.size(axis), places[axis]) for text, axis, places in cuts)
+    return tuple(s for s in found if s.layout.is_shard and s.num_ranks > 1)
+
+
+def shard_shape(program: Program, state: str) -> tuple[int, ...]:
+    """The shape of one rank's part of a state. Raises ``ValueError`` where its layouts are malformed."""
+    data = program.states[state]
+    shape = data.shape
+    for text, axis in ((data.expert_layout, "ep"), (data.layout, "tp")):
+        shape = local_shape(Layout.parse(text), shape, program.size(axis))
+    return shape
 
 
 class RankProgram(Data):
@@ -218,6 +302,22 @@ class RankProgram(Data):
     def states(self) -> dict[str, Layout]:
         """The states that this rank holds, and their layout over ``tp``."""
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
+
+    def shards(self, state: str) -> tuple[Shard, ...]:
+        """How this rank's part of a state is cut out of the whole, one cut after the other."""
+        return shards_of(self.program, state, self.rank)
+
+    @cached_property
+    def expert_coordinates(self) -> dict[str, int]:
+        return self.program.expert_coordinates(self.rank)
+
+    def is_first_holder(self, state: str) -> bool:
+        """Whether no other rank of its stage has the same part of a state and comes before this one."""
+        data = self.program.states[state]
+        sharded = Layout.parse(data.layout).is_shard
+        if Layout.parse(data.expert_layout).is_shard:
+            return self.expert_coordinates["edp"] == 0 and (sharded or self.expert_coordinates["etp"] == 0)
+        return self.coordinates["dp"] == self.coordinates["cp"] == 0 and (sharded or self.coordinates["tp"] == 0)
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:
         return self.model_copy(update={"own": instructions})

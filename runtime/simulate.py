@@ -183,7 +183,7 @@ class _Simulation:
                     return False
                 lane.spend(arrived.popleft(), 0.0)
             case "TOTAL":
-                axes = split_axes(self.program.mesh, i.axes)
+                axes = split_axes(self.program, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
                 lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
             case "REDUCE":
@@ -228,9 +228,7 @@ class _Simulation:
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         nbytes = sum(self.facts.state_bytes(s) for s in bucket.states)
         start = max(lane.clock, lane.reducing)
-        lane.reducing = start + self.durations.all_reduce(
-            split_axes(self.program.mesh, bucket.axes), nbytes, (lane.stage,)
-        )
+        lane.reducing = start + self.durations.all_reduce(split_axes(self.program, bucket.axes), nbytes, (lane.stage,))
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
         lane.spend(lane.clock, 0.0)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from passes.layouts import Layout, local_shape, take_shard
+from passes.layouts import REPLICATED, Shard, take_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
-from runtime.program import Program, RankProgram, StateData
+from runtime.program import Program, RankProgram, StateData, shard_shape
 from runtime.weights import Weights
 
 _SHOWN = 5  # differences named in an error
@@ -66,23 +66,31 @@ def load_states(rank: RankProgram, weights: Weights | None, device: torch.device
     """
     if weights is not None:
         check_weights(rank.program, weights)
-    return {name: _shard(rank, name, layout, weights, device) for name, layout in rank.states.items()}
+    return {name: _shard(rank, name, weights, device) for name in rank.states}
 
 
-def _shard(rank: RankProgram, name: str, layout: Layout, weights: Weights | None, device: torch.device) -> Tensor:
+def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.device) -> Tensor:
     program, state = rank.program, rank.program.states[name]
-    num_ranks, index = program.mesh.get("tp", 1), rank.coordinates["tp"]
+    shards = rank.shards(name)
     dtype = dtype_of(state.dtype)
     if weights is not None:
         for candidate in (name, *state.aliases):
             if weights.spec(candidate) is not None:
-                part = weights.read(candidate, layout, num_ranks, index)
+                part = read_shards(weights, candidate, shards)
                 return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
     if name in program.constants:
         whole = torch.tensor(program.constants[name], dtype=dtype)
-        return take_shard(whole.reshape(state.shape), layout, num_ranks, index).contiguous().to(device)
-    shape = local_shape(layout, state.shape, num_ranks)
-    return _random(name, state, shape, index if layout.is_shard else 0).to(device)
+        return take_shards(whole.reshape(state.shape), shards).contiguous().to(device)
+    number = 0
+    for shard in shards:
+        number = number * shard.num_ranks + shard.rank
+    return _random(name, state, shard_shape(program, name), number).to(device)
+
+
+def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
+    """A rank's part of a tensor; what the first cut leaves is all that is read."""
+    first, *rest = shards or (Shard(REPLICATED, 1, 0),)
+    return take_shards(weights.read(name, *first), rest)
 
 
 def _random(name: str, state: StateData, shape: tuple[int, ...], part: int) -> Tensor:

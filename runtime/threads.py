@@ -120,8 +120,10 @@ class ThreadGroup:
             self.queue = world.meetings.setdefault(ranks, deque())
 
     def _meet(self, name: str, x: Tensor, compute: Callable[[list[Any]], list[Any]], *how: int) -> Pending:
-        what = f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}"
-        meeting, last = self.world.join(self.queue, self.index, self.size, what, x)
+        return self._enter(f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute)
+
+    def _enter(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
+        meeting, last = self.world.join(self.queue, self.index, self.size, what, entry)
         if last:
             with torch.no_grad():
                 meeting.complete(compute)
@@ -153,6 +155,14 @@ class ThreadGroup:
             return [torch.cat([p[to] for p in pieces], concat_dim) for to in range(self.size)]
 
         return self._meet("all_to_all", x, compute, split_dim, concat_dim)
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
+            pieces = [rows.split([*counts]) for rows, counts in entries]
+            return [torch.cat([p[to] for p in pieces]) for to in range(self.size)]
+
+        what = f"exchange_rows of {list(x.shape[1:])} {x.dtype} over ranks {list(self.ranks)}"
+        return self._enter(what, (x, sends), compute)
 
 
 class ThreadCommunicator:

@@ -186,7 +186,9 @@ def test_a_tensor_axis_must_divide_something():
     ("pinned", "beyond"),
     [
         ({"cp": 2}, ("cp=2",)),
-        ({"ep": 4, "etp": 1}, ("ep=4",)),
+        ({"ep": 4, "etp": 1, "cp": 4}, ("cp=4",)),
+        ({"etp": 2}, ("etp=2",)),
+        ({"ep": 4, "etp": 1}, ()),
         ({"zero": 3, "virtual_stages": 2}, ("zero=3", "virtual_stages=2")),
         ({"schedule": "zb-1p", "recompute": "selective"}, ("schedule=zb-1p", "recompute=selective")),
         ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),

@@ -26,7 +26,7 @@ from partitioner.cost.spread import (
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
-from passes.collectives import COMMUNICATING, collective_name
+from passes.collectives import COMMUNICATING, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -38,9 +38,11 @@ _TRANSPOSED = {
     ("reduce_scatter", ""): "all_gather",
     ("all_reduce", "reduce"): "all_reduce",
     ("all_to_all", ""): "all_to_all",
+    ("dispatch", ""): "all_to_all",
+    ("combine", ""): "all_to_all",
 }
 # Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
-_FROM_PART = frozenset(("all_gather", "all_to_all"))
+_FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class _Work:
         expert = node in self.region.products
         if spread is not NO_SPREAD:
             widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
-            rows = operands[0].shape[0] if expert else 0
+            rows = operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0  # else all rows go to all
             load = expected_load(rows * spread.ep / spread.cp, spread.ep) if expert else 1.0
             load *= self._local_experts(operands) if expert else 1.0
             kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]
@@ -291,7 +293,8 @@ def _collective(node: fx.Node, groups: Mapping[str, Group], device: DeviceType, 
     dim = node.args[1] if isinstance(node.args[1], int) else 0
     strided = any(size != 1 for size in operand.shape[:dim])
     if not backward:
-        return exchange_time(name, whole, group, device, strided) if name in COMMUNICATING else 0.0
+        op = "all_to_all" if name in ROUTED else name
+        return exchange_time(op, whole, group, device, strided) if name in COMMUNICATING else 0.0
     grad = str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""
     back = _TRANSPOSED.get((name, grad))
     return exchange_time(back, whole, group, device, strided) if back else 0.0

@@ -11,6 +11,7 @@ import numpy as np
 
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.cost.states import Sharded
+from partitioner.experts import split_of
 from partitioner.topology.groups import (
     Devices,
     Group,
@@ -99,6 +100,11 @@ class Machine:
         return self.etp or self.mesh.get("tp", 1)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether ranks along ``tp`` have rows of their own for the experts, and whole ones of other experts."""
+        return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
+
+    @property
     def replicas(self) -> int:
         """Ranks that hold the same weights, but for experts."""
         return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
@@ -116,8 +122,9 @@ class Machine:
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
             shards=self.group("dp", "cp") if sharded else Group(1),
             expert_shards=self.group("experts") if sharded else Group(1),
-            expert_tensor=tp / self.expert_tp,
+            expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
+            by_rows=self.by_rows,
             num_experts=self.num_experts,
             overlap=self.overlap,
             fp8=self.precision == "fp8",
@@ -125,7 +132,8 @@ class Machine:
 
     def sharded(self, experts: frozenset[str]) -> Sharded:
         """How states are sharded; ``experts``: those that are experts' weights."""
-        return Sharded(self.zero, self.replicas, experts, self.spread.of_experts, self.expert_mesh["dp"])
+        held = self.spread.of_experts
+        return Sharded(self.zero, self.replicas, experts, held, self.expert_mesh["dp"], self.by_rows)
 
     @cached_property
     def _stage_groups(self) -> dict[tuple[str, ...], tuple[Group, ...]]:
@@ -150,6 +158,8 @@ class Machine:
         """The different seats; each with the slowest groups of the stage."""
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
+        if self.ep > 1:
+            inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
         return tuple(
             tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
             for paces, *groups in zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)

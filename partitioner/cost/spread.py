@@ -16,6 +16,7 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.operators import Kernel, Operand, is_attention, is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
+from passes.regions import find_regions
 
 EXPERT_PRODUCTS = frozenset(("_grouped_mm", "expert_mm"))
 _ALONE = Group(1)
@@ -25,7 +26,7 @@ _ALONE = Group(1)
 class Spread:
     """How a call is spread besides ``tp``. ``context``, ``experts``, ``shards``: the groups of ``cp``, of ``ep`` and of
     the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``);
-    ``num_experts``: in all, of the layer that has most.
+    ``by_rows``: the graph has a ``tp``-th of the rows. ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
     """
@@ -36,6 +37,7 @@ class Spread:
     expert_shards: Group = _ALONE
     expert_tensor: float = 1.0
     tp: int = 1
+    by_rows: bool = False
     num_experts: int = 0
     overlap: bool = True
     fp8: bool = False
@@ -109,6 +111,14 @@ class ExpertRegion:
 
 def expert_region(block: Block) -> ExpertRegion:
     """The experts of ``block``, from the graph: what flows into the first products and out of the last."""
+    found = find_regions(block)
+    if found:
+        return ExpertRegion(
+            tuple(dict.fromkeys(_source(n) for r in found for n in r.entries)),
+            tuple(n for r in found for n in r.exits),
+            frozenset(n for r in found for n in r.products),
+            frozenset(name for r in found for name in r.states),
+        )
     products = [n for n in block.graph.nodes if operator_name(n) in EXPERT_PRODUCTS]
     if not products:
         return ExpertRegion()
@@ -142,7 +152,7 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    part = spread.cp * spread.tp  # a rank sends the tokens of its own part of the sequence
+    part = spread.cp * (1 if spread.by_rows else spread.tp)  # a rank sends the tokens of its own part of the sequence
     values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
 

@@ -83,9 +83,10 @@ class StateCost:
             optimizer=self.optimizer * share,
         )
 
-    def zero(self, stage: int, replicas: int, expert: bool = False) -> StateCost:
-        """It under stage ``stage`` of ZeRO over ``replicas`` ranks."""
-        axes = tuple("experts" if a in ("dp", "cp") else a for a in self.grad_axes) if expert else self.grad_axes
+    def zero(self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False) -> StateCost:
+        """It under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``: see :class:`Sharded`."""
+        axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
+        axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
         axes = tuple(dict.fromkeys(axes))
         return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes)
 
@@ -93,13 +94,15 @@ class StateCost:
 @dataclass(frozen=True)
 class Sharded:
     """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; ``experts``: the states that
-    are experts' weights, of which a rank holds ``of_experts``, alike on ``expert_replicas`` ranks."""
+    are experts' weights, of which a rank holds ``of_experts``, alike on ``expert_replicas`` ranks. ``by_rows``: ranks
+    along ``tp`` have different experts."""
 
     zero: int = 0
     replicas: int = 1
     experts: frozenset[str] = frozenset()
     of_experts: float = 1.0
     expert_replicas: int = 1
+    by_rows: bool = False
 
 
 WHOLE = Sharded()
@@ -126,7 +129,8 @@ def state_costs(
         cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained)
         expert = name in sharded.experts
         cost = cost.scaled(sharded.of_experts) if expert else cost
-        costs[name] = cost.zero(sharded.zero, sharded.expert_replicas if expert else sharded.replicas, expert)
+        replicas = sharded.expert_replicas if expert else sharded.replicas
+        costs[name] = cost.zero(sharded.zero, replicas, expert, sharded.by_rows)
     return costs
 
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from partitioner.draw.figures import AXIS_NAMES
 from partitioner.draw.svg import group, line, rect, text, text_width
-from partitioner.topology.groups import Group, rank_grid, row_groups
+from partitioner.topology.groups import Group, expert_grid, rank_grid, row_groups
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link
 from partitioner.units import digits, plural, seconds_text
-from runtime.program import AXES
+from runtime.program import MESH_AXES
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
@@ -139,8 +139,8 @@ def _uses(plan: Plan) -> dict[str, _Uses]:
     """For each axis of more than one rank."""
     devices = np.array(plan.devices)
     found = {}
-    for axis in (a for a in AXES if plan.mesh.get(a, 1) > 1):
-        rows = devices[rank_grid(plan.mesh, axis)]
+    for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
+        rows = devices[expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)]
         found[axis] = _hand_overs(plan, rows) if axis == "pp" else _collectives(axis, row_groups(plan.topology, rows))
     return found
 

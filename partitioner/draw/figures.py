@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, percent, plural, seconds_text
-from runtime.program import AXES
+from runtime.program import MESH_AXES
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
 COLLECTIVE_NAMES = {
@@ -17,7 +17,7 @@ COLLECTIVE_NAMES = {
 
 def mesh_text(mesh: dict[str, int]) -> str:
     """``pp 4 × dp 2 × tp 2``; axes of one rank are left out, and a mesh of one rank is ``one rank``."""
-    return " × ".join(f"{axis} {mesh[axis]}" for axis in AXES if mesh.get(axis, 1) > 1) or "one rank"
+    return " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if mesh.get(axis, 1) > 1) or "one rank"
 
 
 def candidate_text(candidate: Candidate) -> str:

@@ -77,7 +77,8 @@ class Point:
 @dataclass(frozen=True)
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
-    weights' dims; ``global_batch``: samples; ``experts``: of the layer that has most; ``length``: a sample's tokens."""
+    weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
+    sample's tokens."""
 
     topology: Topology
     global_batch: int
@@ -108,6 +109,7 @@ def points(space: Space) -> list[Point]:
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
+    pinned.check_experts(space.experts)
     found = [
         Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual)
         for pp, dp, tp, cp in meshes(space)
@@ -153,12 +155,12 @@ def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
     """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
     pinned = space.constraints
     shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
-    if pinned.ahead and pinned.etp is None and space.experts and tp > 1:
+    if pinned.etp is None and space.experts and tp > 1:
         shards = [1, 0]
     if pinned.ep is not None:
         sizes = [pinned.ep]
     else:
-        sizes = [ep for ep in divisors(space.experts) if ep <= room] if pinned.ahead and space.experts else [1]
+        sizes = [ep for ep in divisors(space.experts) if ep <= room] if space.experts else [1]
     pairs = [(ep, etp) for ep in sizes for etp in shards if ep > 1 or etp == shards[-1]]
     return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
 

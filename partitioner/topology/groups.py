@@ -23,7 +23,7 @@ from partitioner.topology.fabric import Storey, inside_levels, least_cut, least_
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link, Measured
-from runtime.program import AXES
+from runtime.program import AXES, expert_mesh, num_ranks
 
 _POST_S = 1e-6  # to post one send and one receive
 _RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
@@ -142,12 +142,18 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
     return np.ascontiguousarray(grid).reshape(-1, math.prod(sizes[i] for i in inner))
 
 
+def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
+    """All groups of ``ep``, one per row; ``etp``: ranks that share one expert (0: ``tp``)."""
+    sizes = expert_mesh(mesh, etp)
+    return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
+
+
 def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
     """The device of every rank: ``devices``, or each rank on its namesake.
 
     Raises :class:`TopologyError` where the mesh has more ranks than the topology has devices.
     """
-    world = math.prod(mesh.values())
+    world = num_ranks(mesh)
     if world > topology.num_devices:
         raise TopologyError(
             f"a mesh of {world} ranks on the topology {topology.name!r} of {topology.num_devices} devices; "
@@ -307,7 +313,7 @@ def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) 
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
     """The ranks of each pipeline stage: consecutive, since ``pp`` is the outermost axis."""
     stages = mesh.get("pp", 1)
-    size = math.prod(mesh.values()) // stages
+    size = num_ranks(mesh) // stages
     return [range(s * size, (s + 1) * size) for s in range(stages)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from runtime.events import Collective, Event, Trace
-from runtime.program import AXES, Program
+from runtime.program import Program
 
 
 def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
@@ -43,10 +43,11 @@ def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int,
 
 def _groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
     """All groups over ``axes``."""
-    ranks = np.arange(program.world_size).reshape([program.mesh.get(axis, 1) for axis in AXES])
-    inner = [place for place, axis in enumerate(AXES) if axis in axes]
-    outer = [place for place in range(len(AXES)) if place not in inner]
-    size = math.prod(program.mesh.get(axis, 1) for axis in axes)
+    grid = program.grid(axes)
+    ranks = np.arange(program.world_size).reshape([*grid.values()])
+    inner = [place for place, axis in enumerate(grid) if axis in axes]
+    outer = [place for place in range(len(grid)) if place not in inner]
+    size = math.prod(program.size(axis) for axis in axes)
     found: list[list[int]] = ranks.transpose(*outer, *inner).reshape(-1, size).tolist()
     return found
 

@@ -152,4 +152,4 @@ class StateGradients:
         self.stepped = index
 
     def group(self, number: int) -> tuple[str, ...]:
-        return split_axes(self.program.mesh, self.here.buckets[number].axes)
+        return split_axes(self.program, self.here.buckets[number].axes)

@@ -146,8 +146,8 @@ class _Machine:
         if missing:
             raise Refusal("order", f"the totals lack microbatch {min(missing)}")
         self.agree_on_totals(i)
-        axes = split_axes(self.program.mesh, DATA_AXES)
-        if split_axes(self.program.mesh, i.axes) != axes or set(i.axes) - set(self.program.mesh):
+        axes = split_axes(self.program, DATA_AXES)
+        if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
             raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
         for value in i.values:
             self.make(value, None)
@@ -278,7 +278,7 @@ class _Machine:
     def bundles(self, op: str, position: int) -> list[_Bundle]:
         """The collectives of a call, those in a row over the same axes together: who enters one enters them all."""
         if (op, position) not in self.bundled:
-            uses = [(split_axes(self.program.mesh, (u.axis,)), u) for u in self.calls[position].collectives(op)]
+            uses = [(split_axes(self.program, (u.axis,)), u) for u in self.calls[position].collectives(op)]
             found: list[_Bundle] = []
             for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
                 row = [use for _, use in group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from passes.layouts import Layout, divides
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
-from runtime.program import AXES
+from runtime.program import AXES, EXPERT_AXES, Program, StateData
 from runtime.proof.errors import Refusal
 
 
@@ -21,24 +21,40 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
     try:
-        layout = Layout.parse(state.layout)
+        layout, over_ep = Layout.parse(state.layout), Layout.parse(state.expert_layout)
         dtype_of(state.dtype)
     except ValueError as error:
         return f"is malformed: {error}"
     if layout.kind == "P" or not divides(layout, state.shape, tp):
         return f"of shape {state.shape} cannot be {layout} over tp={tp}"
+    if over_ep.kind not in ("S", "R") or not divides(over_ep, state.shape, program.size("ep")):
+        return f"of shape {state.shape} cannot be {over_ep} over ep={program.size('ep')}"
+    if over_ep.is_shard and layout.is_shard and over_ep.dim == layout.dim:
+        return f"is cut on dim {layout.dim} both over tp and over ep"
     if tuple(sorted(set(state.stages))) != state.stages or not set(range(len(program.stages))) >= set(state.stages):
         return f"is on the stages {state.stages}; expected some of 0 to {len(program.stages) - 1}, in order"
     readers = {s for s, stage in enumerate(program.stages) for c in stage.calls if name in c.states}
     if not state.stages or (readers and readers != set(state.stages)):
         return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
-    if set(state.grad_axes) - set(AXES[1:]):
-        return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(AXES[1:])}"
-    if tp > 1 and name in facts.with_gradient and (layout.kind == "R'") != ("tp" in state.grad_axes):
-        return f"is {layout} over tp, but its gradient is added up over {state.grad_axes or 'no axis'}"
+    known = (*AXES[1:], *EXPERT_AXES)
+    if set(state.grad_axes) - set(known):
+        return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(known)}"
+    if name in facts.with_gradient and not _is_added_up(program, state, layout, over_ep):
+        where = f"{layout} over tp" + (f" and {over_ep} over ep" if over_ep.is_shard else "")
+        return f"is {where}, but its gradient is added up over {state.grad_axes or 'no axis'}"
     if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
         return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
     return ""
+
+
+def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
+    """Whether a gradient is added up over ``tp`` where it is a partial sum there. Experts see ``tp`` as ``etp``, and
+    the ranks that have the same of them as ``edp``: over these their gradients are added up, over no other axis."""
+    axes = split_axes(program, state.grad_axes)
+    partial = layout.kind == "R'"
+    if over_ep.is_shard and program.size("ep") > 1:
+        return axes == split_axes(program, ("edp", "etp") if partial else ("edp",))
+    return not set(axes) & set(EXPERT_AXES) and ("tp" in axes) == (partial and program.size("tp") > 1)
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
@@ -58,7 +74,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
     for name, state in program.states.items():
-        axes = split_axes(program.mesh, state.grad_axes)
+        axes = split_axes(program, state.grad_axes)
         if name in facts.with_gradient and stage in state.stages and axes:
             wanted[name] = axes
     found: set[str] = set()
@@ -69,7 +85,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
                 problem = f"has {name!r}, which has no gradient to add up on this stage"
             elif name in found:
                 problem = f"has {name!r} a second time"
-            elif set(bucket.axes) - set(AXES) or split_axes(program.mesh, bucket.axes) != wanted[name]:
+            elif set(bucket.axes) - {*AXES, *EXPERT_AXES} or split_axes(program, bucket.axes) != wanted[name]:
                 problem = f"is added up over {bucket.axes}, but the gradient of {name!r} is a sum over {wanted[name]}"
             elif program.states[name].dtype != program.states[bucket.states[0]].dtype:
                 problem = "has gradients of several types"
@@ -86,6 +102,6 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
             raise Refusal("structure", problem, stage=stage)
 
 
-def split_axes(mesh: dict[str, int], axes: tuple[str, ...]) -> tuple[str, ...]:
+def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``axes`` that have more than one rank, in the mesh's order: they name a group."""
-    return tuple(a for a in AXES if a in axes and mesh.get(a, 1) > 1)
+    return tuple(a for a in (*AXES, *EXPERT_AXES) if a in axes and program.size(a) > 1)

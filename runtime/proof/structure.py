@@ -10,10 +10,10 @@ from functools import partial
 
 from passes.blocks import TensorSpec
 from passes.check import describe
-from passes.layouts import Layout, local_shape
+from passes.layouts import Layout
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts, graph_fault
-from runtime.program import AXES, CallData, Program, Value, weights_fingerprint
+from runtime.program import MESH_AXES, CallData, Program, Value, shard_shape, weights_fingerprint
 from runtime.proof.batch import check_inputs, check_outputs
 from runtime.proof.errors import Refusal
 from runtime.proof.states import check_buckets, check_state
@@ -64,8 +64,12 @@ def _touches(value: str, call: CallData) -> bool:
 
 
 def _mesh(program: Program) -> None:
-    if set(program.mesh) - set(AXES) or any(size < 1 for size in program.mesh.values()):
-        raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(AXES)}, or empty ones")
+    if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
+        raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
+    room = program.world_size // program.mesh.get("pp", 1)
+    if program.etp < 0 or room % (program.size("ep") * program.size("etp")):
+        problem = f"experts over ep={program.size('ep')} x etp={program.size('etp')} of the {room} ranks of a stage"
+        raise Refusal("structure", f"{problem}: expected sizes whose product divides them")
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
         raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
     if program.num_microbatches < 1:
@@ -74,7 +78,7 @@ def _mesh(program: Program) -> None:
 
 def _blocks(program: Program) -> None:
     """Every graph is well-formed, and infers the values that it carries."""
-    axes = {axis: program.mesh.get(axis, 1) for axis in AXES if axis != "pp"}
+    axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = axes["dp"] * program.num_microbatches
     for name in program.blocks:
         fault = graph_fault(program, name, axes)
@@ -143,8 +147,7 @@ def _value_spec(value: Value) -> TensorSpec | None:
 def _state_spec(program: Program, name: str) -> TensorSpec | None:
     state = program.states[name]
     try:
-        shape = local_shape(Layout.parse(state.layout), state.shape, program.mesh.get("tp", 1))
-        return TensorSpec(shape, dtype_of(state.dtype))
+        return TensorSpec(shard_shape(program, name), dtype_of(state.dtype))
     except ValueError:
         return None
 

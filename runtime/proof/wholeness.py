@@ -11,7 +11,7 @@ from torch import fx
 from passes.layouts import Layout
 from passes.variance import Sameness, culprit, misuse, sameness
 from runtime.facts import ProgramFacts
-from runtime.program import CallData
+from runtime.program import CallData, Program
 from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
 
@@ -46,7 +46,8 @@ def _over_tp(facts: ProgramFacts) -> None:
 def _key(facts: ProgramFacts, call: CallData) -> object:
     """All that the answer for a call depends on."""
     program = facts.program
-    states = tuple((program.states[n].layout, TP in program.states[n].grad_axes) for n in call.states)
+    kept = [program.states[n] for n in call.states]
+    states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
     values = tuple(program.values[n].layout for n in (*call.inputs, *call.outputs))
     return call.block, facts.needs(call), states, values
 
@@ -66,8 +67,14 @@ def _gradient(layout: str) -> Sameness:
 def _given(facts: ProgramFacts, call: CallData) -> list[Sameness]:
     """A call's states and inputs over ``tp``, in the order of the placeholders."""
     program = facts.program
+    apart = [_is_apart(program, n) for n in call.states] + [False] * len(call.inputs)
     layouts = [program.states[n].layout for n in call.states] + [program.values[n].layout for n in call.inputs]
-    return [_value(layout) for layout in layouts]
+    return ["different" if a else _value(layout) for a, layout in zip(apart, layouts, strict=True)]
+
+
+def _is_apart(program: Program, state: str) -> bool:
+    """Whether ranks along ``tp`` have the weights of different experts."""
+    return program.experts_span_tp and Layout.parse(program.states[state].expert_layout).is_shard
 
 
 def _forward(facts: ProgramFacts, call: CallData) -> None:
@@ -98,7 +105,8 @@ def _backward(facts: ProgramFacts, call: CallData) -> None:
     whole = [(call.inputs[i], _gradient(program.values[call.inputs[i]].layout)) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
-        whole.append((call.states[i], "different" if TP in state.grad_axes else _gradient(state.layout)))
+        apart = bool({TP, "etp"} & set(state.grad_axes)) or _is_apart(program, call.states[i])
+        whole.append((call.states[i], "different" if apart else _gradient(state.layout)))
     for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
         if wanted == "alike" and node is not None and known[node.name] == "different":
             message = f"{call.path!r}: the gradient of {name!r} should be whole over tp, but differs from rank to rank"

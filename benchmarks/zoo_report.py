@@ -1,0 +1,2 @@
+def print_report(known): pass
+def summary(known): return {}

@@ -67,10 +67,11 @@ def main() -> None:
     known = load(options.results)
     if not options.report:
         wanted = _wanted(options)
-        done = {
-            key for key, result in known.items() if not options.again and (result["status"] == "equal" or not options.retry)
-        }
-        sweep([(name, [m for m in meshes if (name, m) not in done]) for name in wanted], options.results, options.timeout)
+        final = ("equal",) if options.retry else ("equal", "unequal", "refused", "unexported", "unbuilt", "crashed", "timeout")
+        done = {key for key, result in known.items() if result["status"] in final and not options.again}
+        sweep(
+            [(name, [m for m in meshes if (name, m) not in done]) for name in wanted], options.results, options.timeout
+        )
         known = load(options.results)
     from benchmarks.zoo_report import print_report, summary, write_docs
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-WIDTH, HEADS, HEAD_DIM, VOCAB, POSITIONS, WINDOW, IMAGE = 64, 4, 16, 128, 64, 8, 64
+WIDTH, HEADS, HEAD_DIM, VOCAB, POSITIONS, WINDOW, IMAGE = 64, 4, 16, 128, 64, 4, 64
 _MOST_LAYERS, _LEAST, _MOST = 8, 8, 256
 
 Keep = frozenset[str]
@@ -84,14 +84,15 @@ _KINDS: tuple[tuple[str, str, Callable[[int, Scale], int]], ...] = (
      _least(VOCAB)),
     ("keep", r"kernel|stride|padding|dilation|rate|ratio|factor|mult|expan|channels?_in|num_channels|seed|labels|bins$"
      r"|in_channels|codebooks|type_vocab|^group_size|beta|alpha|theta|steps|cycles|hop|audio_channels|input_channels"
-     r"|n_langs|divis|_idx$|pool_size|pool_scales|reduction|cross_attn_k|feature_layer|ngram_size|time_limit", lambda v, s: v),
+     r"|n_langs|divis|_idx$|pool_size|pool_scales|reduction|cross_attn_k|feature_layer|ngram_size"
+        r"|time_limit", lambda v, s: v),
     ("head_dim", r"head_?dims?$|d_head|headdim|d_kv$|dim_head|kv_channels|head_size|rotary_dim|attn_scalar|key_dim$"
      r"|head_hid_dim|d_rel$|ssm_dim$|mrope_section", _head_width),
     ("kv_heads", r"(kv|key_value)_?(n_)?heads|num_query_groups", _heads),
     ("heads", r"heads?$|_nhead$|n_heads?_|heads_per_layer|num_attention_heads", _heads),
     ("offset", r"offset$", _least(1)),
     ("period", r"period$|interval$|sparse_step$|every_n_layers$|pattern$|layer_group_size", _least(2)),
-    ("first", r"^(first|num|mlp|moe)_.*(dense|shared|start).*(layers?|replace|index)$|nextn|num_dense_layers", _least(1)),
+    ("first", r"^(first|num|mlp|moe)_.*(dense|shared|start).*(layers?|replace|index)$|nextn", _least(1)),
     ("layers", r"layers?$|layers_per|depths?$|blocks?$|num_blocks|block_repeats|block_sizes$|num_.*_layers", _layers),
     ("window", r"window|chunk_size$|attention_span|mem_len|local_attention|local_radius|block_size$|index_topk"
      r"|chunk_length$|(left|right)_chunk|context_(left|right|size)|keep_window|topk_blocks|local_num_chunks"
@@ -128,6 +129,7 @@ def tiny_config(model_type: str, keep: Keep = frozenset()) -> PreTrainedConfig:
 def attempts() -> Iterator[Keep]:
     """What to keep, the smallest model first."""
     yield frozenset()
+    yield frozenset(("fill",))
     singles = [frozenset((kind,)) for kind in KINDS]
     yield from singles
     yield frozenset(("first", "period", "offset", "layers"))
@@ -143,11 +145,15 @@ def _tiny(default: PreTrainedConfig, keep: Keep) -> PreTrainedConfig:
         value = _get(default, name)
         if isinstance(value, PreTrainedConfig):
             given[name] = _tiny(value, keep)
+        elif value is None and "fill" in keep and _filled(name, scale) is not None:
+            given[name] = _filled(name, scale)
         elif value is not None and not isinstance(value, bool | str):
             new = _small(name, value, scale, keep)
             if new is not value:
                 given[name] = new
     given |= _tokens(default, keep) | _matched(default, given, scale, keep)
+    if "use_cache" in vars(default):
+        given["use_cache"] = False
     return type(default)(**given)
 
 
@@ -189,6 +195,18 @@ def _fields(kind: type) -> list[str]:
     return [n for n in names if n not in ("id2label", "label2id", "transformers_version", "architectures", "dtype")]
 
 
+# What a field that is ``None`` by default may need, by kind.
+_FILL = {"chosen": 2, "experts": 8, "head_dim": HEAD_DIM, "kv_heads": 2, "groups": 1, "first": 1, "width": WIDTH}
+
+
+def _filled(name: str, scale: Scale) -> Any:
+    """A value for a field that has none; ``None`` where there is nothing to guess."""
+    if name == "layer_types":
+        return ["full_attention"] * len(scale.kept)
+    found = _kind_of(name)
+    return _FILL.get(found[0]) if found is not None else None
+
+
 def _small(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
     if isinstance(value, dict):
         return {k: _small(k, v, scale, keep) for k, v in value.items()}
@@ -204,6 +222,8 @@ def _small(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
 
 def _small_list(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
     """One entry per layer that is left, layers' numbers among those that are left, entries per stage in proportion."""
+    if all(isinstance(v, list | tuple) and len(v) == 2 and isinstance(v[0], list) for v in value) and value:
+        return [[v[0], 1] for v in value]  # types of layers, and how often they recur
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     indices = numbers and bool(re.search(r"layers$|idxs$|ids$|indices$|indexes$", name))
     if "layers" not in keep:
@@ -217,7 +237,7 @@ def _small_list(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
         return value
     kind, new = found
     if kind == "layers":
-        return type(value)(min(v, 2) for v in value)
+        return type(value)(min(v, 2 if len(value) < 3 else 1) for v in value)
     if kind == "width":  # stages' channels
         largest = max(value, default=1)
         return type(value)(_proportional(v, 2 * WIDTH, _floor(largest)) for v in value)
@@ -226,8 +246,13 @@ def _small_list(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
     return type(value)(new(v, scale) for v in value)
 
 
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims", "hidden_sizes")
+
+
 def _scale_of(default: PreTrainedConfig, keep: Keep) -> Scale:
-    hidden = _first(default, ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims", "hidden_sizes"), 768)
+    hidden = _first(
+        default, ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims", "hidden_sizes"), 768
+    )
     heads = _first(default, ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"), 8)
     head_dim = _first(default, ("head_dim", "v_head_dim", "attention_head_size", "d_kv"), 0)
     layers = _first(default, ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2)

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from benchmarks.zoo_configs import IMAGE, VOCAB, attempts, tiny_config
 
-BATCH, SEQ, IGNORED = 4, 16, -100
+BATCH, SEQ, IGNORED = 4, 8, -100
 _MOST_PARAMETERS = 40_000_000
 _MOST_TRIALS = 24
 
@@ -85,7 +85,7 @@ def build(name: str) -> Sample:
 
 def _build(cls: Any, model_type: str, kind: str, keep: frozenset[str]) -> Sample:
     try:
-        config = tiny_config(model_type, keep)
+        config = _part_for(cls, tiny_config(model_type, keep))
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             size = sum(p.numel() for p in cls(config).parameters())
@@ -96,9 +96,21 @@ def _build(cls: Any, model_type: str, kind: str, keep: frozenset[str]) -> Sample
     except ZooError:
         raise
     except Exception as error:
-        raise ZooError("build", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise ZooError("build", _said(error)) from error
     _draw(model)
     return _with_inputs(model, config, kind)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _part_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration that the class takes: this one, or the part of it that it is made for."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((v for v in vars(config).values() if isinstance(v, wanted)), config)
 
 
 def _draw(model: nn.Module) -> None:
@@ -106,7 +118,11 @@ def _draw(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            if (
+                parameter.is_floating_point()
+                and parameter.numel() > 1
+                and bool((parameter == parameter.flatten()[0]).all())
+            ):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
         for module in model.modules():
             if isinstance(getattr(module, "running_var", None), Tensor):
@@ -134,7 +150,9 @@ def _with_inputs(model: nn.Module, config: PreTrainedConfig, kind: str) -> Sampl
             without = Sample(model, inputs, mean_square)
     if without is not None:
         return without
-    reason = "no finite loss" if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    reason = (
+        "no finite loss" if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    )
     raise ZooError("forward", reason)
 
 
@@ -199,8 +217,8 @@ def _labels(kind: str, config: PreTrainedConfig) -> Tensor:
 
 
 def _padding() -> Tensor:
-    """``[batch, length]`` of ones and zeros: sample ``i`` has ``i % 5`` padded positions at its end."""
-    return (torch.arange(SEQ) < (SEQ - torch.arange(BATCH) % 5)[:, None]).long()
+    """``[batch, length]`` of ones and zeros: sample ``i`` has ``i % 3`` padded positions at its end."""
+    return (torch.arange(SEQ) < (SEQ - torch.arange(BATCH) % 3)[:, None]).long()
 
 
 def _values(name: str, config: PreTrainedConfig, padded: bool) -> Iterator[Any]:

@@ -13,12 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from benchmarks.zoo_models import Sample, ZooError, build
 from partitioner import Constraints, Topology, api, partition
 from passes.assemble import Captured
-from passes.constants import Evaluator
 from passes.errors import PartitionError
 from passes.normalize import normalize
 
@@ -117,29 +116,47 @@ def _by_part(errors: Mapping[str, float]) -> dict[str, float]:
 
 
 def _masks(captured: Captured) -> dict[str, int]:
-    """How attention is masked: ``none``, ``causal``, by ``constant`` masks or by ``computed`` ones."""
-    constants = {
-        p: captured.constants[s] for p, s in captured.placeholders.items() if captured.states.get(s) is not None
-        and captured.states[s].kind == "constant"
-    }  # fmt: skip
-    evaluator = Evaluator(constants)
+    """How attention is masked: ``none``, ``causal`` (nothing materialised), by a ``computed`` mask, by a ``constant``
+    one, or by a constant one that ``is causal`` and should not be there."""
+    kinds = {p: captured.states[s].kind if s in captured.states else "input" for p, s in captured.placeholders.items()}
+    constants = {p: captured.constants[captured.placeholders[p]] for p, kind in kinds.items() if kind == "constant"}
     found: dict[str, int] = {}
+    known: dict[fx.Node, Tensor | None] = {}
     for node in captured.graph.nodes:
         if node.target is _ATTENTION:
-            kind = _mask_of(node, evaluator)
+            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+            causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+            kind = _kind_of(_value(mask, constants, known)) if isinstance(mask, fx.Node) else ["none", "causal"][causal]
             found[kind] = found.get(kind, 0) + 1
     return found
 
 
-def _mask_of(node: fx.Node, evaluator: Evaluator) -> str:
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
-    given |= node.kwargs
-    mask = given.get("attn_mask")
-    if not isinstance(mask, fx.Node):
-        return "causal" if given.get("is_causal") else "none"
-    return "computed" if _depends(mask) or evaluator.value(mask) is None else "constant"
+def _kind_of(mask: Tensor | None) -> str:
+    if mask is None:
+        return "computed"
+    shown = mask if mask.dtype == torch.bool else mask > -6e4
+    is_causal = mask.dim() >= 2 and bool((shown == torch.ones(mask.shape[-2:], dtype=torch.bool).tril()).all())
+    return "is causal" if is_causal else "constant"
 
 
-def _depends(node: fx.Node) -> bool:
-    """Whether a node depends on a placeholder that is no constant; constants are read as such by the evaluator."""
-    return False
+def _value(node: fx.Node, constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """The numbers of a node that depends on constants alone, ``None`` of any other."""
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        waiting = [n for n in top.all_input_nodes if n not in known]
+        if waiting and top not in known:
+            stack += waiting
+            continue
+        stack.pop()
+        if top.op == "placeholder":
+            known[top] = constants.get(top.name)
+        elif top not in known:
+            whole = all(known[n] is not None for n in top.all_input_nodes)
+            args, kwargs = fx.map_arg((top.args, top.kwargs), known.get)
+            known[top] = top.target(*args, **{**kwargs, **_on_cpu(kwargs)}) if whole and callable(top.target) else None
+    return known[node]
+
+
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("cpu")} if "device" in kwargs else {}

@@ -160,6 +160,15 @@ def _leaves(output: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def without_labels(sample: Sample) -> Sample:
+    """The model without its own loss; a decoder is then given its tokens."""
+    inputs = {k: v for k, v in sample.inputs.items() if k != "labels"}
+    names = inspect.signature(sample.model.forward).parameters
+    if "decoder_input_ids" in names and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = sample.inputs["labels"].clamp(min=0)
+    return Sample(sample.model, inputs, mean_square)
+
+
 def mean_square(output: Any) -> Tensor:
     """The loss of a model that has none: the mean square of what it gives first."""
     return (_leaves(output)[0] ** 2).mean()

@@ -185,7 +185,19 @@ def smallest(n: int) -> Tensor:
 
 def packed(n: int) -> Tensor:
     """Causal within documents, of which there is one: as it is written for batches of packed sequences."""
-    places = torch.arange(n)[None].expand(2, -1)
+    return packed_by(torch.arange(n)[None].expand(2, -1))
+
+
+def repeated(n: int) -> Tensor:
+    return packed_by(torch.arange(n)[None].repeat(2, 1))
+
+
+def stacked(n: int) -> Tensor:
+    return packed_by(torch.stack([torch.arange(n)] * 2))
+
+
+def packed_by(places: Tensor) -> Tensor:
+    n = places.shape[1]
     document = torch.cumsum(torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1, -1)
     rows = torch.arange(2)[:, None, None, None]
     q, k = torch.arange(n)[None, None, :, None], torch.arange(n)[None, None, None, :]
@@ -198,6 +210,8 @@ MASKS = {
     "comparison": (lambda n: torch.arange(n)[None] <= torch.arange(n)[:, None], CAUSAL),
     "reversed comparison": (lambda n: torch.arange(n)[:, None] >= torch.arange(n)[None], CAUSAL),
     "packed": (packed, CAUSAL),
+    "packed, repeated": (repeated, CAUSAL),
+    "packed, stacked": (stacked, CAUSAL),
     "wide window": (window(1 << 20), CAUSAL),
     "narrow window": (window(3), KEPT),
     "all": (lambda n: torch.ones(2, 1, n, n, dtype=torch.bool), DROPPED),

@@ -28,20 +28,20 @@ sys.path.insert(0, str(_ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
 
 Mesh = tuple[int, int, int]
 Key = tuple[str, Mesh]
 Result = dict[str, Any]
 
 _RESULTS = _ROOT / "out" / "zoo.jsonl"
-# What every process needs and no work on this project changes: loaded once, before the processes are forked.
+# What every process needs: loaded once, before the processes are forked.
 _PRELOAD = [
     "torch", "torch.export", "torch._dynamo", "torch.distributed", "torch.fx.experimental.validator", "networkx",
     "ortools.math_opt.python.mathopt", "pydantic", "scipy.optimize", "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "transformers.models.bart.modeling_bart", "transformers.models.vit.modeling_vit",
+    "transformers.models.bart.modeling_bart", "transformers.models.vit.modeling_vit", "benchmarks.zoo_worker",
 ]  # fmt: skip
 
 
@@ -67,8 +67,7 @@ def main() -> None:
     known = load(options.results)
     if not options.report:
         wanted = _wanted(options)
-        final = ("equal",) if options.retry else ("equal", "unequal", "refused", "unexported", "unbuilt", "crashed", "timeout")
-        done = {key for key, result in known.items() if result["status"] in final and not options.again}
+        done = {k for k, r in known.items() if not options.again and (r["status"] == "equal" or not options.retry)}
         sweep(
             [(name, [m for m in meshes if (name, m) not in done]) for name in wanted], options.results, options.timeout
         )

@@ -66,7 +66,9 @@ def _by_mesh(known: Known) -> dict[Mesh, list[Result]]:
 def _distribution(shares: Iterable[float]) -> dict[str, int]:
     """How many models have at least this share of their matrix products' work sharded."""
     found = list(shares)
-    return {"all": len(found)} | {f">= {bar:.0%}": sum(s >= bar - 1e-9 for s in found) for bar in (0.99, 0.95, 0.8, 0.5)}
+    return {"all": len(found)} | {
+        f">= {bar:.0%}": sum(s >= bar - 1e-9 for s in found) for bar in (0.99, 0.95, 0.8, 0.5)
+    }
 
 
 def print_report(known: Known) -> None:

@@ -89,7 +89,6 @@ class Evaluator:
         except (_Unknown, RuntimeError, IndexError, TypeError):
             return None
 
-
     def as_it_is(self, node: fx.Node) -> Tensor:
         """What any other operator gives, run on operands of their true sizes."""
         target: Any = node.target

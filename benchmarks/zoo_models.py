@@ -7,6 +7,7 @@ usual; the first that the model accepts is used. Every model is in eval mode, an
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,10 +133,11 @@ def _draw(model: nn.Module) -> None:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def _with_inputs(model: nn.Module, config: PreTrainedConfig, kind: str) -> Sample:
+def _with_inputs(model: nn.Module, config: PreTrainedConfig, kind: str, more: tuple[str, ...] = ()) -> Sample:
+    """The first inputs that the model accepts; ``more``: parameters that it asks for by its errors."""
     failure: Exception | None = None
     without: Sample | None = None
-    for inputs in islice(_candidates(model, config, kind), _MOST_TRIALS):
+    for inputs in islice(_candidates(model, config, kind, more), _MOST_TRIALS):
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -150,10 +152,13 @@ def _with_inputs(model: nn.Module, config: PreTrainedConfig, kind: str) -> Sampl
             without = Sample(model, inputs, mean_square)
     if without is not None:
         return without
-    reason = (
-        "no finite loss" if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-    )
-    raise ZooError("forward", reason)
+    if failure is None:
+        raise ZooError("forward", "no finite loss")
+    parameters = inspect.signature(model.forward).parameters
+    asked = [n for n in re.findall(r"\w+", str(failure)) if n in parameters and n not in ("labels", "self")]
+    if asked and not more:
+        return _with_inputs(model, config, kind, (asked[0],))
+    raise ZooError("forward", _said(failure))
 
 
 def _leaves(output: Any) -> list[Tensor]:
@@ -174,7 +179,9 @@ def mean_square(output: Any) -> Tensor:
     return (_leaves(output)[0] ** 2).mean()
 
 
-def _candidates(model: nn.Module, config: PreTrainedConfig, kind: str) -> Iterator[dict[str, Any]]:
+def _candidates(
+    model: nn.Module, config: PreTrainedConfig, kind: str, more: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
     """Arguments to try, those with labels first."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
@@ -184,6 +191,7 @@ def _candidates(model: nn.Module, config: PreTrainedConfig, kind: str) -> Iterat
     required = [
         n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and n != main
     ]
+    required += [n for n in more if n not in (main, *required)]
     makers = [[(n, value) for value in _values(n, config, padded)] for n in (main, *required) if n != "labels"]
     if padded and "attention_mask" in parameters and "attention_mask" not in required and main == "input_ids":
         makers.append([("attention_mask", _padding())])

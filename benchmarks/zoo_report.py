@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def summary(known: Known) -> dict[str, Any]:
     for mesh, results in _by_mesh(known).items():
         counts = Counter(r["status"] for r in results)
         planned = [r for r in results if "share" in r]
+        equal = [r for r in planned if r["status"] == "equal"]
         exported = [r for r in results if r["status"] not in ("unexported", "unbuilt", "timeout")]
         operators: dict[str, list[float]] = defaultdict(list)
         for r in planned:
@@ -49,7 +50,7 @@ def summary(known: Known) -> dict[str, Any]:
             "model types exported": len({r["name"].split(":")[1] for r in exported}),
             "statuses": {s: counts[s] for s in STATUSES if counts[s]},
             "shares": _distribution(r["share"] for r in planned),
-            "largest error of equal": max((max(r["errors"].values()) for r in planned if r["status"] == "equal"), default=0.0),
+            "largest error of equal": max((max(r["errors"].values()) for r in equal), default=0.0),
             "causal masks left": sorted(r["name"] for r in planned if "is causal" in r.get("masks", {})),
             "without rule": {n: [len(s), max(s)] for n, s in sorted(operators.items(), key=lambda i: -max(i[1]))},
         }  # fmt: skip
@@ -114,11 +115,11 @@ def _page(known: Known) -> Iterable[str]:
     yield "# The zoo"
     yield ""
     yield (
-        "Every architecture that transformers maps to causal and masked language modelling, sequence to sequence, image "
-        "and audio classification, and speech recognition: a tiny model of each, made from its default configuration by "
+        "Architectures that transformers maps to causal and masked language modelling, sequence to sequence, image and "
+        "audio classification, and speech recognition: a tiny model of each, made from its default configuration by "
         "the kinds of its fields, is planned and verified in float64. No architecture is known by name, neither to the "
         "planner nor to the benchmark. Written by `python benchmarks/zoo.py --report --write-docs`, "
-        f"{datetime.now(timezone.utc):%Y-%m-%d}; torch {version('torch')}, transformers {version('transformers')}, "
+        f"{datetime.now(UTC):%Y-%m-%d}; torch {version('torch')}, transformers {version('transformers')}, "
         f"Python {platform.python_version()}."
     )
     yield ""

@@ -83,11 +83,24 @@ class Evaluator:
             known: Callable[[fx.Node], Any] = self.values.__getitem__
             args: Any = fx.node.map_arg(node.args, known)
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
-            rule: Callable[..., Value] = _RULES.get(node.target, _unknown)
-            result = rule(node, *args, **kwargs)
+            rule = _RULES.get(node.target)
+            result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
             return _squeeze(result) if isinstance(result, Tensor) else result
         except (_Unknown, RuntimeError, IndexError, TypeError):
             return None
+
+    def as_it_is(self, node: fx.Node) -> Tensor:
+        """What any other operator gives, run on operands of their true sizes."""
+        target: Any = node.target
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if random or not isinstance(val(node), Tensor) or val(node).numel() > LIMIT:
+            raise _Unknown
+        args: Any
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _whole(self.values[n], list(shape(n))))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result: Tensor = target(*args, **kwargs)
+        return result
 
 
 def _squeeze(tensor: Tensor) -> Tensor:
@@ -115,10 +128,6 @@ def _along(tensor: Any, dim: int, size: int) -> Tensor:
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
-
-
-def _unknown(node: fx.Node, *_: Any, **__: Any) -> Tensor:
-    raise _Unknown
 
 
 def _full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Tensor:

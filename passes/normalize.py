@@ -1,8 +1,8 @@
 """The normal form: one way to say each thing, so that few rules and patterns cover many models.
 
-Requires: a captured graph. Provides: no aliases, copies, casts or reshapes that do nothing, no bias-carrying products;
-means as sums times a constant, so that a sharded mean is a partial sum; losses as logsumexp, gather and sums over a
-count that depends on targets alone; constant attention masks recognised. Every
+Requires: a captured graph. Provides: no composite operators without a rule; no aliases, copies, casts or reshapes that
+do nothing, no bias-carrying products; means as sums times a constant, so that a sharded mean is a partial sum; losses
+as logsumexp, gather and sums over a count that depends on targets alone; constant attention masks recognised. Every
 rewrite is exact up to the order of sums.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from passes.blocks import State, TensorSpec
 from passes.capture import Captured
+from passes.decompose import decompose
 from passes.gathered import ungather
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
@@ -29,7 +30,9 @@ RULES = {**SHAPES, **ALGEBRA, **LOSSES, **RANDOM}
 
 def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
-    graph, moved, drawn = rewrite(captured.graph, RULES)
+    graph, first = decompose(captured.graph, RULES)
+    graph, then, drawn = rewrite(graph, RULES)
+    moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     drop_constant_masks(graph, constants)

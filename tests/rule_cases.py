@@ -45,6 +45,11 @@ def case(name: str, *args: Any, grad: Any = True, **kwargs: Any) -> Any:
 
 
 CONTRACTION = [
+    case("vdot", f(8), f(8)),
+    case("cdist", f(2, 4, 6), f(2, 8, 6)),
+    case("cdist", f(4, 6), f(8, 6), 1.0),
+    case("bilinear", f(4, 6), f(4, 8), f(2, 6, 8)),
+    case("bilinear", f(4, 6), f(4, 8), f(2, 6, 8), f(2)),
     case("linear", f(4, 6, 8), f(10, 8)),
     case("linear", f(4, 6, 8), f(10, 8), f(10)),
     case("linear", f(8), f(10, 8)),
@@ -66,6 +71,12 @@ CONTRACTION = [
     case("einsum", "ii->i", [f(4, 4)]),
 ]
 POINTWISE = [
+    case("fill.Scalar", f(4, 6), 2.0),
+    case("fill.Tensor", f(4, 6), f()),
+    case("bucketize.Tensor", f(4, 6), torch.arange(-2.0, 2.0).double()),
+    case("isin.Tensor_Tensor", i(9, 4, 6), i(9, 2, 3)),
+    case("searchsorted.Tensor", torch.arange(8.0).double(), f(4, 6)),
+    case("searchsorted.Tensor", positive(4, 6).cumsum(-1), positive(4, 8)),
     case("add.Tensor", f(4, 6), f(1, 6), alpha=2),
     case("add.Tensor", f(4, 6), f(6)),
     case("add.Tensor", f(4, 6), 3.0),
@@ -111,6 +122,9 @@ POINTWISE = [
     case("bitwise_and.Tensor", i(9, 4, 6), i(9, 6)),
 ]
 REDUCTION = [
+    case("_safe_softmax", f(4, 6), -1),
+    case("stft", f(4, 64), 16, 4, None, positive(16), False, None, True),
+    case("stft", f(64), 16, 4, None, positive(16), False, None, True),
     case("sum", f(4, 6)),
     case("sum.dim_IntList", f(4, 6, 2), [0, -1], True),
     case("sum.dim_IntList", f(4, 6, 2), [1]),
@@ -264,6 +278,9 @@ ATTENTION = [
     case("_scaled_dot_product_flash_attention_for_cpu", *(f(2, 4, 6, 8) for _ in range(3)), 0.0, True),
 ]
 NORMALISATION = [
+    case("_weight_norm", f(4, 6, 2), f(1, 6, 1), 1),
+    case("_weight_norm", f(4, 6), f(4, 1)),
+    case("_weight_norm_interface", f(4, 6), f(4, 1)),
     case("layer_norm", f(4, 6, 8), [8], f(8), f(8)),
     case("layer_norm", f(4, 6, 8), [6, 8]),
     case("native_layer_norm", f(4, 6, 8), [8], f(8), f(8), 1e-5),
@@ -278,6 +295,7 @@ NORMALISATION = [
     case("instance_norm", f(4, 6, 8), f(6), f(6), None, None, True, 0.1, 1e-5, False),
 ]
 CONVOLUTION = [
+    case("max_unpool2d", f(2, 4, 3, 3), places(36, 3, 3).expand(2, 4, 3, 3).contiguous(), [6, 6]),
     case("conv1d", f(4, 6, 8), f(10, 6, 3), None, [1], [1]),
     case("conv2d", f(4, 6, 5, 5), f(8, 6, 3, 3), f(8)),
     case("conv2d", f(4, 8, 5, 5), f(12, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 4),

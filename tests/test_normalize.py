@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from passes.capture import Captured, capture
 from passes.errors import UnsupportedError
 from passes.interpret import run_graph
 from passes.normalize import normalize
+from passes.rules import has_rule
 
 REDUCTIONS = st.sampled_from(["none", "mean", "sum"])
 
@@ -137,7 +139,35 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "creation": (lambda x: torch.zeros_like(x) + x.new_ones(4), ["full.default", "full.default", "add.Tensor"]),
     "padding": (lambda x: F.pad(x, (1, 2)), ["constant_pad_nd.default"]),
     "dropout": (lambda x: F.dropout(x, 0.5, training=False) * 2, ["mul.Tensor"]),
+    "strides": (lambda x: (x.as_strided((3, 2, 2), (4, 1, 2)), x.t().as_strided((5, 4), (2, 1), 3)), []),
+    "tensordot": (lambda x: torch.tensordot(x, x, 2), []),
+    "kron": (lambda x: torch.kron(x, x[:2]), []),
+    "trapezoid": (lambda x: torch.trapezoid(x), []),
 }
+
+
+@pytest.mark.parametrize("name", ["tensordot", "kron", "trapezoid"])
+def test_composites_without_a_rule_are_taken_apart(name: str):
+    function, _ = REWRITES[name]
+    assert all(has_rule(n.target) for n in normal_form(function, numbers(4, 4)).graph.nodes if n.op == "call_function")
+
+
+def test_a_recurrent_net_is_taken_apart():
+    torch.manual_seed(0)
+    net, x = nn.LSTM(4, 6, batch_first=True, bidirectional=True).double(), numbers(3, 5, 4)
+    captured = normalize(capture(net, (x,)))
+    calls = [n for n in captured.graph.nodes if n.op == "call_function"]
+    assert all(has_rule(n.target) and not n.target._schema.is_mutable for n in calls if n.target is not getitem)
+    states = dict(net.state_dict()) | captured.constants
+    values = [states.get(captured.placeholders[n.name], x) for n in captured.graph.nodes if n.op == "placeholder"]
+    output, (hidden, cell) = net(x)
+    for result, want in zip(run_graph(captured.graph, values), (output, hidden, cell), strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_beside_the_operand_is_refused():
+    with pytest.raises(UnsupportedError, match="reads memory beside its operand"):
+        normal_form(lambda x: x[:2].as_strided((4, 4), (4, 1)), numbers(4, 4))
 
 
 @pytest.mark.parametrize("name", REWRITES)
@@ -185,7 +215,19 @@ def smallest(n: int) -> Tensor:
 
 def packed(n: int) -> Tensor:
     """Causal within documents, of which there is one: as it is written for batches of packed sequences."""
-    places = torch.arange(n)[None].expand(2, -1)
+    return packed_by(torch.arange(n)[None].expand(2, -1))
+
+
+def repeated(n: int) -> Tensor:
+    return packed_by(torch.arange(n)[None].repeat(2, 1))
+
+
+def stacked(n: int) -> Tensor:
+    return packed_by(torch.stack([torch.arange(n)] * 2))
+
+
+def packed_by(places: Tensor) -> Tensor:
+    n = places.shape[1]
     document = torch.cumsum(torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1, -1)
     rows = torch.arange(2)[:, None, None, None]
     q, k = torch.arange(n)[None, None, :, None], torch.arange(n)[None, None, None, :]
@@ -198,6 +240,8 @@ MASKS = {
     "comparison": (lambda n: torch.arange(n)[None] <= torch.arange(n)[:, None], CAUSAL),
     "reversed comparison": (lambda n: torch.arange(n)[:, None] >= torch.arange(n)[None], CAUSAL),
     "packed": (packed, CAUSAL),
+    "packed, repeated": (repeated, CAUSAL),
+    "packed, stacked": (stacked, CAUSAL),
     "wide window": (window(1 << 20), CAUSAL),
     "narrow window": (window(3), KEPT),
     "all": (lambda n: torch.ones(2, 1, n, n, dtype=torch.bool), DROPPED),

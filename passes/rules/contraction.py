@@ -16,6 +16,9 @@ rule("aten.bmm", "b m k, b k n -> b m n", linear=_PRODUCT)
 rule("aten.mv", "m k, k -> m", linear=_PRODUCT)
 rule("aten.dot", "k, k -> ", linear=_PRODUCT)
 rule("aten.outer", "m, n -> m n", linear=_PRODUCT)
+rule("aten.vdot", "k, k -> ")
+rule("aten.cdist", "... p m!, ... r m! -> ... p r")
+rule("aten.bilinear", "... i, ... j, o i j -> ... o", "... i!, ... j!, o i! j!, o -> ... o")
 
 _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("bmk", "bkn", "bmn"),
           "addbmm": ("bmk", "bkn", "mn")}  # fmt: skip

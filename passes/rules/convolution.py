@@ -84,6 +84,17 @@ def grid_sampler(node: fx.Node) -> OpFactors:
     return named(node, [images, places], [images], linear=FIRST)
 
 
+for _places in (2, 3):
+    _unpooled = f"max_unpool{_places}d"
+
+    @family(_unpooled)
+    def max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
+        """Indices count within one image, so images and channels pass through."""
+        x, _ = operands_of(node)
+        names = [*NAMES[: len(shape(x)) - n], *[None] * n]
+        return named(node, [names, names], [names])
+
+
 @family("im2col", "col2im")
 def columns(node: fx.Node) -> OpFactors:
     """Patches of channels (c k), k the places of a patch, from channels c; and back."""

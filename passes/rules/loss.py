@@ -7,7 +7,15 @@ from dataclasses import replace
 from torch import fx
 
 from passes.layouts import PARTIAL
-from passes.rules.algebra import NAMES, Lowering, OpFactors, argument, named, operands_of, shape
+from passes.rules.algebra import (
+    NAMES,
+    Lowering,
+    OpFactors,
+    argument,
+    named,
+    operands_of,
+    shape,
+)
 from passes.rules.pointwise import elementwise
 from passes.rules.reduction import divided_by_ranks
 from passes.rules.registry import family

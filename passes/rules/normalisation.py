@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.rules.algebra import NAMES, Dims, Local, OpFactors, argument, named, operands_of, results_of, shape
+from passes.rules.algebra import (
+    NAMES,
+    Dims,
+    Local,
+    OpFactors,
+    argument,
+    as_dim,
+    each,
+    named,
+    operands_of,
+    results_of,
+    shape,
+)
 from passes.rules.registry import family
 
 
@@ -71,6 +83,19 @@ def batch_norm(node: fx.Node) -> OpFactors:
 def _statistics(size: tuple[int, ...]) -> list[str | None]:
     """Of every channel, or, where there is nothing to keep, empty."""
     return ["c" if s else None for s in size]
+
+
+@family("_weight_norm", "_weight_norm_interface")
+def weight_norm(node: fx.Node) -> OpFactors:
+    """Directions times lengths, one for each place of a dim; a direction's other dims are whole."""
+    directions, _ = operands_of(node)
+    names = NAMES[: len(shape(directions))]
+    dim = as_dim(argument(node, "dim"), len(names))
+    lengths = [n if d == dim else None for d, n in enumerate(names)]
+    whole = frozenset(n for d, n in enumerate(names) if d != dim)
+    single = len(results_of(node)) == 1  # the norms beside it are not linear in the lengths
+    return named(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
+                 linear=each(1) if single else ())  # fmt: skip
 
 
 @family("instance_norm")

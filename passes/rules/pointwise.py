@@ -32,7 +32,7 @@ NONLINEAR = """
     logical_xor logit lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar polygamma pow reciprocal
     relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr
     special_erf special_expit special_log1p special_logit sqrt square tan tanh threshold trunc xlogy
-    __and__ __or__ __xor__ __lshift__ __rshift__ special_xlog1py max.other min.other
+    __and__ __or__ __xor__ __lshift__ __rshift__ special_xlog1py max.other min.other gcd lcm
 """.split()
 
 # Linear in their (first) operand.
@@ -122,6 +122,34 @@ def prelu(node: fx.Node) -> OpFactors:
     names = NAMES[: len(shape(x))]
     slopes = names if len(shape(weight)) == len(names) else names[1 : 1 + len(shape(weight))]
     return named(node, [names, slopes], [names])
+
+
+@family("fill")
+def fill(node: fx.Node) -> OpFactors:
+    """One value for all elements; of the first operand only shape and type are read."""
+    names = NAMES[: len(node.meta["val"].shape)]
+    return named(node, [names, *([] for _ in operands_of(node)[1:])], [names])
+
+
+@family("bucketize", "isin")
+def looked_up(node: fx.Node) -> OpFactors | None:
+    """Where, or whether, each element is among others, which are whole."""
+    if not isinstance(node.args[0], fx.Node):
+        return None
+    elements, *others = operands_of(node)
+    names = NAMES[: len(shape(elements))]
+    return named(node, [names, *([None] * len(shape(o)) for o in others)], [names])
+
+
+@family("searchsorted")
+def searchsorted(node: fx.Node) -> OpFactors | None:
+    """As above, the sorted ones in front: one row for all elements, or one for each of theirs."""
+    if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
+        return None
+    ordered, elements, *sorter = operands_of(node)
+    names = NAMES[: len(shape(elements))]
+    row = [*names[:-1], None] if len(shape(ordered)) > 1 else [None]
+    return named(node, [row, names, *(row for _ in sorter)], [names])
 
 
 @family("glu")

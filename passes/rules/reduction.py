@@ -69,7 +69,8 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
 
 
 @family(
-    "_log_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp", "softmin", "sort",
+    "_log_softmax", "_safe_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp", "softmin",
+    "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
     """Each element of the results depends on all of the operand's along the dim."""
@@ -101,6 +102,15 @@ def fourier(node: fx.Node) -> OpFactors:
     along = range(rank - len(sizes), rank) if dims is None and sizes else as_dims(dims, rank)
     names = [n if d not in along else None for d, n in enumerate(NAMES[:rank])]
     return named(node, [names], [names], linear=FIRST)
+
+
+@family("stft")
+def stft(node: fx.Node) -> OpFactors:
+    """Spectra of pieces of a signal, which is whole; signals pass through."""
+    signals = [*NAMES[: len(shape(operands_of(node)[0])) - 1], None]
+    others: list[list[None]] = [[None] for _ in operands_of(node)[1:]]
+    rank = len(results_of(node)[0].shape)
+    return named(node, [signals, *others], [[*signals[:-1], *[None] * (rank - len(signals) + 1)]], linear=FIRST)
 
 
 @family("cumsum")

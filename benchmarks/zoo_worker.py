@@ -1,0 +1,177 @@
+"""One architecture of the zoo on some meshes: exported, planned, verified in float64, and what was seen."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from benchmarks.zoo_models import Sample, ZooError, build, without_labels
+from partitioner import Constraints, Topology, api, explore, partition
+from partitioner.solve import sharding
+from passes.assemble import Captured
+from passes.errors import PartitionError
+from passes.normalize import normalize
+
+Mesh = tuple[int, int, int]  # ranks of pp, dp, tp
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_SOLVER_S = 20.0  # for one sharding problem
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def examine(name: str, meshes: list[Mesh], connection: Connection) -> None:
+    """Send one result for every mesh; the first sends what ends the rest, too."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    for result in results(name, meshes):
+        connection.send(result)
+    connection.send(None)
+
+
+def results(name: str, meshes: list[Mesh]) -> Iterator[dict[str, Any]]:
+    """A result per mesh: ``status``, ``reason``, and for what was planned its errors, shares and masks."""
+    start = time.perf_counter()
+    try:
+        sample = build(name)
+    except ZooError as error:
+        for mesh in meshes:
+            yield _result(name, mesh, start, status="unbuilt", reason=f"{error.step}: {error}")
+        return
+    for mesh in meshes:
+        start = time.perf_counter()
+        found = _examine(sample, mesh)
+        if found["status"] == "unexported" and "labels" in sample.inputs:
+            sample = without_labels(sample)  # the loss may be all that does not export
+            found = _examine(sample, mesh) | dict(note=f"without labels: {found['export']}")
+        yield _result(name, mesh, start, **found)
+
+
+def _examine(sample: Sample, mesh: Mesh) -> dict[str, Any]:
+    try:
+        return _plan_and_verify(sample, mesh)
+    except PartitionError as error:
+        return dict(status="refused", reason=f"{type(error).__name__}: {_line(error)}") | _refusal(sample, error)
+    except Exception as error:
+        return dict(status="crashed", reason=f"{type(error).__name__}: {_line(error)}", trace=_frames(error))
+
+
+def _result(name: str, mesh: Mesh, start: float, **found: Any) -> dict[str, Any]:
+    return dict(name=name, mesh=list(mesh), seconds=round(time.perf_counter() - start, 2), **found)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _frames(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in reversed(frames))
+
+
+def _refusal(sample: Sample, error: PartitionError) -> dict[str, Any]:
+    """Whether torch.export itself refuses, without us; and our own frames."""
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.export.export(sample.model, (), sample.inputs, strict=False)
+    except Exception as own:
+        return dict(status="unexported", export=f"{type(own).__name__}: {_line(own)[:300]}")
+    return dict(trace=_frames(error.__cause__ or error))
+
+
+def _plan_and_verify(sample: Sample, mesh: Mesh) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def noted(captured: Captured) -> Captured:
+        normal = normalize(captured)
+        seen.update(masks=_masks(normal), grouped=any(n.target is _GROUPED for n in normal.graph.nodes))
+        return normal
+
+    pp, dp, tp = mesh
+    constraints = Constraints(pp=pp, dp=dp, tp=tp)
+    # Neither what others would plan is looked for, nor the last percent of a large sharding problem.
+    with (
+        mock.patch.object(api, "normalize", noted),
+        mock.patch.object(explore, "standards", lambda *_: []),
+        mock.patch.object(explore, "compared", lambda *_: ()),
+        mock.patch.dict(sharding.solve_sharding.__kwdefaults__, time_limit_s=_SOLVER_S),
+    ):
+        plan = partition(
+            sample.model, Topology.local(math.prod(mesh)), sample.inputs, loss=sample.loss, constraints=constraints
+        )
+    report = plan.verify(sample.model, sample.inputs, sample.loss)
+    errors = _by_part(report.errors)
+    worst = sorted(report.errors.items(), key=lambda item: -item[1])[:3]
+    return dict(
+        status="equal" if report.ok else "unequal",
+        reason="" if report.ok else ", ".join(f"{k} {v:.1e}" for k, v in worst),
+        errors=errors,
+        share=plan.shares.matmul_sharded,
+        without_rule=plan.shares.without_rule,
+        **seen,
+    )
+
+
+def _by_part(errors: Mapping[str, float]) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for name, error in errors.items():
+        part = {"output": "outputs", "loss": "loss", "grad": "gradients"}[name.split(" ")[0]]
+        parts[part] = max(parts.get(part, 0.0), error)
+    return parts
+
+
+def _masks(captured: Captured) -> dict[str, int]:
+    """How attention is masked: ``none``, ``causal`` (nothing materialised), by a ``computed`` mask, by a ``constant``
+    one, or by a constant one that ``is causal`` and should not be there."""
+    kinds = {p: captured.states[s].kind if s in captured.states else "input" for p, s in captured.placeholders.items()}
+    constants = {p: captured.constants[captured.placeholders[p]] for p, kind in kinds.items() if kind == "constant"}
+    found: dict[str, int] = {}
+    known: dict[fx.Node, Tensor | None] = {}
+    for node in captured.graph.nodes:
+        if node.target is _ATTENTION:
+            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+            causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+            kind = _kind_of(_value(mask, constants, known)) if isinstance(mask, fx.Node) else ["none", "causal"][causal]
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _kind_of(mask: Tensor | None) -> str:
+    if mask is None:
+        return "computed"
+    shown = mask if mask.dtype == torch.bool else mask > -6e4
+    is_causal = mask.dim() >= 2 and bool((shown == torch.ones(mask.shape[-2:], dtype=torch.bool).tril()).all())
+    return "is causal" if is_causal else "constant"
+
+
+def _value(node: fx.Node, constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """The numbers of a node that depends on constants alone, ``None`` of any other."""
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        waiting = [n for n in top.all_input_nodes if n not in known]
+        if waiting and top not in known:
+            stack += waiting
+            continue
+        stack.pop()
+        if top.op == "placeholder":
+            known[top] = constants.get(top.name)
+        elif top not in known:
+            whole = all(known[n] is not None for n in top.all_input_nodes)
+            args, kwargs = fx.map_arg((top.args, top.kwargs), known.get)
+            known[top] = top.target(*args, **{**kwargs, **_on_cpu(kwargs)}) if whole and callable(top.target) else None
+    return known[node]
+
+
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("cpu")} if "device" in kwargs else {}

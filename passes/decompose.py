@@ -1,0 +1,67 @@
+"""Take operators apart that have no rule of their own, but consist of operators.
+
+Requires: a captured graph. Provides: no operator that torch itself defines by others, unless a factor rule or a rewrite
+of the normal form knows it as it is. Their gradients are those of the parts, by torch's own definition.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from passes.infer import META
+from passes.rewrite import KEEP, Builder, rewrite
+from passes.rules import has_rule
+
+_MOST_PARTS = 4096
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decompose(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
+    """A new graph, and where each node's value went; ``known``: operators that are rewritten as they are."""
+    targets = {n.target for n in graph.nodes if n.op == "call_function"}
+    apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
+    if not apart:
+        return graph, {n.name: n.name for n in graph.nodes}
+    made, moved, _ = rewrite(graph, dict.fromkeys(apart, _inline))
+    return made, moved
+
+
+def _is_composite(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
+def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
+    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
+    node = build.node
+    assert node is not None
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def run(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        given, named = pytree.tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], tree)
+        return node.target.decompose(*given, **named)  # type: ignore[union-attr]
+
+    try:
+        with META:
+            traced = make_fx(torch.func.functionalize(run))(*(o.meta["val"] for o in operands))
+    except Exception:  # it looks at numbers, or its kernel knows no tensors without any
+        return KEEP
+    if len(traced.graph.nodes) > _MOST_PARTS or any(n.op == "get_attr" for n in traced.graph.nodes):
+        return KEEP
+    env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for part in traced.graph.nodes:
+        if part.op == "output":
+            return fx.node.map_arg(part.args[0], env.__getitem__)
+        if part.op == "call_function":
+            given, named = fx.node.map_arg((part.args, part.kwargs), env.__getitem__)
+            several = part.target is operator.getitem and isinstance(given[0], tuple)
+            env[part] = given[0][given[1]] if several else build(part.target, *given, **named)
+    raise AssertionError("a graph ends in an output node")

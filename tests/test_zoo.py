@@ -1,0 +1,139 @@
+"""Architectures of transformers, drawn from all that it maps to a task: none is known by name, all are equal."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import runtime
+from benchmarks import zoo
+from benchmarks.zoo_configs import attempts, tiny_config
+from benchmarks.zoo_models import ZooError, architectures, build, without_labels
+from benchmarks.zoo_report import summary, write_docs
+from partitioner import Constraints, Topology, partition, run_reference
+from partitioner.verify import TOLERANCE, compare
+from passes.errors import CaptureError
+
+# Bias by distance and fused qkv; disentangled attention; windows of pixels; convolutions over sound, weight norm.
+SAMPLE = ["causal:bloom", "masked:deberta-v2", "image:swin", "ctc:wav2vec2", "speech:whisper"]
+MESHES = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[runtime.LocalRanks]:
+    with runtime.LocalRanks(4) as pool:
+        yield pool
+
+
+def check(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks) -> None:
+    """Planned, and run by processes in float64; skipped where transformers or torch.export refuse the model."""
+    try:
+        sample = build(name)
+    except ZooError as error:
+        pytest.skip(f"no small model: {error}")
+    pp, dp, tp = mesh
+    options = dict(constraints=Constraints(pp=pp, dp=dp, tp=tp))
+    topology = Topology.local(pp * dp * tp)
+    try:
+        plan = partition(sample.model, topology, sample.inputs, loss=sample.loss, **options)
+    except CaptureError:
+        sample = without_labels(sample)
+        try:
+            plan = partition(sample.model, topology, sample.inputs, loss=sample.loss, **options)
+        except CaptureError as error:
+            pytest.skip(f"torch.export refuses it: {error}")
+    run = runtime.run_local(plan, sample.model, sample.inputs, precision="fp64", ranks=ranks, timeout=240)
+    errors = compare(run, run_reference(sample.model, sample.inputs, sample.loss), plan.program)
+    assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
+    if tp > 1:
+        assert plan.shares.matmul_sharded >= 0.95
+
+
+@pytest.mark.parametrize("name", SAMPLE[:2])
+def test_two_architectures(name: str, ranks: runtime.LocalRanks):
+    check(name, (1, 1, 2), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE[2:])
+def test_architectures_of_other_kinds(name: str, ranks: runtime.LocalRanks):
+    check(name, (1, 1, 2), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", range(20))
+def test_architectures_drawn_by_chance(draw: int, ranks: runtime.LocalRanks):
+    names = random.Random(f"zoo {torch.__version__}").sample(sorted(architectures()), 20)
+    check(names[draw], MESHES[draw % len(MESHES)], ranks)
+
+
+# --- small configurations ---------------------------------------------------------------------------------------------
+
+
+def test_proportions_are_kept():
+    config = tiny_config("gemma2")
+    assert config.hidden_size == 64 and config.vocab_size == 128
+    assert config.num_attention_heads > config.num_key_value_heads > 1
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+def test_each_type_of_layer_stays():
+    config = tiny_config("qwen3_next")
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    assert config.num_hidden_layers == len(config.layer_types) < 8
+
+
+def test_what_is_kept_is_as_by_default():
+    assert tiny_config("llama", frozenset(("vocab",))).vocab_size == 32000
+
+
+def test_the_smallest_is_tried_first():
+    assert next(iter(attempts())) == frozenset()
+
+
+def test_models_are_the_same_at_every_call():
+    one, other = build("causal:gpt2"), build("causal:gpt2")
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(one.inputs[k], other.inputs[k]) for k in one.inputs)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def result(name: str, status: str, **more: object) -> dict[str, object]:
+    return dict(name=name, mesh=[1, 1, 2], seconds=1.0, status=status, reason="", **more)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    equal = dict(errors={"loss": 1e-15}, share=0.97, without_rule={"aten.frobnicate.default": 0.5}, masks={"causal": 2})
+    path = tmp_path / "zoo.jsonl"
+    lines = result("causal:one", "crashed"), result("causal:one", "equal", **equal), result("image:one", "unbuilt")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"name": "causal:two", "mesh": [1, ')
+    return path
+
+
+def test_the_last_result_counts_and_a_cut_line_does_not(results: Path):
+    known = zoo.load(results)
+    assert {key: r["status"] for key, r in known.items()} == {
+        ("causal:one", (1, 1, 2)): "equal",
+        ("image:one", (1, 1, 2)): "unbuilt",
+    }
+
+
+def test_summary_and_page(results: Path, tmp_path: Path):
+    counts = summary(zoo.load(results))["1,1,2"]
+    assert counts["statuses"] == {"equal": 1, "unbuilt": 1}
+    assert counts["exported"] == 1 and counts["model types"] == 1
+    assert counts["shares"] == {"all": 1, ">= 99%": 0, ">= 95%": 1, ">= 80%": 1, ">= 50%": 1}
+    text = write_docs(zoo.load(results), tmp_path / "zoo.md").read_text()
+    assert "| `aten.frobnicate.default` | 1 | 50.0% |" in text
+    assert "| causal:one | 1,1,2 | equal | 1e-15 | 97% | aten.frobnicate.default 50% |  |" in text

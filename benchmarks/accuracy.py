@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,9 +28,8 @@ from published_rows import Row, Unstated, published_job
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
 
-from partitioner import Topology, partition
+from partitioner import PreparedModel, Topology, partition, prepare
 from passes.errors import PartitionError
 
 ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
@@ -51,8 +50,9 @@ class Prediction:
 
 
 @lru_cache(maxsize=1)
-def _built(shape: Shape, length: int, precision: str) -> tuple[nn.Module, Mapping[str, Any]]:
-    return build(shape, length, _TYPES[precision])
+def _prepared(shape: Shape, length: int, precision: str) -> PreparedModel:
+    model, inputs = build(shape, length, _TYPES[precision])
+    return prepare(model, inputs, precision="fp8" if precision == "fp8" else None)
 
 
 def predict(row: Row) -> Prediction:
@@ -61,16 +61,15 @@ def predict(row: Row) -> Prediction:
         job = published_job(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
-    model, inputs = _built(job.shape, job.length, job.precision)
+    model = _prepared(job.shape, job.length, job.precision)
     try:
         plan = partition(
             model,
             job.topology,
-            inputs,
             global_batch=job.global_batch,
             constraints=job.constraints,
-            precision="fp8" if job.precision == "fp8" else None,
             optimizer=job.optimizer,
+            compare=False,
         )
     except PartitionError as error:
         return Prediction(row["id"], infeasible=str(error))

@@ -69,7 +69,7 @@ def predict(row: Row) -> Prediction:
             global_batch=job.global_batch,
             constraints=job.constraints,
             optimizer=job.optimizer,
-            compare=False,
+            estimate_only=True,
         )
     except PartitionError as error:
         return Prediction(row["id"], infeasible=str(error))

@@ -32,7 +32,7 @@ def partition(
     precision: str | None = None,
     optimizer: str = "adamw",
     progress: Callable[[Progress], None] | None = None,
-    compare: bool = True,
+    estimate_only: bool = False,
 ) -> Plan:
     """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
 
@@ -46,6 +46,7 @@ def partition(
         constraints: what is given is fixed.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
             for products with weights; planned only.
+        estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
@@ -61,8 +62,9 @@ def partition(
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer)
         job = job_of(topology, constraints, global_batch)
-        chosen, certificate = explore(job, progress, compare=compare)
+        chosen, certificate = explore(job, progress, compare=not estimate_only)
     beyond = planned_only(chosen.point, constraints, job.precision)
+    beyond += ("estimate_only=True",) if estimate_only else ()
     program = None if beyond else emit_program(job, chosen)
     return Plan(
         program=program,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner import Constraints, InputsError, Topology, partition, prepare
+from partitioner import Constraints, InputsError, PlanError, Topology, partition, prepare
 from partitioner import prepared as module
 
 
@@ -45,7 +45,11 @@ def test_arguments_that_it_was_not_prepared_with_are_refused() -> None:
         partition(prepared, Topology.local(2), precision="fp32")
 
 
-def test_without_comparison_nothing_else_is_planned() -> None:
-    plan = partition(_model(), Topology.local(2), (torch.zeros(8, 8),), loss=_loss, compare=False)
+def test_an_estimate_alone_has_the_same_figures() -> None:
+    model, inputs = _model(), (torch.zeros(8, 8),)
+    plan = partition(model, Topology.local(2), inputs, loss=_loss, estimate_only=True)
+    assert plan.estimate == partition(model, Topology.local(2), inputs, loss=_loss).estimate
     assert plan.certificate.baselines == ()
-    assert "Plain data parallelism" not in plan.explain()
+    assert plan.planned_only == ("estimate_only=True",)
+    with pytest.raises(PlanError, match="estimate_only"):
+        plan.rank(0)

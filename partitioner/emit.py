@@ -15,11 +15,12 @@ own, on which a transfer waits for nothing but its receive and the transfers bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit_buckets import BUCKET_BYTES, Gradient, plan_buckets
+from partitioner.emit_buckets import Gradient, bucket_limit, plan_buckets
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.schedules import SCHEDULES, schedule_orders
@@ -69,14 +70,15 @@ def emit(
     objective: Literal["train", "infer"] = "train",
     layouts: Layouts | None = None,
     recompute: Collection[int] = (),
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Program:
     """The program of all ranks.
 
     ``model``: blocks and ``values`` as one rank has them for one microbatch; ``states`` and ``inputs`` with their
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``recompute``: indices of calls whose
-    insides are computed again in backward rather than kept.
+    insides are computed again in backward rather than kept. ``bucket_bytes``: of
+    gradients that are reduced together.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -97,12 +99,16 @@ def emit(
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
             tied.setdefault(state.stages, []).append(name)
+
+    def limit(axes: tuple[str, ...]) -> int:
+        return bucket_bytes or bucket_limit(math.prod(sizes[axis] for axis in axes))
+
     stages = []
     for s, here in enumerate(routes.stages):
         calls = tuple(_call(model, i) for i in here.calls)
         gradients = [_gradient(n, d, sizes) for n, d in states.items() if n in with_gradient and s in d.stages]
         adds = _adds(here, flow)
-        buckets = plan_buckets(here, orders[s], gradients, adds, bucket_bytes) if train else []
+        buckets = plan_buckets(here, orders[s], gradients, adds, limit) if train else []
         job = StageJob(
             stage=s,
             num_stages=num_stages,

@@ -11,6 +11,7 @@ from published_models import Shape
 
 from partitioner import Constraints, Topology
 from partitioner.topology import catalogue
+from partitioner.topology.quantities import quantity
 
 Row = dict[str, Any]
 
@@ -57,8 +58,8 @@ RECOMPUTE = {"full": "full", "none": "none", "selective": "selective", "selectiv
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 # Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
-# with FlashAttention 1, half as fast (Dao 2023); Transformer Engine takes cuDNN's on Hopper and later: 539 TFLOP/s forward and
-# 430 backward on H100, together 0.46 of peak where FlashAttention-2 reaches 0.38 (Shah et al. 2024).
+# with FlashAttention 1, half as fast (Dao 2023); Transformer Engine takes cuDNN's on Hopper and later: 539 TFLOP/s
+# forward and 430 backward on H100, together 0.46 of peak where FlashAttention-2 reaches 0.38 (Shah et al. 2024).
 _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38}
 # Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
 # that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
@@ -165,9 +166,18 @@ def _topology(row: Row) -> Topology:
 _catalogue = cache(catalogue)
 
 
+def copies_of_gradients(row: Row) -> float:
+    """Bytes that DeepSpeed's ZeRO 1 and 2 of 2021 take while gradients are reduced: a flat copy of a rank's gradients,
+    and that of NCCL's reduce-scatter of a list of tensors."""
+    if "DeepSpeed" not in row.get("framework", "") or row.get("zero_stage") not in (1, 2):
+        return 0.0
+    return 2 * 2 * row.get("params_b", 0.0) * 1e9 / ((row.get("pp") or 1) * (row.get("tp") or 1))
+
+
 def _device(row: Row, kind: str) -> dict[str, Any]:
     """The device, with the attention that the row's framework had on it."""
     found = _catalogue("devices")[kind]
+    found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
     factor = next((f for name, f in _ATTENTION.items() if str(row.get("framework", "")).startswith(name)), 1.0)
     if factor > 1 and row["gpu"].startswith(("A100", "V100")):
         return found

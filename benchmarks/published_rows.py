@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from public_models import completed
 from published_models import Shape
 
 from partitioner import Constraints, Topology
@@ -88,6 +89,7 @@ class PublishedJob:
 
 def published_job(row: Row) -> PublishedJob:
     """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
+    row = completed(row)
     missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs", "mbs") if not row.get(k)]
     if missing:
         raise Unstated(f"does not state {', '.join(missing)}")

@@ -16,7 +16,8 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -252,20 +253,29 @@ def main() -> None:
     started = time.monotonic()
     found: dict[str, Prediction] = {}
     console = Console(file=sys.stderr)
-    with Progress(console=console) as progress:
+    of = {row["id"]: row for row in kept}
+    with Progress(console=console) as progress, _lines(options.details) as write:
         task = progress.add_task("planning published runs", total=len(kept))
         for prediction in predictions(kept, options.processes):
             found[prediction.id] = prediction
+            write({**of[prediction.id], **{f"predicted_{k}": v for k, v in asdict(prediction).items()}})
             progress.advance(task)
     scores = score(kept, found)
     Console().print(table(scores))
     seconds = time.monotonic() - started
     print(f"{len(kept)} rows in {seconds:.0f} s; OOM called feasible: {scores['oom_called_feasible']}")
-    if options.details:
-        lines = [{**r, **{f"predicted_{k}": v for k, v in asdict(found[r["id"]]).items()}} for r in kept]
-        options.details.write_text("\n".join(json.dumps(line) for line in lines))
     if options.json:
         print(json.dumps(scores))
+
+
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Callable[[Row], None]]:
+    """Inside, each call adds a line of JSON to the file; without one it does nothing."""
+    if path is None:
+        yield lambda row: None
+        return
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        yield lambda row: print(json.dumps(row), file=file)
 
 
 def _free(rows: Iterable[Row]) -> None:

@@ -40,11 +40,13 @@ def completed(row: Row) -> Row:
 
 
 def flops_per_token(name: str, row: Row) -> float:
-    """Of the model: 6 for each weight of a product (4 where the base is frozen), and all of attention's scores in pretraining."""
+    """Of the model: 6 for each weight of a product (4 where the base is frozen), and in pretraining all of
+    attention's scores."""
     layers, hidden, heads, kv_heads, ffn, vocab, gated, _ = _MODELS[name]
     attention = 2 * hidden * hidden * (1 + kv_heads / heads)
     weights = layers * (attention + (3 if gated else 2) * hidden * ffn) + hidden * vocab
-    scores = 2 * layers * hidden * int(row["seq_len"]) if row.get("task") == "pretrain" else 0  # as NeMo counts
+    pretraining = row.get("task") == "pretrain"  # NeMo leaves scores out in fine-tuning
+    scores = 2 * layers * hidden * int(row["seq_len"]) if pretraining else 0
     return (4 if row.get("task") == "lora" else 6) * (weights + scores)
 
 

@@ -16,7 +16,8 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,9 +29,8 @@ from published_rows import Row, Unstated, published_job
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
 
-from partitioner import Topology, partition
+from partitioner import Constraints, PreparedModel, partition, prepare
 from passes.errors import PartitionError
 
 ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
@@ -51,8 +51,9 @@ class Prediction:
 
 
 @lru_cache(maxsize=1)
-def _built(shape: Shape, length: int, precision: str) -> tuple[nn.Module, Mapping[str, Any]]:
-    return build(shape, length, _TYPES[precision])
+def _prepared(shape: Shape, length: int, precision: str) -> PreparedModel:
+    model, inputs = build(shape, length, _TYPES[precision])
+    return prepare(model, inputs, precision="fp8" if precision == "fp8" else None)
 
 
 def predict(row: Row) -> Prediction:
@@ -61,21 +62,51 @@ def predict(row: Row) -> Prediction:
         job = published_job(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
-    model, inputs = _built(job.shape, job.length, job.precision)
+    model = _prepared(job.shape, job.length, job.precision)
     try:
         plan = partition(
             model,
             job.topology,
-            inputs,
             global_batch=job.global_batch,
             constraints=job.constraints,
-            precision="fp8" if job.precision == "fp8" else None,
             optimizer=job.optimizer,
+            estimate_only=True,
         )
     except PartitionError as error:
         return Prediction(row["id"], infeasible=str(error))
     estimate = plan.estimate
     return Prediction(row["id"], estimate.step_time, max(estimate.memory), breakdown=estimate.breakdown)
+
+
+@dataclass(frozen=True)
+class Freed:
+    """A published plan and the free plan of its job under the same model: step times, and what either is."""
+
+    id: str
+    pinned: float
+    free: float
+    chosen: str
+    explanation: str
+
+
+def freed(row: Row) -> Freed | None:
+    """The plan of ``row``'s job that nothing pins, beside the published one; ``None`` where that has no plan.
+
+    What the row's software does (overlap, how states are gathered) is kept.
+    """
+    try:
+        job = published_job(row)
+        model = _prepared(job.shape, job.length, job.precision)
+        ask = dict(global_batch=job.global_batch, optimizer=job.optimizer)
+        pinned = partition(model, job.topology, constraints=job.constraints, estimate_only=True, **ask)
+    except (Unstated, PartitionError):
+        return None
+    kept = {name: getattr(job.constraints, name) for name in _SOFTWARE}
+    plan = partition(model, job.topology, constraints=Constraints(ahead=True, **kept), estimate_only=True, **ask)
+    return Freed(row["id"], pinned.estimate.step_time, plan.estimate.step_time, str(plan.chosen.mesh), plan.explain())
+
+
+_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather")
 
 
 def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:
@@ -159,11 +190,9 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
     }
 
 
-def _context(row: Row) -> int:
-    """What the driver counts besides tensors, in rows that give the driver's figure."""
-    if row.get("memory_kind") != "GB":
-        return 0
-    return Topology.preset("dgx-v100" if row["gpu"].startswith("V100") else "dgx-a100").devices[0].reserved
+def _context(row: Row) -> float:
+    """What the driver counts besides a plan's tensors, in rows that give the driver's figure."""
+    return published_job(row).topology.devices[0].reserved if row.get("memory_kind") == "GB" else 0
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -206,6 +235,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every so many rows of a family")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--details", type=Path, help="write every row's prediction to this file")
+    parser.add_argument(
+        "--free", action="store_true", help="instead: plan each row's job with nothing pinned beside it"
+    )
     options = parser.parse_args()
     rows: list[Row] = [json.loads(line) for line in options.rows.read_text().splitlines() if line.strip()]
     rows = [r for r in rows if ("step_time_s" in r or r.get("oom")) and options.family in (None, *_only(options, r))]
@@ -215,23 +247,46 @@ def main() -> None:
         counts[row["family"]] += 1
         if counts[row["family"]] % options.every == 0:
             kept.append(row)
+    if options.free:
+        _free(kept)
+        return
     started = time.monotonic()
     found: dict[str, Prediction] = {}
     console = Console(file=sys.stderr)
-    with Progress(console=console) as progress:
+    of = {row["id"]: row for row in kept}
+    with Progress(console=console) as progress, _lines(options.details) as write:
         task = progress.add_task("planning published runs", total=len(kept))
         for prediction in predictions(kept, options.processes):
             found[prediction.id] = prediction
+            write({**of[prediction.id], **{f"predicted_{k}": v for k, v in asdict(prediction).items()}})
             progress.advance(task)
     scores = score(kept, found)
     Console().print(table(scores))
     seconds = time.monotonic() - started
     print(f"{len(kept)} rows in {seconds:.0f} s; OOM called feasible: {scores['oom_called_feasible']}")
-    if options.details:
-        lines = [{**r, **{f"predicted_{k}": v for k, v in asdict(found[r["id"]]).items()}} for r in kept]
-        options.details.write_text("\n".join(json.dumps(line) for line in lines))
     if options.json:
         print(json.dumps(scores))
+
+
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Callable[[Row], None]]:
+    """Inside, each call adds a line of JSON to the file; without one it does nothing."""
+    if path is None:
+        yield lambda row: None
+        return
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        yield lambda row: print(json.dumps(row), file=file)
+
+
+def _free(rows: Iterable[Row]) -> None:
+    """Print each row's two plans; end with status 1 where the free one is slower."""
+    slower = 0
+    for row in rows:
+        if (found := freed(row)) is not None:
+            slower += found.free > found.pinned * (1 + 1e-9)
+            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}")
+    print(f"{slower} free plans are slower than the published ones")
+    sys.exit(slower > 0)
 
 
 def _only(options: argparse.Namespace, row: Row) -> tuple[Any, ...]:

@@ -100,14 +100,14 @@ def _topology(job: Job) -> Any:
 
 def measure(name: str) -> Result:
     """Plan one job in this process."""
-    import partitioner.api as api
+    import partitioner.prepared as prepared
     from partitioner import partition
     from passes.errors import PartitionError
 
     job = JOBS[name]
     model, topology = _model(job), _topology(job)
     spent = [0.0]
-    api.capture = _timed(api.capture, spent)  # type: ignore[attr-defined]
+    prepared.capture = _timed(prepared.capture, spent)  # type: ignore[attr-defined]
     ids = torch.empty((1, job.seq), dtype=torch.int64, device="meta")
     start, processor = time.perf_counter(), time.process_time()
     reason, plan = "", None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from public_models import completed
 from published_models import Shape
 
 from partitioner import Constraints, Topology
 from partitioner.topology import catalogue
+from partitioner.topology.quantities import quantity
 
 Row = dict[str, Any]
 
@@ -55,6 +58,14 @@ SCHEDULES = {
 RECOMPUTE = {"full": "full", "none": "none", "selective": "selective", "selective-attention": "selective"}
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
+# Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
+# with FlashAttention 1, half as fast (Dao 2023); Transformer Engine takes cuDNN's on Hopper and later: 539 TFLOP/s
+# forward and 430 backward on H100, together 0.46 of peak where FlashAttention-2 reaches 0.38 (Shah et al. 2024).
+_ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38}
+# Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
+# that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
+_REGATHERS = ("Megatron", "NeMo")
+_USER_BUFFERS = ("NeMo",)
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
 
@@ -78,6 +89,7 @@ class PublishedJob:
 
 def published_job(row: Row) -> PublishedJob:
     """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
+    row = completed(row)
     missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs", "mbs") if not row.get(k)]
     if missing:
         raise Unstated(f"does not state {', '.join(missing)}")
@@ -134,7 +146,7 @@ def _topology(row: Row) -> Topology:
     if row["gpu"] not in DEVICES:
         raise Unstated(f"is on {row['gpu']}, which is not known here")
     kind, inside, between = DEVICES[row["gpu"]]
-    links = {**catalogue("links"), **MESHES}
+    links = {**_catalogue("links"), **MESHES}
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
     per_node = max(d for d in range(1, domain + 1) if row["num_gpus"] % d == 0)  # 64 of 72 where that divides
     count = row["num_gpus"] // per_node
@@ -148,9 +160,30 @@ def _topology(row: Row) -> Topology:
     return Topology(
         name=f"{count} x {per_node} {kind}",
         nodes=({"type": kind, "devices": per_node, "count": count},),
-        types={kind: catalogue("devices")[kind]},
+        types={kind: _device(row, kind)},
         levels=levels,
     )
+
+
+_catalogue = cache(catalogue)
+
+
+def copies_of_gradients(row: Row) -> float:
+    """Bytes that DeepSpeed's ZeRO 1 and 2 of 2021 take while gradients are reduced: a flat copy of a rank's gradients,
+    and that of NCCL's reduce-scatter of a list of tensors."""
+    if "DeepSpeed" not in row.get("framework", "") or row.get("zero_stage") not in (1, 2):
+        return 0.0
+    return 2 * 2 * row.get("params_b", 0.0) * 1e9 / ((row.get("pp") or 1) * (row.get("tp") or 1))
+
+
+def _device(row: Row, kind: str) -> dict[str, Any]:
+    """The device, with the attention that the row's framework had on it."""
+    found = _catalogue("devices")[kind]
+    found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
+    factor = next((f for name, f in _ATTENTION.items() if str(row.get("framework", "")).startswith(name)), 1.0)
+    if factor > 1 and row["gpu"].startswith(("A100", "V100")):
+        return found
+    return {**found, "attention_efficiency": found["attention_efficiency"] * factor}
 
 
 def _network(text: str, per_node: int) -> float:
@@ -187,5 +220,18 @@ def _constraints(row: Row) -> Constraints:
         recompute=RECOMPUTE.get(str(row.get("recompute"))),
         zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
         sequence_parallel=False if row.get("sequence_parallel") is False else None,
-        overlap=False if "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48 else None,
+        overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
+        regather=tp > 1 and _is(row, _REGATHERS),
+        gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
+        overlap=_overlap(row),
     )
+
+
+def _is(row: Row, frameworks: tuple[str, ...]) -> bool:
+    return str(row.get("framework", "")).startswith(frameworks)
+
+
+def _overlap(row: Row) -> bool | None:
+    """``False`` where collectives of gradients and weights wait: as the row says, or in ZeRO-3 of 2021."""
+    local = "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48
+    return False if local or "DeepSpeed ZeRO-3" in row.get("framework", "") else None

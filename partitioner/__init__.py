@@ -5,6 +5,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
 from partitioner.plan import Candidate, Certificate, Estimate, Plan
 from partitioner.planfile import PlanFileError
+from partitioner.prepared import PreparedModel, prepare
 from partitioner.reference import Reference, run_reference
 from partitioner.sizing import Size, Sizing, size_cluster
 from partitioner.topology import Topology
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanFileError",
+    "PreparedModel",
     "Reference",
     "RuleError",
     "Size",
@@ -33,6 +35,7 @@ __all__ = [
     "UnsupportedError",
     "Verification",
     "partition",
+    "prepare",
     "run_reference",
     "size_cluster",
 ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.batch import batch_size, shard_batch
 from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
 from partitioner.evaluate import Job
@@ -17,22 +15,15 @@ from partitioner.explore import explore
 from partitioner.finish import emit_program, planned_only
 from partitioner.garbage import rare_collections
 from partitioner.plan import Plan, operator_share
-from partitioner.requests import check_request, check_work, precision_of, type_of
+from partitioner.prepared import PreparedModel, prepare
+from partitioner.requests import check_request, precision_of
 from partitioner.solve.bestfirst import Progress
-from partitioner.solve.sharding import ShardingSolution
 from partitioner.topology import Topology
-from passes.blocks import FoldedModel
-from passes.capture import capture
-from passes.fold import fold
-from passes.gradients import mark_gradients
-from passes.normalize import normalize
-
-Prepared = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
 
 
 @rare_collections()
 def partition(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | PreparedModel,
     topology: Topology,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
@@ -43,11 +34,13 @@ def partition(
     precision: str | None = None,
     optimizer: str = "adamw",
     progress: Callable[[Progress], None] | None = None,
+    estimate_only: bool = False,
 ) -> Plan:
     """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
 
     Args:
-        model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program.
+        model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program; or what
+            :func:`prepare` made of one, with its inputs, to plan it many times.
         inputs: one whole global batch; a tuple is positional, a dict keyword arguments. ``None``: the exported
             program's own, or a Hugging Face model's dummy inputs.
         global_batch: the inputs' batch is only a sample of this many.
@@ -55,32 +48,25 @@ def partition(
         constraints: what is given is fixed.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
             for products with weights; planned only.
+        estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
     constraints = constraints or Constraints()
+    prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
+    train = prepared.objective == "train"
 
-    @cache
-    def prepared(global_batch: int | None) -> Prepared:
-        captured = capture(
-            model, inputs, loss=loss, global_batch=global_batch, precision=type_of(precision), objective=objective
-        )
-        folded = fold(normalize(captured))
-        check_work(folded, train)
-        mark_gradients(folded, train)
-        batch = batch_size(folded, global_batch)
-        return folded, shard_batch(folded, batch), batch
+    def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
+        work = prepared.at(global_batch)
+        kind = precision_of(work[0], prepared.precision)
+        return Job(*work, topology, constraints, train, optimizer, kind)
 
-    def prepare(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
-        work = prepared(global_batch)
-        return Job(*work, topology, constraints, train, optimizer, precision_of(work[0], precision))
-
-    train = objective == "train"
-    with advised(Asked(topology, constraints, global_batch, prepare)):
-        check_request(topology, constraints, objective, optimizer)
-        job = prepare(topology, constraints, global_batch)
-        chosen, certificate = explore(job, progress)
+    with advised(Asked(topology, constraints, global_batch, job_of)):
+        check_request(topology, constraints, optimizer)
+        job = job_of(topology, constraints, global_batch)
+        chosen, certificate = explore(job, progress, compare=not estimate_only)
     beyond = planned_only(chosen.point, constraints, job.precision)
+    beyond += ("estimate_only=True",) if estimate_only else ()
     program = None if beyond else emit_program(job, chosen)
     return Plan(
         program=program,
@@ -90,11 +76,11 @@ def partition(
         estimate=chosen.estimate,
         certificate=certificate,
         shares=operator_share(job.batch, chosen.local.sharding),
-        model=type(model).__name__,
-        precision=precision,
+        model=type(prepared.model).__name__,
+        precision=prepared.precision,
         optimizer=optimizer,
         notes=job.model.notes,
-        objective=objective,
+        objective=prepared.objective,
         global_batch=job.global_batch,
         planned_only=beyond,
     )

@@ -25,6 +25,9 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "schedule": (None, "gpipe", "1f1b"),
     "recompute": (None, "none", "full"),
     "overlap": (None, True),
+    "overlap_tensor": (None, False),
+    "regather": (None, False),
+    "gather": (None, "call"),
 }
 
 
@@ -36,7 +39,10 @@ class Constraints(BaseModel):
     ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded where that is
     cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``. ``ep`` ranks of dp x cp x tp share the
     experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores only.
-    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation.
+    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation. ``overlap_tensor``:
+    whether gathers and scatters over ``tp`` run in pieces behind the products beside them. ``regather``: whether values
+    that are gathered over ``tp`` are kept sharded and gathered again in backward. ``gather``: whether sharded states
+    are gathered together for a call, or each ``parameter`` by itself.
     ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
@@ -57,6 +63,9 @@ class Constraints(BaseModel):
     zero: int | None = Field(default=None, ge=0, le=3)
     sequence_parallel: bool | None = None
     overlap: bool | None = None
+    overlap_tensor: bool | None = None
+    regather: bool | None = None
+    gather: Literal["call", "parameter"] | None = None
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
 

@@ -15,11 +15,12 @@ own, on which a transfer waits for nothing but its receive and the transfers bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit_buckets import BUCKET_BYTES, Gradient, plan_buckets
+from partitioner.emit_buckets import Gradient, bucket_limit, plan_buckets
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.schedules import SCHEDULES, schedule_orders
@@ -76,14 +77,14 @@ def emit(
     layouts: Layouts | None = None,
     etp: int = 0,
     recompute: Collection[int] = (),
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Program:
     """The program of all ranks.
 
     ``model``: blocks and ``values`` as one rank has them for one microbatch; ``states`` and ``inputs`` with their
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``recompute``: indices of calls whose
-    insides are computed again in backward rather than kept.
+    insides are computed again in backward rather than kept. ``bucket_bytes``: of gradients that are reduced together.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -104,6 +105,10 @@ def emit(
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
             tied.setdefault(state.stages, []).append(name)
+
+    def limit(axes: tuple[str, ...]) -> int:
+        return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
+
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
@@ -114,7 +119,7 @@ def emit(
             gradients = [
                 _gradient(n, d, sizes_of_axes) for n, d in states.items() if n in with_gradient and s in d.stages
             ]
-            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), bucket_bytes) if train else []
+            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit) if train else []
             job = StageJob(
                 stage=s,
                 num_stages=num_stages,

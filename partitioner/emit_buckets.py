@@ -1,18 +1,25 @@
 """Which gradients are reduced together, and when they are ready.
 
 Buckets are filled in the order in which the last backward completes the gradients (the last calls first), so that each
-is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020), whose bucket size is taken too.
+is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from partitioner.emit_routes import StageCalls
 from partitioner.schedules import Order
 
-BUCKET_BYTES = 25 * 2**20
+_LEAST_BUCKET = 25 * 2**20
+_PER_RANK = 2_000_000
+
+
+def bucket_limit(ranks: int) -> int:
+    """The size of buckets over ``ranks``: PyTorch's, and for many ranks Megatron-LM's million of two-byte gradients for
+    each, so that the steps around the ring are not most of it."""
+    return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,12 @@ def plan_buckets(
     order: Order,
     gradients: Sequence[Gradient],
     adds: Mapping[str, Sequence[int]],
-    bucket_bytes: int = BUCKET_BYTES,
+    limit: Callable[[tuple[str, ...]], int],
 ) -> list[PlannedBucket]:
     """Buckets of ``gradients``, in the order in which they are to be reduced.
 
-    ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient.
+    ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
+    bytes that fill a bucket over these axes.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -66,7 +74,7 @@ def plan_buckets(
     for gradient in sorted((g for g in gradients if g.axes), key=done):
         key = gradient.axes, gradient.dtype, gradient.tied
         filling.setdefault(key, []).append(gradient)
-        if sum(g.nbytes for g in filling[key]) >= bucket_bytes:
+        if sum(g.nbytes for g in filling[key]) >= limit(gradient.axes):
             close(key)
     for rest in list(filling):
         close(rest)

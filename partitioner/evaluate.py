@@ -13,6 +13,7 @@ from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
+from partitioner.cost.spread import Software
 from partitioner.cost.states import StateCost, state_costs
 from partitioner.errors import PlanError
 from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
@@ -57,6 +58,11 @@ class Job:
             etp=point.etp,
             zero=point.zero,
             overlap=self.constraints.overlap is not False,
+            software=Software(
+                overlap_tensor=bool(self.constraints.overlap_tensor),
+                regather=bool(self.constraints.regather),
+                by_parameter=self.constraints.gather == "parameter",
+            ),
             num_experts=self.num_experts,
         )
 

@@ -30,8 +30,10 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
     )
 
 
-def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tuple[Solved, Certificate]:
-    """The best plan of all candidates, and the certificate.
+def explore(
+    job: Job, progress: Callable[[Progress], None] | None = None, *, compare: bool = True
+) -> tuple[Solved, Certificate]:
+    """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
 
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
@@ -41,7 +43,7 @@ def explore(job: Job, progress: Callable[[Progress], None] | None = None) -> tup
     space = space_of(job, bounds)
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
-    always = standards(space, candidates, bounds, bounds.with_job(free))
+    always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
     def evaluate(point: Point) -> Evaluated:
         found = evaluated(evaluator.solve(point))

@@ -23,6 +23,9 @@ def planned_only(point: Point, constraints: Constraints, precision: str) -> tupl
         schedule=point.schedule,
         recompute=constraints.recompute,
         overlap=constraints.overlap,
+        overlap_tensor=constraints.overlap_tensor,
+        regather=constraints.regather,
+        gather=constraints.gather,
     ).planned_only
     return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
 

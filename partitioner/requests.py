@@ -18,7 +18,7 @@ OBJECTIVES = ("train", "infer")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def check_request(topology: Any, constraints: Constraints, objective: str, optimizer: str) -> None:
+def check_request(topology: Any, constraints: Constraints, optimizer: str) -> None:
     """Raise a :class:`passes.errors.PartitionError` for arguments that no model could make right."""
     if not isinstance(topology, Topology):
         raise InputsError(
@@ -27,8 +27,6 @@ def check_request(topology: Any, constraints: Constraints, objective: str, optim
         )
     if not isinstance(constraints, Constraints):
         raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
-    if objective not in OBJECTIVES:
-        raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
     optimizer_bytes(1, 4, optimizer)
     constraints.check_world(topology.num_devices)
 

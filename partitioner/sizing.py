@@ -10,6 +10,7 @@ from typing import Any, Literal
 from partitioner.api import partition
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.plan import Plan
+from partitioner.prepared import PreparedModel, prepare
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 
@@ -73,10 +74,12 @@ def size_cluster(
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
     if not nodes or any(n < 1 for n in nodes):
         raise ConstraintError(f"nodes must be positive numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
+    own = ("loss", "objective", "precision")
+    prepared = prepare(model, inputs, **{name: more.pop(name) for name in own if name in more})
     tried: list[Size] = []
     for count in sorted(set(nodes)):
         topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
-        tried.append(_tried(model, topology, count, inputs, more))
+        tried.append(_tried(prepared, topology, count, more))
         if minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
             break
     fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
@@ -86,9 +89,9 @@ def size_cluster(
     return Sizing(min(fit, key=lambda size: (measure(size), size.nodes)), tuple(tried))
 
 
-def _tried(model: Any, topology: Topology, nodes: int, inputs: Any, more: dict[str, Any]) -> Size:
+def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
     try:
-        plan = partition(model, topology, inputs, **more)
+        plan = partition(model, topology, **more)
     except PartitionError as error:
         return Size(nodes, reason=str(error))
     return Size(nodes, plan, money_of(plan), energy_of(plan))

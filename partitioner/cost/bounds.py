@@ -35,7 +35,7 @@ from partitioner.cost.operators import (
     operator_name,
 )
 from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
-from partitioner.cost.saved import Kept, kept_by
+from partitioner.cost.saved import Kept, expanded, kept_by
 from partitioner.cost.spread import in_fp8
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
 from partitioner.solve.pipelines import PIPELINES, Phases
@@ -82,11 +82,12 @@ class Work:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's work forward and backward, and what it keeps."""
+    """A block's work forward and backward, and what it keeps; ``scores``: bytes of that which are attention scores."""
 
     forward: Work
     backward: Work
     kept: Kept
+    scores: int
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
@@ -98,6 +99,7 @@ class BlockWork:
             forward_s=self.forward.at(share, float(tp), float(several), float(ep)),
             backward_s=self.backward.at(share, float(tp), float(several), float(ep)),
             saved_bytes=self.kept.inside * scale,
+            selective_bytes=self.scores * scale,
             saved_inputs=self.kept.inputs,
             working_bytes=self.kept.working * share if tp == 1 else 0.0,
             input_bytes=tuple(b * scale for b in self.input_bytes),
@@ -129,10 +131,12 @@ def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool =
         for n in block.placeholders:
             if n.name in states and needs_gradient(n):
                 back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
+    kept, scores = kept_by(block, train), expanded(block)
     return BlockWork(
         forward=_work(ahead, spared_ahead, device),
         backward=_work(back, spared_back, device),
-        kept=kept_by(block, train),
+        kept=kept,
+        scores=kept.inside - kept_by(block, train, scores).inside if scores else 0,
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
         output_grads=tuple(train and needs_gradient(n) for n in block.outputs),

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Kernel, Operand, add_kernel, backward_kernels, forward_kernels, is_view
-from partitioner.cost.saved import expanded, kept_by
+from partitioner.cost.saved import expanded, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
@@ -21,6 +21,7 @@ from partitioner.cost.spread import (
     expert_region,
     hidden,
     in_fp8,
+    in_pieces,
     spread_kernel,
 )
 from partitioner.topology.groups import Group
@@ -121,6 +122,8 @@ class _Work:
         self.seconds, self.comm, self.flops, self.issued = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0, 0]
         self.again = 0.0  # seconds of what selective recomputation runs anew
         self.expanded = expanded(block)
+        self.gathered = gathered(block) if train and spread.software.regather else frozenset()
+        self.pieces, self.products = [0.0, 0.0], [0.0, 0.0]  # seconds of what runs behind products, and of those
 
     def add(self, node: fx.Node) -> None:
         operands, results = node_operands(node, self.states)
@@ -130,15 +133,24 @@ class _Work:
         self.again += seconds if node in self.expanded else 0.0
         ring = context_exchanges(node, self.spread)
         self.comm[0] += hidden(seconds, ring[0], self.device.overlap_slowdown)
-        self.comm[0] += _collective(node, self.groups, self.device, backward=False) / self._share(node)
+        self._send(0, node)
         self.issued[0] += 1
         if self.train and needs_gradient(node):
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = in_fp8(kernels, operands, results, True) if self.spread.fp8 else kernels
             seconds = self._run(1, node, kernels, operands)
             self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
-            self.comm[1] += _collective(node, self.groups, self.device, backward=True) / self._share(node)
+            self._send(1, node)
             self.issued[1] += max(1, len(kernels))
+
+    def _send(self, way: int, node: fx.Node) -> None:
+        """A collective of the graph; a gather that is not kept is done again, behind the products of the backward."""
+        share = self._share(node)
+        seconds = _collective(node, self.groups, self.device, backward=way == 1) / share
+        apart = self.spread.software.overlap_tensor and collective_name(node.target) in ("all_gather", "reduce_scatter")
+        (self.pieces if apart else self.comm)[way] += seconds
+        if way == 1 and node in self.gathered:
+            self.pieces[1] += _collective(node, self.groups, self.device, backward=False) / share
 
     def _share(self, node: fx.Node) -> int:
         """Collectives on what grows with the batch carry a ``cp``-th of it."""
@@ -156,6 +168,7 @@ class _Work:
         seconds = kernels_time(kernels, self.device)
         self.seconds[way] += seconds
         self.flops[way] += sum(k.flops for k in kernels)
+        self.products[way] += seconds if any(k.flops for k in kernels) else 0.0
         return seconds
 
     def _local_experts(self, operands: list[Operand]) -> float:
@@ -173,6 +186,8 @@ class _Work:
                 ]
                 seconds[1] += kernels_time(kernels, self.device)
                 self.issued[1] += len(kernels)
+        for way in range(1 + train):
+            comm[way] += in_pieces(self.products[way], self.pieces[way], spread.tp, self.device.overlap_slowdown)
         exchanged = expert_exchanges(self.region, spread)
         comm[0] += exchanged
         comm[1] += exchanged if train else 0.0
@@ -182,8 +197,8 @@ class _Work:
         gathers = self._gathers()
         for way in range(1 + train):
             comm[way] += hidden(seconds[way], gathers[way], self.device.overlap_slowdown, spread.overlap)
-        kept = kept_by(block, train)
-        slim = kept_by(block, train, self.expanded) if self.expanded else kept
+        kept = kept_by(block, train, self.gathered)
+        slim = kept_by(block, train, self.expanded | self.gathered) if self.expanded else kept
         placeholders = {n.name: n for n in block.placeholders}
         part = 1 / spread.cp
         states = {n: placeholders[n].meta["val"].nbytes * self._part_of(n) for n in block.states}
@@ -196,7 +211,7 @@ class _Work:
             backward_flops=self.flops[1],
             saved_bytes=kept.inside * part,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working * part + (2 * sum(states.values()) if spread.shards.size > 1 else 0.0),
+            working_bytes=kept.working * part + self._gathered_bytes(list(states.values())),
             input_bytes=tuple(placeholders[name].meta["val"].nbytes * part for name in block.inputs),
             output_bytes=tuple(n.meta["val"].nbytes * part for n in block.outputs),
             output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
@@ -208,20 +223,28 @@ class _Work:
     def _part_of(self, state: str) -> float:
         return self.spread.of_experts if state in self.region.states else 1.0
 
+    def _gathered_bytes(self, sizes: list[float]) -> float:
+        """Bytes of weights that are gathered, and of their gradients, at a time."""
+        if self.spread.shards.size == 1:
+            return 0.0
+        return 2 * (max(sizes, default=0.0) if self.spread.software.by_parameter else sum(sizes))
+
     def _gathers(self) -> tuple[float, float]:
         """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""
         spread = self.spread
         if spread.shards.size == 1:
             return 0.0, 0.0
         placeholders = {n.name: n for n in self.block.placeholders}
-        sizes = [0.0, 0.0]  # of experts' weights, and of the others
-        trained = [0.0, 0.0]
+        sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: all, and trained
         for name in self.block.states:
-            nbytes, other = placeholders[name].meta["val"].nbytes * self._part_of(name), name not in self.region.states
-            sizes[other] += nbytes
-            trained[other] += nbytes if needs_gradient(placeholders[name]) else 0.0
+            nbytes, expert = placeholders[name].meta["val"].nbytes * self._part_of(name), name in self.region.states
+            key = expert, name if spread.software.by_parameter else ""
+            known = sizes.setdefault(key, [0.0, 0.0])
+            known[0] += nbytes
+            known[1] += nbytes if needs_gradient(placeholders[name]) else 0.0
         ahead = back = 0.0
-        for size, grads, group in zip(sizes, trained, (spread.expert_shards, spread.shards), strict=True):
+        for (expert, _), (size, grads) in sizes.items():
+            group = spread.expert_shards if expert else spread.shards
             ahead += collective_time("all_gather", size, group) if size else 0.0
             back += collective_time("reduce_scatter", grads, group) if grads else 0.0
         return ahead, ahead + back

@@ -60,8 +60,15 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
     """FLOP/s that a matrix product or a fused attention reaches."""
     peak = device.peak_of(kernel.precision)
     if kernel.kind == "attention":
-        return peak * device.attention_efficiency
+        return peak * device.attention_efficiency * _length_factor(kernel.smallest, device)
     return peak * matmul_efficiency(kernel.smallest, device)
+
+
+def _length_factor(keys: float, device: DeviceType) -> float:
+    curve = device.attention_lengths
+    if not curve:
+        return 1.0
+    return curve[0][1] if keys <= curve[0][0] else interpolated(keys, curve)
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:

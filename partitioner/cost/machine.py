@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.cost.spread import NO_SPREAD, Spread
+from partitioner.cost.spread import EXECUTED, NO_SPREAD, Software, Spread
 from partitioner.cost.states import Sharded
 from partitioner.experts import split_of
 from partitioner.topology.groups import (
@@ -43,7 +43,7 @@ class Machine:
 
     ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
     (0: ``tp``); ``zero``: the stage of state sharding; ``overlap``: whether collectives of gradients and weights run
-    behind computation; ``num_experts``: of the layer that has most.
+    behind computation; ``num_experts``: of the layer that has most; ``software``: how what runs it communicates.
     All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
     """
 
@@ -56,6 +56,7 @@ class Machine:
     zero: int = 0
     overlap: bool = True
     num_experts: int = 0
+    software: Software = EXECUTED
 
     @cached_property
     def device(self) -> DeviceType:
@@ -114,7 +115,7 @@ class Machine:
         """How calls are spread besides ``tp``, over the slowest groups of any stage."""
         tp = self.mesh.get("tp", 1)
         plain = self.mesh.get("cp", 1) == self.ep == 1 and self.zero < 3 and self.expert_tp == tp
-        if plain and self.precision != "fp8" and not self.num_experts:
+        if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded = self.zero == 3
         return Spread(
@@ -128,6 +129,7 @@ class Machine:
             num_experts=self.num_experts,
             overlap=self.overlap,
             fp8=self.precision == "fp8",
+            software=self.software,
         )
 
     def sharded(self, experts: frozenset[str]) -> Sharded:

@@ -42,7 +42,8 @@ class Operand:
 class Kernel:
     """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
 
-    ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product. ``kind``: the row of the device's
+    ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product; of an attention its keys.
+    ``kind``: the row of the device's
     table of memory efficiencies.
     """
 
@@ -278,7 +279,7 @@ def _attention(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Produ
         seen = min(query[-2], key[-2])
         pairs = seen * (seen + 1) // 2 + max(0, query[-2] - key[-2]) * key[-2]
     heads = math.prod(query[:-2])
-    return 2.0 * heads * pairs * (query[-1] + out[-1]), min(query[-2], key[-2], query[-1])
+    return 2.0 * heads * pairs * (query[-1] + out[-1]), key[-2]
 
 
 def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:

@@ -40,6 +40,7 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
             "launch": min(kind.launch for kind in types),
             "dispatch": min(kind.dispatch for kind in types),
             "memory_sizes": (),
+            "attention_lengths": (),
             "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
             "attention_efficiency": max(kind.attention_efficiency for kind in types),
             "memory_efficiency": {

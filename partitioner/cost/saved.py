@@ -99,6 +99,18 @@ def expanded(block: Block) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def gathered(block: Block) -> frozenset[fx.Node]:
+    """Activations that are gathered over a mesh axis: they can be gathered again instead of kept."""
+    states = set(block.states)
+    return frozenset(
+        node
+        for node in block.graph.nodes
+        if node.op == "call_function"
+        and collective_name(node.target) == "all_gather"
+        and value_of(node.all_input_nodes[0])[0].name not in states
+    )
+
+
 def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> Kept:
     """What one call of ``block`` keeps and needs, not keeping results of ``without``. Inference keeps nothing."""
     states = set(block.states)
@@ -109,6 +121,9 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
             for value in _needed(node):
                 saved[value] = _nbytes(value)
             extra += _row_statistics(node)
+    again = [v[0] for v in saved if v[0] in without and collective_name(v[0].target) == "all_gather"]
+    for value in (value_of(node.all_input_nodes[0]) for node in again):
+        saved[value] = _nbytes(value)
     saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}

@@ -23,6 +23,18 @@ _ALONE = Group(1)
 
 
 @dataclass(frozen=True)
+class Software:
+    """How what runs a plan communicates; see the constraints of the same names."""
+
+    overlap_tensor: bool = False
+    regather: bool = False
+    by_parameter: bool = False
+
+
+EXECUTED = Software()  # as this project's runtime does
+
+
+@dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp``. ``context``, ``experts``, ``shards``: the groups of ``cp``, of ``ep`` and of
     the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``);
@@ -41,6 +53,7 @@ class Spread:
     num_experts: int = 0
     overlap: bool = True
     fp8: bool = False
+    software: Software = EXECUTED
 
     @property
     def cp(self) -> int:
@@ -174,4 +187,21 @@ def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = Tru
     return max(0.0, comm_s - compute_s) + (slowdown - 1) * min(compute_s, comm_s)
 
 
-__all__ = ["NO_SPREAD", "ExpertRegion", "Spread", "expected_load", "expert_exchanges", "expert_region", "spread_kernel"]
+def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> float:
+    """Seconds that gathers and scatters in ``pieces`` add to the products beside them: nothing hides the first piece
+    (Wang et al. 2023, overlap by decomposition; Transformer Engine's user buffers)."""
+    first = comm_s / max(1, pieces)
+    return first + hidden(compute_s, comm_s - first, slowdown)
+
+
+__all__ = [
+    "EXECUTED",
+    "NO_SPREAD",
+    "ExpertRegion",
+    "Software",
+    "Spread",
+    "expected_load",
+    "expert_exchanges",
+    "expert_region",
+    "spread_kernel",
+]

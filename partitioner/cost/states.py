@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
-from partitioner.emit_buckets import BUCKET_BYTES
+from partitioner.emit_buckets import bucket_limit
 from partitioner.errors import ConstraintError
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
@@ -187,7 +187,7 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = 0.0
     for (axes, stage), size in sizes.items():
-        count = math.ceil(size / BUCKET_BYTES)
+        count = math.ceil(size / bucket_limit(groups[axes].size))
         bucket = collective_time("reduce_scatter" if stage else "all_reduce", size / count, groups[axes])
         by_axes[axes] = by_axes.get(axes, 0.0) + count * bucket
         last = max(last, bucket)

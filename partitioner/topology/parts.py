@@ -20,6 +20,8 @@ class DeviceType(Part):
     """What a kind of device can do. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
+    ``attention_efficiency``: of a fused attention over long sequences; ``attention_lengths``: (keys; fraction of that),
+    interpolated likewise, as below the first; empty: the same at all lengths.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
@@ -36,6 +38,7 @@ class DeviceType(Part):
     dispatch: NonNegative = 0.0
     matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
     attention_efficiency: Positive = 1.0
+    attention_lengths: tuple[tuple[Positive, Positive], ...] = ()
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
     memory_sizes: tuple[tuple[Positive, Positive], ...] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0)

@@ -1,0 +1,90 @@
+"""A model that is captured and folded once and planned many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from partitioner.batch import batch_size, shard_batch
+from partitioner.requests import OBJECTIVES, check_work, type_of
+from partitioner.solve.sharding import ShardingSolution
+from passes.blocks import FoldedModel
+from passes.capture import capture
+from passes.errors import InputsError
+from passes.fold import fold
+from passes.gradients import mark_gradients
+from passes.inputs import Inputs
+from passes.normalize import normalize
+
+Objective = Literal["train", "infer"]
+Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
+
+
+@dataclass
+class PreparedModel:
+    """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
+
+    It is captured when it is first planned, once for each global batch.
+    """
+
+    model: nn.Module | ExportedProgram
+    inputs: Inputs = None
+    loss: Callable[[Any], Tensor] | None = None
+    objective: Objective = "train"
+    precision: str | None = None
+    _known: dict[int | None, Work] = field(default_factory=dict, repr=False)
+
+    def at(self, global_batch: int | None) -> Work:
+        """The folded model for this batch; ``None``: that of the inputs."""
+        if global_batch not in self._known:
+            captured = capture(
+                self.model,
+                self.inputs,
+                loss=self.loss,
+                global_batch=global_batch,
+                precision=type_of(self.precision),
+                objective=self.objective,
+            )
+            folded = fold(normalize(captured))
+            train = self.objective == "train"
+            check_work(folded, train)
+            mark_gradients(folded, train)
+            batch = batch_size(folded, global_batch)
+            self._known[global_batch] = folded, shard_batch(folded, batch), batch
+        return self._known[global_batch]
+
+
+def prepare(
+    model: nn.Module | ExportedProgram | PreparedModel,
+    inputs: Inputs = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    objective: Objective = "train",
+    precision: str | None = None,
+) -> PreparedModel:
+    """``model`` to be planned many times: for several clusters, batches or constraints. The arguments are
+    :func:`partitioner.partition`'s.
+
+    Capture takes most of the time of a small plan. A module that is changed afterwards (layers, dtypes, which
+    parameters are trained) is to be prepared anew; its weights may change.
+
+    Raises :class:`InputsError` for a prepared model with arguments that it was not prepared with.
+    """
+    if isinstance(model, PreparedModel):
+        given = {"inputs": inputs, "loss": loss, "precision": precision}
+        other = [n for n, v in given.items() if v is not None and v is not getattr(model, n) and n != "precision"]
+        other += ["precision"] if precision not in (None, model.precision) else []
+        other += ["objective"] if objective not in ("train", model.objective) else []
+        if other:
+            raise InputsError(f"the model was prepared with another {', '.join(other)}: give it to prepare()")
+        return model
+    if objective not in OBJECTIVES:
+        raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    return PreparedModel(model, inputs, loss, objective, precision)
+
+
+__all__ = ["PreparedModel", "Work", "prepare"]

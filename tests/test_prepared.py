@@ -1,0 +1,55 @@
+"""A prepared model: captured once, planned as the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import Constraints, InputsError, PlanError, Topology, partition, prepare
+from partitioner import prepared as module
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def test_it_is_captured_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = []
+    monkeypatch.setattr(module, "capture", lambda *a, _real=module.capture, **k: (times.append(1), _real(*a, **k))[1])
+    prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss)
+    for dp in (1, 2):
+        partition(prepared, Topology.local(2), constraints=Constraints(dp=dp), global_batch=8)
+    assert len(times) == 1
+    partition(prepared, Topology.local(2), global_batch=16)
+    assert len(times) == 2
+
+
+def test_its_plan_is_the_models() -> None:
+    model, inputs = _model(), (torch.zeros(8, 8),)
+    own = partition(model, Topology.local(2), inputs, loss=_loss)
+    again = partition(prepare(model, inputs, loss=_loss), Topology.local(2))
+    assert again.program == own.program
+    assert (again.model, again.estimate) == (own.model, own.estimate)
+    assert again.verify(model, inputs, loss=_loss).ok
+
+
+def test_arguments_that_it_was_not_prepared_with_are_refused() -> None:
+    prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss, precision="bf16")
+    with pytest.raises(InputsError, match="prepared with another precision"):
+        partition(prepared, Topology.local(2), precision="fp32")
+
+
+def test_an_estimate_alone_has_the_same_figures() -> None:
+    model, inputs = _model(), (torch.zeros(8, 8),)
+    plan = partition(model, Topology.local(2), inputs, loss=_loss, estimate_only=True)
+    assert plan.estimate == partition(model, Topology.local(2), inputs, loss=_loss).estimate
+    assert plan.certificate.baselines == ()
+    assert plan.planned_only == ("estimate_only=True",)
+    with pytest.raises(PlanError, match="estimate_only"):
+        plan.rank(0)

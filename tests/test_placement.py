@@ -208,7 +208,7 @@ levels: [{name: nvlink, like: nvlink3, nodes: 1}, {name: network, like: ib-hdr}]
 
 
 def test_stages_are_sized_by_the_speed_of_their_devices():
-    plan = plan_on(MIXED, pp=2, dp=4, tp=2)
+    plan = plan_on(MIXED, batch=128, pp=2, dp=4, tp=2)
     kinds = [{plan.topology.devices[d].kind for d in stage} for stage in blocks(plan, "pp")]
     assert sorted(map(tuple, kinds)) == [("a100-80gb",), ("h100-sxm",)]  # never both in one stage
     by_kind = {kind: count for (kind,), count in zip(kinds, layers_by_stage(plan), strict=True)}

@@ -77,10 +77,14 @@ class Flat:
         total: Vector = self.cost + tables
         return total
 
+    def table_costs(self, choice: Choices) -> Vector:
+        """What each table costs in an assignment."""
+        found: Vector = self._pool[self._offset + choice[self.first] * self._columns + choice[self.second]]
+        return found
+
     def total(self, choice: Choices) -> float:
         """The cost of an assignment."""
-        entries = self._offset + choice[self.first] * self._columns + choice[self.second]
-        return float(self.cost[self.start + choice].sum() + self._pool[entries].sum())
+        return float(self.cost[self.start + choice].sum() + self.table_costs(choice).sum())
 
     def best(self, score: Vector) -> Choices:
         """Every node's choice of the least ``score``."""

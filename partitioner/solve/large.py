@@ -48,10 +48,12 @@ def solve_large(
     starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
     search = Search(flat, Usage(found, starts, len(flat.cost), len(room)), room)
     search.run(until - _DUAL_SHARE * _left(until))
+    if search.bound >= search.cost * (1.0 - 1e-8):
+        return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), search.bound
     dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
     dual.prices = search.prices.values.copy()
     raised = dual.ascend(search.cost, until - 0.02 * _left(until))
-    bound = max(bound, raised - 1e-9 * abs(raised))
+    bound = max(bound, search.bound, raised - 1e-9 * abs(raised))
     return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), bound
 
 
@@ -65,8 +67,6 @@ def _solve_whole(
     """The optimal choice of every root and a bound, if both are found in time."""
     state = State(problem.nodes, problem.costs, problem.tables, found, room)
     state.descend(np.random.default_rng(0), time.perf_counter() + 0.3 * _left(until))
-    if state.overflow > 0.0:
-        return None
     bounds = list[float]()
     if solve_part(state, problem.nodes, exact, until, bounds) is None:
         return None

@@ -2,17 +2,30 @@
 
 A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for a search that only
 approximates the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and the
-step grows while the rows keep their signs and shrinks when they change them.
+step grows while the rows keep their signs and shrinks when they change them. The step is taken from the best of all
+assignments that are known, so that a poor one does not lead the prices astray.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from partitioner.solve.presolve import Vector
+from partitioner.solve.presolve import Choices, Vector
 
 _WINDOWS = 128
-_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 2e-3, 2.0
+_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 2.0
+_MOST_RISE = 0.2  # of the Lagrangian in one step, in parts of the cost
+
+
+@dataclass(frozen=True)
+class Known:
+    """An assignment that was found, its cost and its memory per row."""
+
+    choice: Choices
+    cost: float
+    profile: Vector
 
 
 class Prices:
@@ -40,8 +53,31 @@ class Prices:
         lengths = float(np.linalg.norm(step) * np.linalg.norm(self._before))
         if lengths > 0.0:
             agree = float(step @ self._before) / lengths
-            self._step *= 1.15 if agree > 0.1 else 0.75 if agree < -0.1 else 1.0
+            self._step *= 1.15 if agree > 0.1 else 0.85 if agree < -0.1 else 1.0
             self._step = min(max(self._step, _LEAST_STEP), _MOST_STEP)
         self._before = 0.5 * (self._before + step)
-        most = 0.5 / max(float(np.abs(step).sum()), 1e-30)  # keeps one step from moving the cost by much
-        self.values = np.maximum(self.values + min(self._step, max(most, _FIRST_STEP)) * scale / self.unit * step, 0.0)
+        most = _MOST_RISE / max(float(step @ step), 1e-30)
+        self.values = np.maximum(self.values + min(self._step, most) * scale / self.unit * step, 0.0)
+
+    def lagrangian(self, known: Known) -> float:
+        """The cost of an assignment and of what it takes beyond the limits, at the present prices."""
+        return known.cost + float(self.values @ (known.profile - self.room))
+
+
+class Pool:
+    """The assignments of least Lagrangian among those that were found."""
+
+    def __init__(self, size: int = 40) -> None:
+        self._size, self._known = size, list[Known]()
+
+    def add(self, known: Known, prices: Prices) -> None:
+        if any(k.cost == known.cost and np.array_equal(k.choice, known.choice) for k in self._known):
+            return
+        self._known.append(known)
+        if len(self._known) > self._size:
+            self._known.sort(key=prices.lagrangian)
+            self._known.pop()
+
+    def least(self, prices: Prices) -> tuple[float, Known]:
+        """The least Lagrangian, and the assignment that has it."""
+        return min(((prices.lagrangian(k), k) for k in self._known), key=lambda pair: pair[0])

@@ -15,6 +15,9 @@ from partitioner.solve.flat import Flat
 from partitioner.solve.presolve import Choices, Vector
 
 
+_TURNS = 8  # draws per node, of which many give a choice that is already allowed
+
+
 class Proposals:
     """Draws choices for the nodes of ``flat``."""
 
@@ -39,22 +42,24 @@ class Proposals:
         allowed = flat.sizes[flat.owner] <= most
         allowed[flat.start + choice] = True
         conditional = flat.conditional(choice) + priced
-        for _ in range(most - 1):
+        best = flat.best(conditional)
+        number = np.add.reduceat(allowed, flat.start, dtype=np.intp)
+        for turn in range(_TURNS):
+            drawn = self._answer(choice, conditional) if turn else best
             kind = rng.random(len(choice))
-            drawn = flat.best(conditional)
-            answer = self._answer(choice, conditional)
-            drawn = np.where(kind < 0.35, answer, drawn)
-            drawn = np.where((kind > 0.55) & (kind < 0.8), choice[self._alike()], drawn)
-            drawn = np.where((kind > 0.8) & (kind < 0.9), known, drawn)
-            drawn = np.where(kind > 0.9, self._together(), drawn)
-            allowed[flat.start + drawn] = True
+            drawn = np.where(kind < 0.1, choice[self._alike()], drawn)
+            drawn = np.where((kind > 0.1) & (kind < 0.2), known, drawn)
+            drawn = np.where(kind > 0.95, self.together(), drawn)
+            new = (number < most) & ~allowed[flat.start + drawn]
+            allowed[(flat.start + drawn)[new]] = True
+            number += new
         return allowed
 
     def _alike(self) -> NDArray[np.intp]:
         """For each node another that looks like it, or itself."""
         return self._members[self._begin + (self._rng.random(len(self._begin)) * self._number).astype(np.intp)]
 
-    def _together(self) -> Choices:
+    def together(self) -> Choices:
         """Random choices, the same for nodes that look alike."""
         draw = self._rng.random(len(self._colour))[self._members[self._begin]]
         return (draw * self._flat.sizes).astype(np.intp)
@@ -68,7 +73,7 @@ class Proposals:
         which = (self._rng.random(len(nodes)) * flat.num_sides[nodes]).astype(np.intp)
         side = flat.sides[flat.first_side[nodes] + which]
         other = flat.side_other[side]
-        to = self._together()[other] if self._rng.random() < 0.5 else choice[self._alike()][other]
+        to = self.together()[other] if self._rng.random() < 0.5 else choice[self._alike()][other]
         changed = conditional.copy()
         target, after = flat.side_costs(side, to)  # one side per node: no target comes twice
         changed[target] += after - flat.side_costs(side, choice[other])[1]

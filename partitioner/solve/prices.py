@@ -15,7 +15,7 @@ import numpy as np
 from partitioner.solve.presolve import Choices, Vector
 
 _WINDOWS = 128
-_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 2.0
+_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 0.5
 _MOST_RISE = 0.2  # of the Lagrangian in one step, in parts of the cost
 
 

@@ -15,7 +15,7 @@ from partitioner.solve.memory import Usage
 from partitioner.solve.presolve import Choices, Vector
 
 _TRIED = 12  # moves per step, from the best ratio on
-_STEPS = 2_000
+_STEPS = 500
 
 
 class Repair:

@@ -29,6 +29,7 @@ _FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the larges
 _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
 _PATIENCE = 15  # steps without progress, after which the search is kicked
+_MENDABLE = 0.15  # parts of the limit
 _DESCENT = 8  # steps after a kick before it is judged
 _REGION = (200, 1000, 4000)  # nodes
 _HUB = 30  # neighbours of which a region follows no more
@@ -124,8 +125,9 @@ class Search:
         return np.where(kicked, self._proposals.together(), self._now)
 
     def _mend(self, choice: Choices) -> bool:
-        """Whether a repair of an assignment makes it the best."""
-        if not self._priced or self.flat.total(choice) >= self.cost:
+        """Whether a repair of an assignment makes it the best. Not tried on what is far from the limit."""
+        known = self._known(choice)
+        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > _MENDABLE:
             return False
         repair = Repair(self.flat, self.usage, self.room, choice)
         repair.run(self._until)

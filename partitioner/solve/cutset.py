@@ -1,7 +1,8 @@
-"""An order of elimination of bounded width, for a graph that is too wide: some nodes, the cutset, stay as they are.
+"""An order of elimination of bounded width for a graph that is too wide: some nodes, the cutset, stay as they are.
 
-What is left when the cutset is fixed is solved exactly by dynamic programming (cutset conditioning: Pearl, 1988; w-cutsets:
-Bidyuk and Dechter, 2007). A random cutset per step of a search makes a large neighbourhood whose best member is found.
+What is left when the cutset is fixed is solved exactly by dynamic programming (cutset conditioning: Pearl, 1988;
+w-cutsets: Bidyuk and Dechter, 2007). A random cutset per step of a search makes a large neighbourhood of which the
+best member is found.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def eliminate(
     for node in reversed(order):
         vector = costs[node].copy()
         for others, table in waiting[node]:
-            vector += table[(slice(None), *[choice[j] for j in others])]
+            index: tuple[slice | int, ...] = (slice(None), *[choice[j] for j in others])
+            vector += table[index]
         choice[node] = int(vector.argmin())
     return choice, total
 

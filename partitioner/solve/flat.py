@@ -1,7 +1,8 @@
 """A pairwise problem in flat arrays: costs of all choices, beside given choices of all others, in a few numpy calls.
 
-The choices of all nodes lie in one array, node by node; an *assignment* is an array with one choice per node. Nodes are
-numbered from 0 in the order of ``nodes``. What is forbidden costs :attr:`Flat.forbidden`, more than all that is allowed.
+The choices of all nodes lie in one array, node by node; an *assignment* is an array with one choice per node. Nodes
+are numbered from 0 in the order of ``nodes``. What is forbidden costs :attr:`Flat.forbidden`, more than all that is
+allowed.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ class Flat:
     ``2 e + 1`` have one entry per choice of the node that they add to, from ``side_start`` on.
     """
 
-    def __init__(
-        self, nodes: Sequence[int], costs: Sequence[Vector], tables: Mapping[tuple[int, int], Table]
-    ) -> None:
+    def __init__(self, nodes: Sequence[int], costs: Sequence[Vector], tables: Mapping[tuple[int, int], Table]) -> None:
         self.nodes = list(nodes)
         self.sizes = np.array([len(costs[i]) for i in nodes], np.intp)
         self.start = _begins(self.sizes)
         cost: Vector = np.concatenate([costs[i] for i in nodes])
         self.owner = np.repeat(np.arange(len(nodes)), self.sizes)
         at = {node: k for k, node in enumerate(nodes)}
-        dear = [np.max(np.abs(c), where=np.isfinite(c), initial=0.0) for c in (*tables.values(), *(costs[i] for i in nodes))]
+        dear = [
+            np.max(np.abs(c), where=np.isfinite(c), initial=0.0) for c in (*tables.values(), *(costs[i] for i in nodes))
+        ]
         self.forbidden = 2.0 * float(sum(dear)) + 1.0
         self.cost = np.minimum(cost, self.forbidden)
         self.tables = [np.minimum(t, self.forbidden) for t in tables.values()]
@@ -59,14 +60,14 @@ class Flat:
         self.first_side = _begins(self.num_sides)
 
     def side_costs(self, side: Choices, choice: Choices) -> tuple[Choices, Vector]:
-        """Per entry of each of the ``side``s: the choice that it adds to, and how much if its other node takes ``choice``."""
+        """Per entry of each ``side``: the choice that it adds to, and how much if the other node takes ``choice``."""
         lengths = self.sizes[self.side_node[side]]
         entries = np.repeat(self.side_start[side], lengths) + _within(lengths)
         move = np.repeat(self._stride[side] * choice, lengths)
         return self._target[entries], self._pool[self._base[entries] + move]
 
     def sides_of(self, node: int) -> Choices:
-        """The sides that add to ``node``; the same numbers ``^ 1`` are those through which it adds to its neighbours."""
+        """The sides that add to ``node``; their numbers ``^ 1`` are those through which it adds to its neighbours."""
         begin = self.first_side[node]
         return self.sides[begin : begin + self.num_sides[node]]
 

@@ -1,8 +1,8 @@
-"""Large problems with memory over time: contract, bound, search, and solve parts of it exactly.
+"""Large problems with memory over time: contract, solve whole what is small, search and bound what is not.
 
 Followers are contracted in bulk (``contract.py``). If what is left is small it is solved whole, with the memory rows
-that bind (``neighbourhood.py``). Otherwise a dual ascent gives a bound (``messages.py``), a local search goes down from
-the choice of least memory (``localsearch.py``), and the remaining time goes into solving parts to their optimum.
+that bind (``neighbourhood.py``). Otherwise most of the time goes into a search that solves large random parts exactly
+at prices of memory (``search.py``), and the rest into a bound at these prices (``messages.py``).
 """
 
 from __future__ import annotations

@@ -65,12 +65,16 @@ class Usage:
         self, stretches: Mapping[int, Stretch], starts: Mapping[int, int], num_choices: int, num_rows: int
     ) -> None:
         self.num_choices, self.num_rows = num_choices, num_rows
-        entries = [(starts[i], s, *s.usage.nonzero()) for i, s in stretches.items()]
-        empty = np.empty(0, np.intp)
-        self.choice = np.concatenate([empty, *(first + p for first, _, p, _ in entries)])
-        self.begin = np.concatenate([empty, *(s.breaks[k] for _, s, _, k in entries)])
-        self.end = np.concatenate([empty, *(s.breaks[k + 1] for _, s, _, k in entries)])
-        self.amount = np.concatenate([np.empty(0), *(s.usage[p, k] for _, s, p, k in entries)])
+        choice, begin, end = ([np.empty(0, np.intp)] for _ in range(3))
+        amount = [np.zeros(0)]
+        for root, stretch in stretches.items():
+            p, segment = stretch.usage.nonzero()
+            choice.append(starts[root] + p)
+            begin.append(stretch.breaks[segment])
+            end.append(stretch.breaks[segment + 1])
+            amount.append(stretch.usage[p, segment])
+        self.choice, self.begin, self.end = np.concatenate(choice), np.concatenate(begin), np.concatenate(end)
+        self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
         """What the memory of each choice costs at ``prices`` per row."""

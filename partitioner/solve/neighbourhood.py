@@ -1,7 +1,6 @@
-"""Improve a large assignment by solving a part of it to the optimum while the rest stays, again and again.
+"""Improve an assignment by solving a part of it, or all, to the optimum with an exact solver while the rest stays.
 
-A part is grown over the tables, from a root chosen at random, up to a number of table entries that follows how long the
-last part took. Of its memory rows only those that bind are needed: they are added as solutions break them.
+Of its memory rows only those that bind are needed: they are added as solutions break them (a cutting-plane method).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from partitioner.solve.flat import Flat
 from partitioner.solve.presolve import Choices, Vector
 
-
 _TURNS = 8  # draws per node, of which many give a choice that is already allowed
 
 
@@ -57,12 +56,15 @@ class Proposals:
 
     def _alike(self) -> NDArray[np.intp]:
         """For each node another that looks like it, or itself."""
-        return self._members[self._begin + (self._rng.random(len(self._begin)) * self._number).astype(np.intp)]
+        which = (self._rng.random(len(self._begin)) * self._number).astype(np.intp)
+        alike: NDArray[np.intp] = self._members[self._begin + which]
+        return alike
 
     def together(self) -> Choices:
         """Random choices, the same for nodes that look alike."""
         draw = self._rng.random(len(self._colour))[self._members[self._begin]]
-        return (draw * self._flat.sizes).astype(np.intp)
+        drawn: Choices = (draw * self._flat.sizes).astype(np.intp)
+        return drawn
 
     def _answer(self, choice: Choices, conditional: Vector) -> Choices:
         """Every node's best choice if one of its neighbours, at random, changed to a random choice."""

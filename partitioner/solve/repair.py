@@ -58,7 +58,8 @@ class Repair:
         tried = moves[np.argsort(ratio)[:_TRIED]] if len(moves) > _TRIED else moves[np.argsort(ratio)]
         for move in tried.tolist():
             begin, change = self._change(move)
-            before = self.profile[begin : begin + len(change)] - self._room[begin : begin + len(change)]
+            rows = slice(begin, begin + len(change))
+            before = self.profile[rows] - self._room[rows]
             if np.maximum(before + change, 0.0).sum() < np.maximum(before, 0.0).sum():
                 self._move(move, begin, change)
                 return True
@@ -76,7 +77,8 @@ class Repair:
                 if node in moved or self._cost[move] >= self._cost[flat.start[node] + self.choice[node]]:
                     continue
                 begin, change = self._change(move)
-                if (self.profile[begin : begin + len(change)] + change <= self._room[begin : begin + len(change)]).all():
+                rows = slice(begin, begin + len(change))
+                if (self.profile[rows] + change <= self._room[rows]).all():
                     self._move(move, begin, change)
                     moved.add(node)
                 if len(moved) % 64 == 63 and time.perf_counter() > until:

@@ -227,8 +227,10 @@ class Search:
         flat = self.flat
         own = flat.cost[flat.start + choice] - np.minimum.reduceat(flat.cost, flat.start)
         tables = 0.5 * flat.table_costs(choice)
-        own += np.bincount(flat.first, tables, minlength=len(own)) + np.bincount(flat.second, tables, minlength=len(own))
-        return np.maximum(own, 0.0)
+        for ends in (flat.first, flat.second):
+            own += np.bincount(ends, tables, minlength=len(own))
+        regret: Vector = np.maximum(own, 0.0)
+        return regret
 
     def _domains(self, allowed: NDArray[np.bool_] | None) -> dict[int, Choices]:
         """Per node that has a table and more than one choice, the choices that are allowed."""

@@ -15,11 +15,14 @@ import numpy as np
 from partitioner.solve.presolve import Choices, Vector
 
 _WINDOWS = 128
+_START = 0.05
+_LOWER = 0.3  # of the present prices
 _FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 0.5
+_DECAY = 2.0  # of a price in one step, per part of the limit that is left free in its row
 _MOST_RISE = 0.2  # of the Lagrangian in one step, in parts of the cost
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """An assignment that was found, its cost and its memory per row."""
 
@@ -42,6 +45,10 @@ class Prices:
         """By how much each row exceeds its limit, in parts of the largest limit."""
         return (profile - self.room) / self.unit
 
+    def start(self, scale: float) -> None:
+        """Equal prices of all rows that are small beside ``scale``: of equal choices the least memory is taken."""
+        self.values[:] = _START * scale / (self.unit * max(1, len(self.room)))
+
     def update(self, profile: Vector, scale: float) -> None:
         """One step from the memory of an assignment; ``scale`` is what an assignment costs, or so."""
         over = self.excess(profile)
@@ -57,15 +64,16 @@ class Prices:
             self._step = min(max(self._step, _LEAST_STEP), _MOST_STEP)
         self._before = 0.5 * (self._before + step)
         most = _MOST_RISE / max(float(step @ step), 1e-30)
+        self.values *= np.clip(1.0 + _DECAY * over, 0.5, 1.0)
         self.values = np.maximum(self.values + min(self._step, most) * scale / self.unit * step, 0.0)
 
-    def lagrangian(self, known: Known) -> float:
-        """The cost of an assignment and of what it takes beyond the limits, at the present prices."""
-        return known.cost + float(self.values @ (known.profile - self.room))
+    def lagrangian(self, known: Known, share: float = 1.0) -> float:
+        """The cost of an assignment and of what it takes beyond the limits, at ``share`` of the present prices."""
+        return known.cost + share * float(self.values @ (known.profile - self.room))
 
 
 class Pool:
-    """The assignments of least Lagrangian among those that were found."""
+    """The assignments of least Lagrangian among those that were found; half of them for when prices will be lower."""
 
     def __init__(self, size: int = 40) -> None:
         self._size, self._known = size, list[Known]()
@@ -76,7 +84,9 @@ class Pool:
         self._known.append(known)
         if len(self._known) > self._size:
             self._known.sort(key=prices.lagrangian)
-            self._known.pop()
+            rest = self._known[self._size // 2 :]
+            rest.remove(max(rest, key=lambda k: prices.lagrangian(k, _LOWER)))
+            self._known[self._size // 2 :] = rest
 
     def least(self, prices: Prices) -> tuple[float, Known]:
         """The least Lagrangian, and the assignment that has it."""

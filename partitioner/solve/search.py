@@ -60,7 +60,6 @@ class Search:
         self._isolated = self.flat.num_sides == 0
         self._pool = Pool()
         self._keep(self.flat.best(self.usage.total()))
-        self._keep(self.flat.best(self.flat.cost))
         self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
         self._width, self._history, self._priced = _FIRST_WIDTH, list[float](), False
 
@@ -107,7 +106,9 @@ class Search:
         self._history.append(self._pool.least(self.prices)[0])
         recent = self._history[-5:]
         self._priced |= self.steps >= _UNPRICED or (self.steps > _WARM_UP and recent[-1] > recent[0] * (1.0 - _SLOW))
-        if self._priced and self._away == 0:
+        if not self._priced:
+            self.prices.start(self._pool.least(self.prices)[1].cost)
+        elif self._away == 0:
             known = self._pool.least(self.prices)[1]
             self.prices.update(known.profile, min(known.cost, self.cost))
 

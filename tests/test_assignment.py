@@ -7,17 +7,24 @@ import gzip
 import itertools
 import json
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from partitioner.solve import assignment, large
 from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
-from partitioner.solve.memory import Memory
+from partitioner.solve.contract import Contraction
+from partitioner.solve.cutset import conditioned_order
+from partitioner.solve.elimination import eliminate
+from partitioner.solve.flat import Flat
+from partitioner.solve.memory import Memory, Usage, stretches
 from partitioner.solve.presolve import InfeasibleError, Reduction
+from partitioner.solve.search import Search
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
 
@@ -109,6 +116,97 @@ def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: Assi
     assert problem.objective(answer.choice) == answer.objective
     if problem.memory is not None:
         assert problem.memory.peak(answer.choice) <= problem.memory.limit
+
+
+@settings(max_examples=60, deadline=None)
+@given(memory_problems())
+def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(problem: AssignmentProblem) -> None:
+    problem = replace(problem, rows=())
+    expected = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "MANY_ENTRIES", -1)
+        if math.isinf(expected):
+            with pytest.raises((InfeasibleError, TimeLimitError)):
+                solve_assignment(problem, time_limit_s=0.2)
+            return
+        answer = solve_assignment(problem, time_limit_s=10.0)
+    assert answer.objective == pytest.approx(expected, rel=1e-6)
+    assert answer.bound <= expected * (1 + 1e-9) + 1e-12
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from([1.0, 4.0, 20.0, 1e6]))
+def test_elimination_beside_a_cutset_never_makes_an_assignment_dearer(problem: AssignmentProblem, width: float) -> None:
+    flat, _ = flat_of(replace(problem, rows=()))
+    choice = flat.best(flat.cost)
+    sizes = dict(enumerate(flat.sizes.tolist()))
+    near = {i: set(flat.near[i]) for i in sizes}
+    order = conditioned_order(sizes, near, width, [1.0] * len(sizes))
+    assert len(set(order)) == len(order)
+    if width == 1e6:
+        assert sorted(order) == list(sizes)
+    free = set(order)
+    costs = {i: flat.conditional(choice)[flat.start[i] :][: sizes[i]] for i in order}
+    tables = []
+    for i, j, table in zip(flat.first.tolist(), flat.second.tolist(), flat.tables, strict=True):
+        if i in free and j in free:
+            tables.append((i, j, table))
+            costs[i] = costs[i] - table[:, choice[j]]
+            costs[j] = costs[j] - table[choice[i]]
+    found = choice.copy()
+    for i, p in eliminate(costs, tables, order)[0].items():
+        found[i] = p
+    assert flat.total(found) <= flat.total(choice) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(memory_problems())
+def test_flat_costs_and_memory_are_those_of_the_problem(problem: AssignmentProblem) -> None:
+    assert problem.memory is not None
+    flat, contraction = flat_of(problem)
+    found, room, taken = stretches(problem.memory, contraction.roots, contraction.maps)
+    usage = Usage(found, dict(zip(contraction.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
+    rng = np.random.default_rng(0)
+    choice = (rng.random(len(flat.sizes)) * flat.sizes).astype(np.intp)
+    full = contraction.choice(dict(zip(contraction.nodes, choice.tolist(), strict=True)))
+    profile = usage.profile(flat.start + choice) + taken
+    assert problem.memory.peak(full) == pytest.approx(profile.max(initial=0.0))
+    cost = AssignmentProblem(problem.costs, problem.edges).objective(full)
+    assert flat.total(choice) == pytest.approx(cost) if math.isfinite(cost) else flat.total(choice) >= flat.forbidden
+    prices = rng.random(len(room))
+    assert usage.priced(prices)[flat.start + choice].sum() == pytest.approx(prices @ usage.profile(flat.start + choice))
+    beside = flat.conditional(choice)
+    for node in range(len(choice)):
+        for p in range(flat.sizes[node]):
+            other = choice.copy()
+            other[node] = p
+            step = beside[flat.start[node] + p] - beside[flat.start[node] + choice[node]]
+            assert step == pytest.approx(flat.total(other) - flat.total(choice), abs=1e-9 * flat.forbidden)
+
+
+def test_the_search_ends_before_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    costs = [rng.random(4) for _ in range(60)]
+    edges = [(int(i), int(j), rng.random((4, 4))) for i, j in rng.integers(0, 60, (400, 2)) if i != j]
+    memory = Memory([(0, 1)] * 60, [rng.random(4) for _ in range(60)], 25.0)
+    flat, contraction = flat_of(AssignmentProblem(costs, edges, memory=memory))
+    found, room, _ = stretches(memory, contraction.roots, contraction.maps)
+    usage = Usage(found, dict(zip(contraction.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(ticks))  # every look at the clock takes as long
+    search = Search(flat, usage, room)
+    search.run(12.0)
+    assert search.steps > 0
+    assert 0.1 * next(ticks) <= 12.5
+    assert search.overflow == 0.0
+
+
+def flat_of(problem: AssignmentProblem) -> tuple[Flat, Contraction]:
+    try:
+        contraction = Contraction(problem.costs, problem.edges)
+    except InfeasibleError:
+        reject()
+    return Flat(contraction.nodes, contraction.costs, contraction.tables), contraction
 
 
 def test_a_tree_is_solved_by_presolve_alone() -> None:

@@ -8,8 +8,7 @@ followers and values are merged, these tables stay small and the optimum is foun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -61,49 +60,48 @@ def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score:
     return work, order
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Costs over the choices of the nodes ``scope``, one dim per node."""
-
-    scope: tuple[int, ...]
-    costs: NDArray[np.float64]
+_Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order, and costs indexed (node, *others)
 
 
 def eliminate(
-    costs: Mapping[int, Vector], tables: Sequence[tuple[int, int, Table]], order: Sequence[int]
+    costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """The best choice of every node of ``costs`` and its cost. Raises :class:`InfeasibleError` where there is none."""
+    """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleError` where there is none."""
     place = {node: i for i, node in enumerate(order)}
-    waiting: dict[int, list[_Table]] = {node: [_Table((node,), cost)] for node, cost in costs.items()}
+    waiting: dict[int, list[_Term]] = {node: [] for node in order}
     for i, j, table in tables:
-        waiting[min(i, j, key=place.__getitem__)].append(_Table((i, j), table))
-    answers: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
-    total = 0.0
-    for node in order:
-        scope = tuple(sorted({i for t in waiting[node] for i in t.scope if i != node}, key=place.__getitem__))
-        joined = _sum(waiting.pop(node), (node, *scope))
-        answers.append((node, scope, joined.argmin(axis=0)))
-        left = joined.min(axis=0)
-        if not np.isfinite(left).any():
-            raise InfeasibleError("no assignment satisfies the tables together", (node, *scope))
-        if scope:
-            waiting[scope[0]].append(_Table(scope, left))
+        if place[i] < place[j]:
+            waiting[i].append(((j,), table))
         else:
+            waiting[j].append(((i,), table.T))
+    scopes, total = list[list[int]](), 0.0
+    for node in order:
+        terms = waiting[node]
+        scope = sorted({j for others, _ in terms for j in others}, key=place.__getitem__)
+        scopes.append(scope)
+        left = _join(costs[node], terms, scope).min(axis=0)
+        if not scope:
+            if not np.isfinite(left):
+                raise InfeasibleError("no assignment satisfies the tables together", (node,))
             total += float(left)
+        else:
+            waiting[scope[0]].append((tuple(scope[1:]), left))
     choice: dict[int, int] = {}
-    for node, scope, best in reversed(answers):
-        choice[node] = int(best[tuple(choice[i] for i in scope)])
+    for node in reversed(order):
+        vector = costs[node].copy()
+        for others, table in waiting[node]:
+            index: tuple[slice | int, ...] = (slice(None), *[choice[j] for j in others])
+            vector += table[index]
+        choice[node] = int(vector.argmin())
     return choice, total
 
 
-def _sum(tables: Sequence[_Table], scope: tuple[int, ...]) -> NDArray[np.float64]:
-    """The sum of ``tables``, broadcast to the dims of ``scope``."""
-    axis = {node: i for i, node in enumerate(scope)}
-    total: NDArray[np.float64] = np.zeros((1,) * len(scope))
-    for table in sorted(tables, key=lambda t: t.costs.size):
-        order = sorted(range(len(table.scope)), key=lambda d: axis[table.scope[d]])
-        shape = [1] * len(scope)
-        for d in order:
-            shape[axis[table.scope[d]]] = table.costs.shape[d]
-        total = total + table.costs.transpose(order).reshape(shape)
-    return total
+def _join(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
+    """The sum of a node's cost and of ``terms``, with the dims (node, *scope)."""
+    joined = cost.reshape(-1, *[1] * len(scope))
+    for others, table in sorted(terms, key=lambda term: term[1].size):
+        if len(others) < len(scope):
+            sizes = dict(zip(others, table.shape[1:], strict=True))
+            table = table.reshape(-1, *[sizes.get(j, 1) for j in scope])
+        joined = joined + table
+    return joined

@@ -1,27 +1,29 @@
-"""Large problems with memory over time: contract, bound, search, and solve parts of it exactly.
+"""Large problems with memory over time: contract, solve whole what is small, search and bound what is not.
 
 Followers are contracted in bulk (``contract.py``). If what is left is small it is solved whole, with the memory rows
-that bind (``neighbourhood.py``). Otherwise a dual ascent gives a bound (``messages.py``), a local search goes down from
-the choice of least memory (``localsearch.py``), and the remaining time goes into solving parts to their optimum.
+that bind (``neighbourhood.py``). Otherwise most of the time goes into a search that solves large random parts exactly
+at prices of memory (``search.py``), and the rest into a bound at these prices (``messages.py``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from partitioner.solve.contract import Contraction
+from partitioner.solve.flat import Flat
 from partitioner.solve.localsearch import State
-from partitioner.solve.memory import Memory, stretches
+from partitioner.solve.memory import Memory, Stretch, Usage, stretches
 from partitioner.solve.messages import Dual
-from partitioner.solve.neighbourhood import Exact, Neighbourhoods, solve_part
+from partitioner.solve.neighbourhood import Exact, solve_part
 from partitioner.solve.presolve import Table, Vector
+from partitioner.solve.search import Search
 
 WHOLE_ENTRIES = 120_000  # of all tables: at most so many are given to the exact solver at once
-_PART_ENTRIES = 20_000
-_DUAL_SHARE = 0.08  # of the time
+_WHOLE_SHARE = 0.6  # of the time
+_DUAL_SHARE = 0.12
 
 
 def solve_large(
@@ -37,23 +39,35 @@ def solve_large(
     """
     problem = Contraction(costs, edges)
     found, room, _ = stretches(memory, problem.roots, problem.maps)
-    state = State(problem.nodes, problem.costs, problem.tables, found, room)
-    rng = np.random.default_rng(0)
     bound = sum(float(problem.costs[i].min()) for i in problem.nodes)
-    state.descend(rng, time.perf_counter() + 0.2 * (until - time.perf_counter()))
-    small = sum(t.size for t in problem.tables.values()) <= WHOLE_ENTRIES
-    if state.overflow <= 0.0:
-        if not small:
-            now = time.perf_counter()
-            dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
-            raised = dual.ascend(state.cost(), now + _DUAL_SHARE * (until - now))
-            bound = max(bound, raised - 1e-9 * abs(raised))
-        if small:
-            bounds = [bound]
-            half = time.perf_counter() + 0.6 * (until - time.perf_counter())
-            solved = solve_part(state, problem.nodes, exact, half, bounds)
-            bound = max(bounds)
-            if solved is not None:
-                return problem.choice(state.choice), bound
-        Neighbourhoods(state, rng, _PART_ENTRIES).improve(exact, until)
-    return problem.choice(state.choice), bound
+    if sum(t.size for t in problem.tables.values()) <= WHOLE_ENTRIES:
+        solved = _solve_whole(problem, found, room, exact, time.perf_counter() + _WHOLE_SHARE * _left(until))
+        if solved is not None:
+            return problem.choice(solved[0]), max(bound, solved[1])
+    flat = Flat(problem.nodes, problem.costs, problem.tables)
+    starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
+    search = Search(flat, Usage(found, starts, len(flat.cost), len(room)), room)
+    search.run(until - _DUAL_SHARE * _left(until))
+    if search.bound >= search.cost * (1.0 - 1e-8):
+        return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), search.bound
+    dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
+    dual.prices = search.prices.values.copy()
+    raised = dual.ascend(search.cost, until - 0.02 * _left(until))
+    bound = max(bound, search.bound, raised - 1e-9 * abs(raised))
+    return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), bound
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.perf_counter())
+
+
+def _solve_whole(
+    problem: Contraction, found: Mapping[int, Stretch], room: Vector, exact: Exact, until: float
+) -> tuple[dict[int, int], float] | None:
+    """The optimal choice of every root and a bound, if both are found in time."""
+    state = State(problem.nodes, problem.costs, problem.tables, found, room)
+    state.descend(np.random.default_rng(0), time.perf_counter() + 0.3 * _left(until))
+    bounds = list[float]()
+    if solve_part(state, problem.nodes, exact, until, bounds) is None:
+        return None
+    return state.choice, max(bounds)

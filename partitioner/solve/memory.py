@@ -6,7 +6,7 @@ for a model of 30,000 operators would be millions: a profile over the rows is a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,6 +56,50 @@ class Stretch:
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
+
+
+class Usage:
+    """The stretches of many roots in flat arrays; ``starts[r]`` is where the choices of root r begin."""
+
+    def __init__(
+        self, stretches: Mapping[int, Stretch], starts: Mapping[int, int], num_choices: int, num_rows: int
+    ) -> None:
+        self.num_choices, self.num_rows = num_choices, num_rows
+        choice, begin, end = ([np.empty(0, np.intp)] for _ in range(3))
+        amount = [np.zeros(0)]
+        for root, stretch in stretches.items():
+            p, segment = stretch.usage.nonzero()
+            choice.append(starts[root] + p)
+            begin.append(stretch.breaks[segment])
+            end.append(stretch.breaks[segment + 1])
+            amount.append(stretch.usage[p, segment])
+        self.choice, self.begin, self.end = np.concatenate(choice), np.concatenate(begin), np.concatenate(end)
+        self.amount = np.concatenate(amount)
+
+    def priced(self, prices: Vector) -> Vector:
+        """What the memory of each choice costs at ``prices`` per row."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        weights = self.amount * (total[self.end] - total[self.begin])
+        return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
+
+    def profile(self, chosen: NDArray[np.intp]) -> Vector:
+        """The memory per row of an assignment, given as places in the array of all choices."""
+        taken = np.zeros(self.num_choices, bool)
+        taken[chosen] = True
+        entry = taken[self.choice].nonzero()[0]
+        change = np.bincount(self.begin[entry], self.amount[entry], minlength=self.num_rows + 1)
+        change -= np.bincount(self.end[entry], self.amount[entry], minlength=self.num_rows + 1)
+        return np.cumsum(change)[:-1].astype(np.float64)
+
+    def at(self, row: int) -> Vector:
+        """What each choice takes in ``row``."""
+        live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
+        return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
+
+    def total(self) -> Vector:
+        """What each choice takes, summed over the rows."""
+        weights = self.amount * (self.end - self.begin)
+        return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
 
 def stretches(

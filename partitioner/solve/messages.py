@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solve.memory import Stretch
+from partitioner.solve.memory import Stretch, Usage
 from partitioner.solve.presolve import Table, Vector
 
 
@@ -65,29 +65,10 @@ class Dual:
             stacked = np.where(np.isfinite(stacked), stacked, 1e30)
             self._groups.append(_Group(stacked, first, second, np.zeros(first.shape), np.zeros(second.shape)))
         self._share = 1.0 / share
-        entries = [(i, p, s) for i, s in stretches.items() for p, s in zip(*s.usage.nonzero(), strict=True)]
-        self._choice = np.array([self.starts[i] + p for i, p, _ in entries], np.intp)
-        self._from = np.array([stretches[i].breaks[s] for i, _, s in entries], np.intp)
-        self._to = np.array([stretches[i].breaks[s + 1] for i, _, s in entries], np.intp)
-        self._usage = np.array([stretches[i].usage[p, s] for i, p, s in entries])
-
-    def priced(self) -> Vector:
-        """Per choice, what its memory costs at the present prices."""
-        total = np.concatenate([[0.0], np.cumsum(self.prices)])
-        weights = self._usage * (total[self._to] - total[self._from])
-        return np.bincount(self._choice, weights, minlength=len(self.cost)).astype(np.float64)
-
-    def profile(self, chosen: NDArray[np.intp]) -> Vector:
-        """The memory of an assignment, given as places in the array of all choices."""
-        taken = np.zeros(len(self.cost), bool)
-        taken[chosen] = True
-        entry = taken[self._choice].nonzero()[0]
-        change = np.bincount(self._from[entry], self._usage[entry], minlength=len(self.room) + 1)
-        change -= np.bincount(self._to[entry], self._usage[entry], minlength=len(self.room) + 1)
-        return np.cumsum(change)[:-1].astype(np.float64)
+        self._usage = Usage(stretches, self.starts, len(self.cost), len(room))
 
     def _beliefs(self) -> Vector:
-        belief = self.cost + self.priced()
+        belief = self.cost + self._usage.priced(self.prices)
         for g in self._groups:
             np.add.at(belief, g.first, g.to_first)
             np.add.at(belief, g.second, g.to_second)
@@ -133,7 +114,7 @@ class Dual:
                 ahead, stale = 0.6 * ahead, 0
                 self.prices = best_prices.copy()
                 smooth[:] = 0.0
-            smooth = 0.6 * smooth + 0.4 * (self.profile(chosen) - self.room)
+            smooth = 0.6 * smooth + 0.4 * (self._usage.profile(chosen) - self.room)
             direction = np.where((self.prices > 0) | (smooth > 0), smooth, 0.0)
             length = float(direction @ direction)
             if length > 0.0 and best < upper:

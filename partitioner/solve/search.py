@@ -1,0 +1,261 @@
+"""Search of a large problem: solve as much of the graph as is narrow enough, exactly, again and again.
+
+Each step fixes a random cutset at its present choices and solves the rest by dynamic programming (``cutset.py``,
+``elimination.py``), over all choices of each node or over a few that are proposed (``proposals.py``). Memory enters by
+prices per row that follow the assignment (``prices.py``); what exceeds a limit is repaired (``repair.py``), and the
+cheapest assignment that fits is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.solve.cutset import conditioned_order
+from partitioner.solve.elimination import eliminate
+from partitioner.solve.flat import Flat
+from partitioner.solve.memory import Usage
+from partitioner.solve.presolve import Choices, Table, Vector
+from partitioner.solve.prices import Known, Pool, Prices
+from partitioner.solve.proposals import Proposals
+from partitioner.solve.repair import Repair
+
+_WARM_UP = 4  # steps over all choices
+_UNPRICED, _SLOW = 25, 0.03  # steps at most before prices rise, and the progress of four below which they do
+_FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the largest table
+_FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
+_STEP_SECONDS = 1.0  # of a step, which the width follows
+_PATIENCE = 15  # steps without progress, after which the search is kicked
+_MENDABLE = 0.15  # parts of the limit
+_DESCENT = 8  # steps after a kick before it is judged
+_REGION = (200, 1000, 4000)  # nodes
+_HUB = 30  # neighbours of which a region follows no more
+
+
+@dataclass
+class Search:
+    """The ``best`` assignment found, which fits if ``overflow`` is not positive, and the search's ``prices``.
+
+    ``bound`` is a lower bound where the graph is so narrow that no cutset is needed, and minus infinity elsewhere.
+    """
+
+    flat: Flat
+    usage: Usage
+    room: Vector
+    seed: int = 0
+    best: Choices = field(init=False)
+    cost: float = field(init=False, default=np.inf)
+    overflow: float = field(init=False, default=np.inf)
+    bound: float = field(init=False, default=-np.inf)
+    prices: Prices = field(init=False)
+    steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+        self.prices = Prices(self.room)
+        self._proposals = Proposals(self.flat, self._rng)
+        self._isolated = self.flat.num_sides == 0
+        self._pool = Pool()
+        self._keep(self.flat.best(self.usage.total()))
+        self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
+        self._width, self._history, self._priced = _FIRST_WIDTH, list[float](), False
+
+    def run(self, until: float) -> None:
+        """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit."""
+        kinds = [lambda: self._widely(0), lambda: self._widely(2), lambda: self._widely(4), self._locally]
+        worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
+        while self.overflow > 0.0 or self.bound < self.cost * (1.0 - 1e-8):
+            chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
+            kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if self.steps > _WARM_UP else 0
+            begin, before = time.perf_counter(), self._value()
+            if begin + longest[kind] > until:
+                return
+            self._until = until
+            kinds[kind]()
+            took = time.perf_counter() - begin
+            if self.steps > _WARM_UP:
+                worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self._value() / before) / took
+            if took < 0.5 * _STEP_SECONDS:
+                self._width = min(1.1 * self._width, _MOST_WIDTH)
+            elif took > _STEP_SECONDS:
+                self._width = max(0.8 * self._width, _LEAST_WIDTH)
+            longest[kind] = max(0.8 * longest[kind], 1.1 * took)
+
+    def _value(self) -> float:
+        """What steps shall make smaller: the cost of the best assignment and the least Lagrangian of the known ones."""
+        return self.cost + max(self._pool.least(self.prices)[0], 0.0) + 1.0
+
+    def _widely(self, few: int) -> None:
+        """A step over the whole graph, with ``few`` choices per node or all (0), after which prices follow."""
+        if self._away == 0:
+            self._now = self._pool.least(self.prices)[1].choice
+            if self._stale > _PATIENCE:
+                self._now, self._away, self._stale = self._kicked(), _DESCENT, 0
+        else:
+            self._away -= 1
+        before = self._value()
+        centres = self._regions(int(self._rng.integers(0, 4)), 1)
+        self._now = choice = self._solve(self._now, self.prices.values, few, centres)
+        if not self._keep(choice):
+            self._mend(choice)
+        self._stale = 0 if self._value() < before * (1.0 - 1e-6) else self._stale + 1
+        self.steps += 1
+        self._history.append(self._pool.least(self.prices)[0])
+        recent = self._history[-5:]
+        self._priced |= self.steps >= _UNPRICED or (self.steps > _WARM_UP and recent[-1] > recent[0] * (1.0 - _SLOW))
+        if not self._priced:
+            self.prices.start(self._pool.least(self.prices)[1].cost)
+        elif self._away == 0:
+            known = self._pool.least(self.prices)[1]
+            self.prices.update(known.profile, min(known.cost, self.cost))
+
+    def _locally(self) -> None:
+        """A step from the best assignment, over one region in which all choices are allowed."""
+        factor = float(self._rng.choice([0.0, 0.5, 1.0, 1.0, 2.0]))
+        region = self._regions(1, int(self._rng.choice(_REGION)))
+        choice = self._solve(self.best, factor * self.prices.values, 0, region, only=True)
+        if not np.array_equal(choice, self.best) and not self._keep(choice):
+            self._mend(choice)
+
+    def _kicked(self) -> Choices:
+        """An assignment near the present one: some nodes, chosen at random, have random choices."""
+        kicked = self._rng.random(len(self._now)) < float(self._rng.choice([0.05, 0.2, 0.5, 1.0]))
+        return np.where(kicked, self._proposals.together(), self._now)
+
+    def _mend(self, choice: Choices) -> bool:
+        """Whether a repair of an assignment makes it the best. Not tried on what is far from the limit."""
+        known = self._known(choice)
+        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > _MENDABLE:
+            return False
+        repair = Repair(self.flat, self.usage, self.room, choice)
+        repair.run(self._until)
+        return self._keep(repair.choice)
+
+    def _keep(self, choice: Choices) -> bool:
+        """Whether ``choice`` is better than the best: less over the limit, or within it and cheaper."""
+        known = self._known(choice)
+        self._pool.add(known, self.prices)
+        overflow = max(0.0, float(np.max(known.profile - self.room, initial=0.0)))
+        if (overflow, known.cost) >= (self.overflow, self.cost):
+            return False
+        self.best, self.overflow, self.cost = choice, overflow, known.cost
+        return True
+
+    def _solve(
+        self, choice: Choices, prices: Vector, few: int, centres: dict[int, float], *, only: bool = False
+    ) -> Choices:
+        """The best assignment at ``prices`` that keeps a random cutset of ``choice``.
+
+        Args:
+            few: how many choices per node are looked at, but for ``centres`` and their neighbours; 0 means all.
+            centres: nodes that shall rather stay out of the cutset, and how much.
+            only: whether all nodes but ``centres`` keep their choices.
+        """
+        flat, rng = self.flat, self._rng
+        priced = self.usage.priced(prices)
+        result: Choices = np.where(self._isolated, flat.best(flat.cost + priced), choice)
+        allowed: NDArray[np.bool_] | None = None
+        if only:
+            allowed = np.zeros(len(flat.cost), bool)
+            result = choice.copy()
+        elif few:
+            allowed = self._proposals.draw(choice, priced, few, self.best)
+        if allowed is not None:
+            for node in centres if only else {j for i in centres for j in (i, *flat.near[i])}:
+                allowed[flat.start[node] : flat.start[node] + flat.sizes[node]] = True
+        domains = self._domains(allowed)
+        near = {i: {j for j in flat.near[i] if j in domains} for i in domains}
+        weights = np.exp(rng.choice([1.0, 2.0]) * rng.standard_normal(len(choice)))
+        weights[list(centres)] *= np.array(list(centres.values()))
+        sizes = {i: len(d) for i, d in domains.items()}
+        order = conditioned_order(sizes, near, self._width * float(rng.choice([0.1, 1.0])), weights.tolist())
+        free = np.zeros(len(choice), bool)
+        free[order] = True
+        unary = self._unary(free, choice) + priced
+        costs: dict[int, Vector] = {i: unary[flat.start[i] + domains[i]] for i in order}
+        tables = [
+            (int(flat.first[e]), int(flat.second[e]), self._table(e, domains))
+            for e in (free[flat.first] & free[flat.second]).nonzero()[0].tolist()
+        ]
+        for i, p in eliminate(costs, tables, order)[0].items():
+            result[i] = domains[i][p]
+        if allowed is None and len(order) == len(domains):  # nothing was fixed: no assignment has a lower Lagrangian
+            known = self._known(result)
+            value = known.cost + float(prices @ (known.profile - self.room))
+            self.bound = max(self.bound, value - 1e-9 * (abs(value) + known.cost))
+        return result
+
+    def _known(self, choice: Choices) -> Known:
+        return Known(choice, self.flat.total(choice), self.usage.profile(self.flat.start + choice))
+
+    def _regions(self, number: int, most: int) -> dict[int, float]:
+        """Nodes around ``number`` centres, ``most`` for each, and weights that grow with their distance.
+
+        Centres are drawn by how many neighbours they have or by how far they cost more than they must: what is dear
+        or joins much would else never change.
+        """
+        flat, rng = self.flat, self._rng
+        degree = flat.num_sides.astype(np.float64)
+        if not degree.any():
+            return {}
+        found = dict[int, float]()
+        for _ in range(number):
+            weight = degree if rng.random() < 0.4 else self._regret(self.best) * (degree > 0.0)
+            weight = weight if weight.any() else degree
+            if rng.random() < 0.3:
+                weight = np.sqrt(weight)
+            edge, distance = [int(rng.choice(len(weight), p=weight / weight.sum()))], 0
+            taken = dict.fromkeys(edge, 1e-9)
+            while edge and len(taken) < most:
+                distance += 1
+                after = list[int]()
+                for node in edge:
+                    around = [j for j in flat.near[node] if j not in taken]
+                    if len(around) > _HUB:
+                        around = rng.choice(around, _HUB, replace=False).tolist()
+                    for j in around[: most - len(taken)]:
+                        taken[j] = 1e-9 * 4.0**distance
+                        after.append(j)
+                edge = [after[k] for k in rng.permutation(len(after)).tolist()]
+            found = taken | found
+        return found
+
+    def _regret(self, choice: Choices) -> Vector:
+        """Per node, its cost above its least, and half of what its tables cost."""
+        flat = self.flat
+        own = flat.cost[flat.start + choice] - np.minimum.reduceat(flat.cost, flat.start)
+        tables = 0.5 * flat.table_costs(choice)
+        for ends in (flat.first, flat.second):
+            own += np.bincount(ends, tables, minlength=len(own))
+        regret: Vector = np.maximum(own, 0.0)
+        return regret
+
+    def _domains(self, allowed: NDArray[np.bool_] | None) -> dict[int, Choices]:
+        """Per node that has a table and more than one choice, the choices that are allowed."""
+        flat = self.flat
+        nodes = (~self._isolated).nonzero()[0].tolist()
+        if allowed is None:
+            return {i: np.arange(flat.sizes[i]) for i in nodes if flat.sizes[i] > 1}
+        places = allowed.nonzero()[0]
+        owner = flat.owner[places]
+        edges = np.searchsorted(owner, np.arange(len(flat.start) + 1)).tolist()
+        local = places - flat.start[owner]
+        return {i: local[edges[i] : edges[i + 1]] for i in nodes if edges[i + 1] - edges[i] > 1}
+
+    def _unary(self, free: NDArray[np.bool_], choice: Choices) -> Vector:
+        """Costs of all choices with the tables towards nodes that are not ``free``."""
+        flat = self.flat
+        side = (free[flat.side_node] & ~free[flat.side_other]).nonzero()[0]
+        target, cost = flat.side_costs(side, choice[flat.side_other[side]])
+        total: Vector = flat.cost + np.bincount(target, cost, minlength=len(flat.cost))
+        return total
+
+    def _table(self, e: int, domains: dict[int, Choices]) -> Table:
+        rows, columns = domains[int(self.flat.first[e])], domains[int(self.flat.second[e])]
+        table = self.flat.tables[e]
+        if table.shape == (len(rows), len(columns)):
+            return table
+        return table[rows[:, None], columns]

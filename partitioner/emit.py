@@ -242,6 +242,7 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
             kind=state.kind,
             requires_grad=state.requires_grad,
             aliases=state.aliases,
+            parts=state.parts,
             layout=str(layout),
             expert_layout=str(by_expert),
             stages=tuple(sorted(read[name] or {0})),

@@ -45,7 +45,8 @@ class TensorSpec:
 class State:
     """A parameter, buffer or constant that the model owns.
 
-    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights).
+    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``:
+    the model's own parameters of which it is a stack along dim 0.
     """
 
     name: str
@@ -53,6 +54,7 @@ class State:
     kind: StateKind
     requires_grad: bool = False
     aliases: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

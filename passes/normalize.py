@@ -23,6 +23,7 @@ from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM
 from passes.normalize_shapes import SHAPES
 from passes.rewrite import placeholder_name, rewrite
+from passes.stacked import stack_experts
 from passes.unsort import unsort
 
 RULES = {**SHAPES, **ALGEBRA, **LOSSES, **RANDOM}
@@ -42,7 +43,7 @@ def normalize(captured: Captured) -> Captured:
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
-    return captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders)
+    return stack_experts(captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders))
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

@@ -25,7 +25,7 @@ from passes.rules import factors_of
 from passes.rules.algebra import OpFactors, operands_of, results_of, shape
 
 aten = torch.ops.aten
-_CHOICES = (aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.max.dim)
+CHOICES = (aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.max.dim)
 _LOOKUPS: dict[Any, tuple[int, int]] = {
     aten.index.Tensor: (0, 1),
     aten.index_select.default: (0, 2),
@@ -150,7 +150,7 @@ class _Finder:
         """Whether the best of as many as there are experts are chosen, for the products or for what becomes of them."""
         behind = _after(self.block, set(products))
         around = _before(self.block, behind | set(products)) - behind
-        return any(n.target in _CHOICES and shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
+        return any(n.target in CHOICES and shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
         """Whether only states make ``node``, each of which is cut along some dim where ``dim`` is cut."""

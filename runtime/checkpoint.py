@@ -25,6 +25,7 @@ from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.files import write_text
 from runtime.groups import Communicator
+from runtime.parts import by_model_names, stacked
 from runtime.program import Program, RankProgram
 from runtime.state import check_weights, read_shards
 from runtime.weights import INDEX, FileWeights
@@ -111,14 +112,15 @@ def load(
     directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> int | None:
     """Fill ``shards`` from a checkpoint of any plan, and ``optimizer``. Returns the number of steps done, if known."""
-    weights = FileWeights(directory)
-    check_weights(rank.program, weights)
+    files = FileWeights(directory)
+    check_weights(rank.program, files)
+    weights = stacked(rank.program, files)
     for name, shard in shards.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
                 shard.copy_(read_shards(weights, found, rank.shards(name)))
-    weights.close()
+    files.close()
     training = directory / TRAINING
     content = json.loads(training.read_text()) if training.exists() else {}
     if optimizer is not None:
@@ -147,7 +149,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
             flat = tensor.contiguous().reshape(-1).clone().view(torch.uint8)
             tensor = everyone.all_reduce(flat).wait().view(tensor.dtype).view(data.shape)
         if rank.rank == communicator.home:
-            whole.update(dict.fromkeys((name, *data.aliases), tensor.cpu()))
+            whole.update(by_model_names(name, data, tensor.cpu()))
     return whole
 
 
@@ -196,13 +198,25 @@ def _write(
     communicator: Communicator,
     mine: bool,
 ) -> None:
-    content = {}
+    content: dict[str, Tensor] = {}
     for name in names:
         whole = _gather(name, shards[name], rank, communicator)
         if mine:
-            content[name] = whole.detach().cpu().contiguous().clone()
+            parts = _by_model_names(name, whole.detach().cpu(), rank.program)
+            content |= {n: part.contiguous().clone() for n, part in parts.items()}
     if mine:
         save_file(content, file, metadata={"format": "pt"})
+
+
+def _by_model_names(name: str, whole: Tensor, program: Program) -> dict[str, Tensor]:
+    """One entry of a file: a state or what an optimizer holds for it; the parts of a stack each on its own."""
+    state, _, key = name.partition(_SEPARATOR)
+    parts = program.states[state].parts
+    if not parts:
+        return {name: whole}
+    suffix = _SEPARATOR + key if key else ""
+    each = whole.unbind(0) if whole.dim() else [whole] * len(parts)
+    return {part + suffix: tensor for part, tensor in zip(parts, each, strict=True)}
 
 
 def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
@@ -217,8 +231,9 @@ def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communica
 
 
 def _index(folder: Path, chunks: list[Chunk], program: Program, optimizer: OptimizerState | None, steps: int) -> None:
-    files = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
-    states = [program.states[s] for s in files]
+    held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
+    states = [program.states[s] for s in held_in]
+    files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}
     size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in states)
     write_text(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2))
     content: dict[str, Any] = {"steps": steps}
@@ -251,13 +266,16 @@ def _load_optimizer(
         owner, _, key = entry.rpartition(_SEPARATOR)
         keys.setdefault(owner, []).append(key)
     for name, parameter in optimizer.parameters.items():
-        found = next((n for n in (name, *rank.program.states[name].aliases) if n in keys), None)
+        data = rank.program.states[name]
+        found = next((n for n in (*data.parts[:1], name, *data.aliases) if n in keys), None)
         state = {}
         for key in keys[found] if found else ():
-            full = f"{found}{_SEPARATOR}{key}"
-            spec = saved.spec(full)
+            spec = saved.spec(f"{found}{_SEPARATOR}{key}")
             assert spec is not None
-            shard = read_shards(saved, full, rank.shards(name) if spec[0] else ())
+            whole = bool(data.parts and spec[0])  # of a number, each part has the same
+            source = stacked(rank.program, saved, _SEPARATOR + key) if whole else saved
+            full = f"{name if whole else found}{_SEPARATOR}{key}"
+            shard = read_shards(source, full, rank.shards(name) if spec[0] else ())
             state[key] = shard.clone() if not spec[0] else shard.to(parameter.device, copy=True)
         if state:
             optimizer.optimizer.state[parameter] = state

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from passes.layouts import Layout, join_shards
 from runtime.engine import Engine
+from runtime.parts import by_model_names, model_names
 from runtime.program import OutputData, Program
 
 
@@ -70,7 +71,7 @@ def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] 
         found = [p.grads[name] for _, p in sorted(by_rank.items()) if name in p.grads]
         if found:
             whole = _whole(program, name, found)
-            grads.update(dict.fromkeys((name, *state.aliases), whole))
+            grads.update(by_model_names(name, state, whole))
     return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves)
 
 
@@ -111,6 +112,6 @@ def _rebuilt(program: Program, leaves: dict[str, Any]) -> Any:
 
 def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Zeros for the parameters of the model that the program does not read, as far as they take gradients."""
-    known = {n for name, s in program.states.items() for n in (name, *s.aliases)}
+    known = {n for name, s in program.states.items() for n in model_names(name, s)}
     unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}

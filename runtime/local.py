@@ -152,6 +152,9 @@ def _written(program: Program, weights: Weights, path: Path) -> Path:
     assert isinstance(weights, TensorWeights)
     content: dict[str, Tensor] = {}
     for name, state in program.states.items():
+        if state.parts:
+            content |= {p: weights.tensors[p].detach().cpu().contiguous().clone() for p in state.parts}
+            continue
         found = next((n for n in (name, *state.aliases) if weights.spec(n) is not None), None)
         if found is not None:
             content[name] = weights.tensors[found].detach().cpu().contiguous().clone()

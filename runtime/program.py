@@ -85,6 +85,7 @@ class CallData(Data):
 class StateData(Data):
     """A parameter, buffer or constant: global shape, how it is sharded, on which stages it is read.
 
+    ``parts``: the model's own parameters of which it is a stack along dim 0; what goes in and out is under their names.
     ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
     """
 
@@ -93,6 +94,7 @@ class StateData(Data):
     kind: Literal["parameter", "buffer", "constant"]
     requires_grad: bool = False
     aliases: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     layout: str = "R"  # over tp
     expert_layout: str = "R"  # over ep
     stages: tuple[int, ...] = ()

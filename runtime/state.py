@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from passes.layouts import REPLICATED, Shard, take_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
+from runtime.parts import stacked
 from runtime.program import Program, RankProgram, StateData, shard_shape
 from runtime.weights import Weights
 
@@ -20,7 +21,7 @@ _SHOWN = 5  # differences named in an error
 
 def check_weights(program: Program, weights: Weights) -> None:
     """Raise :class:`WeightsError`, naming the first differences, if ``weights`` are not those of ``program``."""
-    differences = list(_differences(program, weights))
+    differences = list(_differences(program, stacked(program, weights)))
     if differences:
         shown = "\n  ".join(differences[:_SHOWN])
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -66,6 +67,7 @@ def load_states(rank: RankProgram, weights: Weights | None, device: torch.device
     """
     if weights is not None:
         check_weights(rank.program, weights)
+        weights = stacked(rank.program, weights)
     return {name: _shard(rank, name, weights, device) for name in rank.states}
 
 

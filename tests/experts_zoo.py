@@ -176,3 +176,42 @@ def plain_inputs(batch: int = BATCH) -> dict[str, Tensor]:
         "x": torch.randn(batch, 4, HIDDEN, generator=generator),
         "target": torch.randn(batch, 4, 8, generator=generator),
     }
+
+
+class _Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class ListedExperts(nn.Module):
+    """Experts as modules in a list, each on all rows; ``form``: how the rows that count are told, by ``"gates"``, a
+    column of weights for each expert, or by ``"masks"``, where the choice is its number."""
+
+    def __init__(self, form: str = "gates", num_experts: int = 4) -> None:
+        super().__init__()
+        self.form = form
+        self.router = nn.Linear(HIDDEN, num_experts, bias=False)
+        self.experts = nn.ModuleList(_Feed() for _ in range(num_experts))
+        self.head = nn.Linear(HIDDEN, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, -1)
+        gates = torch.zeros(len(rows), len(self.experts)).to(rows).scatter(1, chosen, weights)
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            if self.form == "gates":
+                made = made + expert(rows) * gates[:, number : number + 1]
+            else:
+                made = made + expert(rows) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        return ((self.head(x + made.view_as(x)) - target) ** 2).mean()
+
+
+def listed(form: str = "gates") -> ListedExperts:
+    torch.manual_seed(0)
+    return ListedExperts(form)

@@ -111,10 +111,10 @@ def steps(engine: Engine, count: int = 2, optimizer: torch.optim.Optimizer | Non
 @pytest.mark.parametrize(("saved", "loaded"), [("within", "replicas"), ("rows, replicas", "ep2"), ("ep2", "rows")])
 def test_any_plan_may_load_what_another_one_saved(tmp_path: Path, saved: str, loaded: str):
     """Two steps under one plan and two under another end where four steps of plain torch do."""
-    first, second = planned(saved).program, planned(loaded).program
+    weights, first, second = plain(), planned(saved).program, planned(loaded).program  # made by one thread
 
     def save(communicator: Any) -> None:
-        engine = Engine(first, plain(), communicator=communicator)
+        engine = Engine(first, weights, communicator=communicator)
         engine.save(tmp_path / "out", steps(engine))
 
     def load(communicator: Any) -> dict[str, Tensor]:
@@ -138,15 +138,17 @@ def test_any_plan_may_load_what_another_one_saved(tmp_path: Path, saved: str, lo
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_norm_counts_every_expert_once(mesh: str):
+    weights, program = plain(), planned(mesh).program  # made by one thread
+
     def norm(communicator: Any) -> Tensor:
-        engine = Engine(planned(mesh).program, plain(), communicator=communicator)
+        engine = Engine(program, weights, communicator=communicator)
         engine.step(plain_inputs())
         return engine.clip_grad_norm_(1.0)
 
     model = plain()
     model(**plain_inputs()).backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for found in on_every_rank(planned(mesh).program, norm):
+    for found in on_every_rank(program, norm):
         torch.testing.assert_close(found, expected)
 
 

@@ -40,11 +40,13 @@ _LEAST_GROUP = 5
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of a row: seconds of a step, bytes of the fullest rank, or why there is no plan."""
+    """What the planner says of a row: seconds of a step, bytes of the fullest and of the first rank, or why there is
+    no plan."""
 
     id: str
     step_time: float | None = None
     memory: int | None = None
+    first_memory: int | None = None
     infeasible: str = ""
     skipped: str = ""
     breakdown: dict[str, float] | None = None
@@ -75,7 +77,9 @@ def predict(row: Row) -> Prediction:
     except PartitionError as error:
         return Prediction(row["id"], infeasible=str(error))
     estimate = plan.estimate
-    return Prediction(row["id"], estimate.step_time, max(estimate.memory), breakdown=estimate.breakdown)
+    return Prediction(
+        row["id"], estimate.step_time, max(estimate.memory), estimate.memory[0], breakdown=estimate.breakdown
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
     errors = [abs(seconds / r["step_time_s"] - 1) for r, _, seconds in timed]
     ratios = [seconds / r["step_time_s"] for r, _, seconds in timed]
     memory = [
-        abs((p.memory + _context(r)) / (r["memory_gb_per_gpu"] * 1e9) - 1)
+        abs(_reported(r, p) / (r["memory_gb_per_gpu"] * 1e9) - 1)
         for r, p in pairs
         if r.get("memory_gb_per_gpu") and p.memory is not None and not r.get("oom")
     ]
@@ -190,9 +194,13 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
     }
 
 
-def _context(row: Row) -> float:
-    """What the driver counts besides a plan's tensors, in rows that give the driver's figure."""
-    return published_job(row).topology.devices[0].reserved if row.get("memory_kind") == "GB" else 0
+def _reported(row: Row, found: Prediction) -> float:
+    """Bytes as the row reports them: of the fullest rank, or where it is the driver's figure ("GB"), which counts more
+    than tensors, of the first: such figures stay far below the size of devices that the same plan overflows."""
+    assert found.memory is not None and found.first_memory is not None, found
+    if row.get("memory_kind") != "GB":
+        return found.memory
+    return found.first_memory + published_job(row).topology.devices[0].reserved
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts."""
+    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts.
+    ``float_loss``: logits are cast to fp32 for the loss."""
 
     layers: int
     hidden: int
@@ -35,6 +36,7 @@ class Shape:
     kv_rank: int = 0
     rope_dim: int = 0
     adapters: int = 0  # rank of low-rank adapters; the rest is frozen
+    float_loss: bool = False
 
 
 class Norm(nn.Module):
@@ -200,6 +202,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.gated)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.float_loss = shape.float_loss
         if shape.tied:
             self.head.weight = self.tokens.weight
         if shape.adapters:
@@ -216,6 +219,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
+        logits = logits.float() if self.float_loss else logits
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 

@@ -132,6 +132,7 @@ def _shape(row: Row) -> Shape:
         q_rank=ranks[0],
         kv_rank=ranks[1],
         rope_dim=ranks[2],
+        float_loss=str(row.get("framework", "")).startswith(_UNFUSED),  # their default
         adapters=16 if row.get("task") == "lora" else 0,
     )
 

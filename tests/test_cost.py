@@ -80,7 +80,9 @@ def test_a_product_is_two_products_backward():
 
 
 def test_time_is_launch_and_work_and_traffic():
-    kernel = Kernel("matmul", 3.35e12 * 0.82, flops=989e12 * 0.85, smallest=4096, precision="bf16")
+    kernel = Kernel(
+        "matmul", 3.35e12 * 0.82, flops=989e12 * matmul_efficiency(4096, DEVICE), smallest=4096, precision="bf16"
+    )
     assert kernels_time([kernel], DEVICE) == pytest.approx(5e-6 + 1.0 + 1.0)
     assert matmul_efficiency(8, DEVICE) < matmul_efficiency(16, DEVICE) == matmul_efficiency(1e9, DEVICE)
 

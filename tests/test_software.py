@@ -1,0 +1,113 @@
+"""What the software that runs a plan does with collectives, kernels and buckets, in the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_cost import ACROSS, BF16, DEVICE, NVLINK, block
+from torch import fx
+
+from partitioner import Constraints, Topology, partition
+from partitioner.cost.calls import call_costs
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.compute import kernels_time
+from partitioner.cost.operators import Kernel
+from partitioner.cost.saved import gathered, kept_by
+from partitioner.cost.spread import Software, Spread, in_pieces
+from partitioner.emit_buckets import bucket_limit
+from passes.blocks import Block
+from passes.collectives import ops
+
+aten = torch.ops.aten
+X = torch.empty(4, 256, 1024, dtype=BF16)  # a rank's part of a sequence of 2048 over tp=8
+W = torch.empty(512, 1024, dtype=BF16)
+
+
+def sequence_parallel() -> Block:
+    """A sequence is gathered over ``tp`` for a column-parallel product."""
+
+    def build(call, w: fx.Node, x: fx.Node) -> fx.Node:
+        whole = call(ops.all_gather.default, call(aten.gelu.default, x), 1, "tp", 8, "reduce")
+        return call(aten.linear.default, whole, w)
+
+    return block(build, {"w": W}, {"x": X})
+
+
+def cost_of(software: Software):
+    spread = Spread(tp=8, software=software)
+    return call_costs(sequence_parallel(), DEVICE, {"tp": NVLINK}, spread=spread)
+
+
+def test_what_is_gathered_again_is_kept_sharded():
+    made = sequence_parallel()
+    kept, again = kept_by(made).inside, kept_by(made, True, gathered(made)).inside
+    assert (kept, again) == (8 * X.nbytes, X.nbytes)
+    assert cost_of(Software(regather=True)).saved_bytes == X.nbytes
+    assert cost_of(Software(regather=True)).backward_comm_s > cost_of(Software()).backward_comm_s
+
+
+def test_gathers_in_pieces_run_behind_products():
+    whole, pieces = cost_of(Software()), cost_of(Software(overlap_tensor=True))
+    assert pieces.forward_comm_s < whole.forward_comm_s
+    assert pieces.forward_comm_s > whole.forward_comm_s / 8  # nothing hides the first piece
+    assert in_pieces(0.0, 8.0, 8, 1.1) == pytest.approx(8.0)
+    assert in_pieces(100.0, 8.0, 8, 1.1) == pytest.approx(1.0 + 0.1 * 7.0)
+
+
+def test_states_that_are_gathered_one_by_one_start_more_often():
+    both = block(
+        lambda call, a, b, x: call(aten.linear.default, call(aten.linear.default, x, a), b),
+        {"a": torch.empty(1024, 1024, dtype=BF16), "b": W},
+        {"x": X},
+    )
+    spread = Spread(shards=ACROSS, overlap=False)
+    together = call_costs(both, DEVICE, {}, spread=spread)
+    apart = call_costs(both, DEVICE, {}, spread=replace(spread, software=Software(by_parameter=True)))
+    assert apart.forward_comm_s - together.forward_comm_s == pytest.approx(collective_time("all_gather", 0, ACROSS))
+    assert together.working_bytes - apart.working_bytes == 2 * W.nbytes  # the larger one alone is whole at a time
+
+
+def test_attention_reaches_less_on_short_sequences():
+    short, long = (Kernel("attention", 0.0, flops=1e12, smallest=keys, precision="bf16") for keys in (512, 16384))
+    assert kernels_time([short], DEVICE) > 1.5 * kernels_time([long], DEVICE)
+    assert kernels_time([long], DEVICE) == kernels_time([replace(long, smallest=1e6)], DEVICE)
+
+
+def test_buckets_grow_with_the_ranks_that_reduce_them():
+    assert bucket_limit(2) == 25 * 2**20
+    assert bucket_limit(512) == 1_024_000_000
+
+
+class Scores(torch.nn.Module):
+    """Attention that makes its scores, in four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + torch.softmax(y @ y.transpose(1, 2), -1) @ y
+        return x
+
+
+def test_scores_that_are_made_again_do_not_bound_memory():
+    """A plan fits that would not fit with the scores."""
+
+    def plan(recompute: str, memory: int) -> int:
+        topology = Topology.local(1)
+        kind = topology.devices[0].kind
+        smaller = topology.types[kind].model_copy(update={"memory": memory, "reserved": 0})
+        topology = topology.model_copy(update={"types": {kind: smaller}})
+        inputs = (torch.zeros(4, 512, 16),)
+        found = partition(
+            Scores(), topology, inputs, loss=torch.sum, constraints=Constraints(recompute=recompute, microbatch_size=4)
+        )
+        return max(found.estimate.memory)
+
+    slim, whole = plan("selective", 2**40), plan("none", 2**40)
+    assert slim < whole
+    assert plan("selective", slim + 4096) == slim

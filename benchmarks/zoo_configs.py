@@ -196,7 +196,16 @@ def _fields(kind: type) -> list[str]:
 
 
 # What a field that is ``None`` by default may need, by kind.
-_FILL = {"chosen": 2, "experts": 8, "head_dim": HEAD_DIM, "kv_heads": 2, "groups": 1, "first": 1, "width": WIDTH}
+_FILL = {
+    "chosen": 2,
+    "experts": 8,
+    "head_dim": HEAD_DIM,
+    "kv_heads": 2,
+    "groups": 1,
+    "first": 1,
+    "width": WIDTH,
+    "vocab": VOCAB,
+}
 
 
 def _filled(name: str, scale: Scale) -> Any:
@@ -225,7 +234,8 @@ def _small_list(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
     if all(isinstance(v, list | tuple) and len(v) == 2 and isinstance(v[0], list) for v in value) and value:
         return [[v[0], 1] for v in value]  # types of layers, and how often they recur
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-    indices = numbers and bool(re.search(r"layers$|idxs$|ids$|indices$|indexes$", name))
+    rising = numbers and list(value) == sorted({*value}) and max(value, default=-1) < scale.layers
+    indices = rising and bool(re.search(r"layers$|idxs$|ids$|indices$|indexes$", name))
     if "layers" not in keep:
         if len(value) == scale.layers and not indices:
             return type(value)(value[i] for i in scale.kept)

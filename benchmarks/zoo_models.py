@@ -238,6 +238,9 @@ def _padding() -> Tensor:
     return (torch.arange(SEQ) < (SEQ - torch.arange(BATCH) % 3)[:, None]).long()
 
 
+_FEATURES = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim")
+
+
 def _values(name: str, config: PreTrainedConfig, padded: bool) -> Iterator[Any]:
     """What a parameter of this name may be given."""
     if name == "attention_mask":
@@ -250,7 +253,7 @@ def _values(name: str, config: PreTrainedConfig, padded: bool) -> Iterator[Any]:
         for size, shape in product(sizes, ((BATCH,), (BATCH, _number(config, ("num_frames",), 2)))):
             yield torch.randn(*shape, channels, size, size, generator=_generator(4))
     elif name.startswith(("input_values", "input_features", "audio_values", "features")):
-        mels = _number(config, ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim"), 80)
+        mels = _number(config, _FEATURES, 80)
         frames = _number(config, ("max_source_positions", "max_length"), 64)
         raw = [torch.randn(BATCH, n, generator=_generator(5)) for n in (2000, 8000)]
         spectra = [

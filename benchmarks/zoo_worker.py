@@ -102,8 +102,8 @@ def _plan_and_verify(sample: Sample, mesh: Mesh) -> dict[str, Any]:
     # Neither what others would plan is looked for, nor the last percent of a large sharding problem.
     with (
         mock.patch.object(api, "normalize", noted),
-        mock.patch.object(explore, "standards", lambda *_: []),
-        mock.patch.object(explore, "compared", lambda *_: ()),
+        mock.patch.object(explore, "standards", return_value=[]),
+        mock.patch.object(explore, "compared", return_value=()),
         mock.patch.dict(sharding.solve_sharding.__kwdefaults__, time_limit_s=_SOLVER_S),
     ):
         plan = partition(

@@ -37,6 +37,10 @@ def _is_composite(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
+def _mutates(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
     node = build.node
@@ -54,10 +58,11 @@ def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
             traced = make_fx(torch.func.functionalize(run))(*(o.meta["val"] for o in operands))
     except Exception:  # it looks at numbers, or its kernel knows no tensors without any
         return KEEP
-    if len(traced.graph.nodes) > _MOST_PARTS or any(n.op == "get_attr" for n in traced.graph.nodes):
+    parts = list(traced.graph.nodes)
+    if len(parts) > _MOST_PARTS or any(n.op == "get_attr" or _mutates(n.target) for n in parts):
         return KEEP
     env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-    for part in traced.graph.nodes:
+    for part in parts:
         if part.op == "output":
             return fx.node.map_arg(part.args[0], env.__getitem__)
         if part.op == "call_function":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.zoo_models import Sample, ZooError, build, without_labels
-from partitioner import Constraints, Topology, api, explore, partition
+from partitioner import Constraints, Topology, explore, partition, prepared
 from partitioner.solve import sharding
 from passes.assemble import Captured
 from passes.errors import PartitionError
@@ -101,7 +101,7 @@ def _plan_and_verify(sample: Sample, mesh: Mesh) -> dict[str, Any]:
     constraints = Constraints(pp=pp, dp=dp, tp=tp)
     # Neither what others would plan is looked for, nor the last percent of a large sharding problem.
     with (
-        mock.patch.object(api, "normalize", noted),
+        mock.patch.object(prepared, "normalize", noted),
         mock.patch.object(explore, "standards", return_value=[]),
         mock.patch.object(explore, "compared", return_value=()),
         mock.patch.dict(sharding.solve_sharding.__kwdefaults__, time_limit_s=_SOLVER_S),

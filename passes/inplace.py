@@ -33,7 +33,23 @@ def remove_inplace(graph: fx.Graph) -> bool:
     for node in list(graph.nodes):
         if _writes(node) and not _replace(graph, node, order):
             clean = False
+    if clean:
+        _refresh(graph)
     return clean
+
+
+def _refresh(graph: fx.Graph) -> None:
+    """Values as without gradients: strides depend on which attention kernel can be taken."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
+            if mode is not None:
+                with mode, torch.no_grad():
+                    node.meta["val"] = node.target(*values[0], **values[1])
+        elif node.target is _ITEM:
+            source, index = node.args
+            node.meta["val"] = source.meta["val"][index]
 
 
 def _writes(node: fx.Node) -> bool:

@@ -60,11 +60,12 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
     """FLOP/s that a matrix product or a fused attention reaches."""
     peak = device.peak_of(kernel.precision)
     if kernel.kind == "attention":
-        return peak * device.attention_efficiency * _length_factor(kernel.smallest, device)
+        return peak * device.attention_efficiency * length_factor(kernel.smallest, device)
     return peak * matmul_efficiency(kernel.smallest, device)
 
 
-def _length_factor(keys: float, device: DeviceType) -> float:
+def length_factor(keys: float, device: DeviceType) -> float:
+    """The fraction of its best that a fused attention reaches over this many keys."""
     curve = device.attention_lengths
     if not curve:
         return 1.0

@@ -33,6 +33,7 @@ from passes.errors import PartitionError
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
+_EXACT_SHARE = 0.75  # of the time, after which a problem with ``memory`` is searched if nothing was found
 MANY_ENTRIES = 400_000  # of all tables: above, a problem with ``memory`` is searched instead of given to HiGHS whole
 
 
@@ -130,10 +131,20 @@ def solve_assignment(
         TimeLimitError: none was found in time.
     """
     start = time.perf_counter()
+    memory = problem.memory
+    if memory is None or problem.rows:
+        return _solve_exactly(problem, start, time_limit_s, relative_gap)
+    if sum(table.size for _, _, table in problem.edges) <= MANY_ENTRIES:
+        try:
+            return _solve_exactly(problem, start, _EXACT_SHARE * time_limit_s, relative_gap)
+        except TimeLimitError:
+            pass  # a search finds an assignment where the exact solver has none yet
+    return _solve_large(problem, memory, start, time_limit_s)
+
+
+def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float) -> Assignment:
     rows = list(problem.rows)
     if problem.memory is not None:
-        if not rows and sum(table.size for _, _, table in problem.edges) > MANY_ENTRIES:
-            return _solve_large(problem, problem.memory, start, time_limit_s)
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)

@@ -40,13 +40,18 @@ def solve_large(
     problem = Contraction(costs, edges)
     found, room, _ = stretches(memory, problem.roots, problem.maps)
     bound = sum(float(problem.costs[i].min()) for i in problem.nodes)
+    known = None
     if sum(t.size for t in problem.tables.values()) <= WHOLE_ENTRIES:
-        solved = _solve_whole(problem, found, room, exact, time.perf_counter() + _WHOLE_SHARE * _left(until))
-        if solved is not None:
-            return problem.choice(solved[0]), max(bound, solved[1])
+        soon = time.perf_counter() + _WHOLE_SHARE * _left(until)
+        known, proven, solved = _solve_whole(problem, found, room, exact, soon)
+        bound = max(bound, proven)
+        if solved:
+            return problem.choice(known), bound
     flat = Flat(problem.nodes, problem.costs, problem.tables)
     starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
     search = Search(flat, Usage(found, starts, len(flat.cost), len(room)), room)
+    if known is not None:
+        search.keep(np.array([known[i] for i in problem.nodes], np.intp))
     search.run(until - _DUAL_SHARE * _left(until))
     if search.bound >= search.cost * (1.0 - 1e-8):
         return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), search.bound
@@ -63,11 +68,10 @@ def _left(until: float) -> float:
 
 def _solve_whole(
     problem: Contraction, found: Mapping[int, Stretch], room: Vector, exact: Exact, until: float
-) -> tuple[dict[int, int], float] | None:
-    """The optimal choice of every root and a bound, if both are found in time."""
+) -> tuple[dict[int, int], float, bool]:
+    """A choice of every root, a bound, and whether the choice is the exact solver's."""
     state = State(problem.nodes, problem.costs, problem.tables, found, room)
     state.descend(np.random.default_rng(0), time.perf_counter() + 0.3 * _left(until))
-    bounds = list[float]()
-    if solve_part(state, problem.nodes, exact, until, bounds) is None:
-        return None
-    return state.choice, max(bounds)
+    bounds = [-np.inf]
+    solved = solve_part(state, problem.nodes, exact, until, bounds) is not None
+    return state.choice, max(bounds), solved

@@ -30,6 +30,7 @@ _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
 _PATIENCE = 15  # steps without progress, after which the search is kicked
 _MENDABLE = 0.15  # parts of the limit
+_EARLY, _LATE = 0.1, 0.7  # of the time: when prices rise in any case, and when everything is mended
 _DESCENT = 8  # steps after a kick before it is judged
 _REGION = (200, 1000, 4000)  # nodes
 _HUB = 30  # neighbours of which a region follows no more
@@ -59,21 +60,25 @@ class Search:
         self._proposals = Proposals(self.flat, self._rng)
         self._isolated = self.flat.num_sides == 0
         self._pool = Pool()
-        self._keep(self.flat.best(self.usage.total()))
+        self.keep(self.flat.best(self.usage.total()))
         self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
+        self._mendable = _MENDABLE
         self._width, self._history, self._priced = _FIRST_WIDTH, list[float](), False
 
     def run(self, until: float) -> None:
         """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit."""
         kinds = [lambda: self._widely(0), lambda: self._widely(2), lambda: self._widely(4), self._locally]
         worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
+        self._until = until
+        early, late = (time.perf_counter() * (1 - share) + until * share for share in (_EARLY, _LATE))
         while self.overflow > 0.0 or self.bound < self.cost * (1.0 - 1e-8):
             chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
             kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if self.steps > _WARM_UP else 0
             begin, before = time.perf_counter(), self._value()
             if begin + longest[kind] > until:
                 return
-            self._until = until
+            self._priced |= begin > early
+            self._mendable = _MENDABLE if begin < late else np.inf
             kinds[kind]()
             took = time.perf_counter() - begin
             if self.steps > _WARM_UP:
@@ -99,7 +104,7 @@ class Search:
         before = self._value()
         centres = self._regions(int(self._rng.integers(0, 4)), 1)
         self._now = choice = self._solve(self._now, self.prices.values, few, centres)
-        if not self._keep(choice):
+        if not self.keep(choice):
             self._mend(choice)
         self._stale = 0 if self._value() < before * (1.0 - 1e-6) else self._stale + 1
         self.steps += 1
@@ -117,7 +122,7 @@ class Search:
         factor = float(self._rng.choice([0.0, 0.5, 1.0, 1.0, 2.0]))
         region = self._regions(1, int(self._rng.choice(_REGION)))
         choice = self._solve(self.best, factor * self.prices.values, 0, region, only=True)
-        if not np.array_equal(choice, self.best) and not self._keep(choice):
+        if not np.array_equal(choice, self.best) and not self.keep(choice):
             self._mend(choice)
 
     def _kicked(self) -> Choices:
@@ -128,13 +133,13 @@ class Search:
     def _mend(self, choice: Choices) -> bool:
         """Whether a repair of an assignment makes it the best. Not tried on what is far from the limit."""
         known = self._known(choice)
-        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > _MENDABLE:
+        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > self._mendable:
             return False
         repair = Repair(self.flat, self.usage, self.room, choice)
         repair.run(self._until)
-        return self._keep(repair.choice)
+        return self.keep(repair.choice)
 
-    def _keep(self, choice: Choices) -> bool:
+    def keep(self, choice: Choices) -> bool:
         """Whether ``choice`` is better than the best: less over the limit, or within it and cheaper."""
         known = self._known(choice)
         self._pool.add(known, self.prices)

@@ -82,6 +82,13 @@ class Constraints(BaseModel):
         return tuple(f"{name}={value}" for name, value, values in given if value not in values)
 
     @property
+    def recomputations(self) -> tuple[Constraints, ...]:
+        """These constraints, and with them what ``ahead`` adds to the ways to recompute: attention scores alone."""
+        if not self.ahead or self.recompute is not None:
+            return (self,)
+        return self, self.model_copy(update={"recompute": "selective"})
+
+    @property
     def pinned(self) -> dict[str, int]:
         """The mesh axes that are fixed and whose sizes multiply: all but ``ep``, which is folded over the others."""
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}

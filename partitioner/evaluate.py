@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from partitioner.constraints import Constraints
@@ -19,6 +19,7 @@ from partitioner.errors import PlanError
 from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
+from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
@@ -107,9 +108,13 @@ class Solved:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
+    selective: bool = False  # attention scores are recomputed
 
 
 LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
+
+
+Judged = tuple[StageProblem, StageSplit, Estimate]
 
 
 @dataclass
@@ -147,8 +152,11 @@ class Evaluator:
                 seen[id(machine)] = machine, job.dressed(machine, point)
             return seen[id(machine)][1]
 
-        def judge(machine: Machine) -> tuple[float, tuple[StageProblem, StageSplit, Estimate]]:
-            machine = dressed(machine)
+        def judge(machine: Machine) -> tuple[float, Judged]:
+            ways = job.constraints.recomputations if job.train else (job.constraints,)
+            return least_of([partial(judge_as, dressed(machine), constraints) for constraints in ways])
+
+        def judge_as(machine: Machine, constraints: Constraints) -> tuple[float, Judged]:
             problem = stage_problem(
                 local.model,
                 costs.at(self._reference_seat(point.tp), machine.spread),
@@ -158,7 +166,7 @@ class Evaluator:
                 microbatch_size=point.microbatch_size,
                 schedule=point.schedule,
                 virtual_stages=point.virtual_stages,
-                constraints=job.constraints,
+                constraints=constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
             )
@@ -195,6 +203,7 @@ class Evaluator:
             tuple(stage_of_call),
             tuple(recompute),
             found.machine.device_of_rank,
+            problem.recompute == "selective",
         )
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:

@@ -11,7 +11,7 @@ from runtime.program import Program
 from runtime.prove import prove
 
 
-def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
+def planned_only(point: Point, constraints: Constraints, precision: str, selective: bool = False) -> tuple[str, ...]:
     """What of a candidate this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
@@ -21,7 +21,7 @@ def planned_only(point: Point, constraints: Constraints, precision: str) -> tupl
         zero=point.zero,
         virtual_stages=point.virtual_stages,
         schedule=point.schedule,
-        recompute=constraints.recompute,
+        recompute="selective" if selective else constraints.recompute,
         overlap=constraints.overlap,
         overlap_tensor=constraints.overlap_tensor,
         regather=constraints.regather,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speed
 from partitioner.cost.saved import Kept, expanded, kept_by
 from partitioner.cost.spread import in_fp8
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
+from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import PIPELINES, Phases
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
@@ -342,23 +343,29 @@ class ModelBounds:
         fastest = float(self._speeds([point])[0][0])
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
         candidates = self.placements.candidates(point.grid) if self.placements.complete(point.grid) else None
-        problem = stage_problem(
-            self.model,
-            calls,
-            self.share_of_states(point),
-            relaxed(self.topology, point.grid, candidates),
-            num_microbatches=point.num_microbatches(self.global_batch),
-            microbatch_size=point.microbatch_size,
-            schedule=point.schedule,
-            virtual_stages=point.virtual_stages,
-            bubble=self._bubble(point),
-            constraints=self.job.constraints,
-            train=self.train,
-        )
-        split = solve_stages(problem)
-        backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
-        after = float(self._after([point], backward)[0])
-        return max(float(self.times([point])[0]), (split.least_s + after) * _ROUNDING)
+        machine = relaxed(self.topology, point.grid, candidates)
+
+        def seconds(constraints: Constraints) -> tuple[float, None]:
+            problem = stage_problem(
+                self.model,
+                calls,
+                self.share_of_states(point),
+                machine,
+                num_microbatches=point.num_microbatches(self.global_batch),
+                microbatch_size=point.microbatch_size,
+                schedule=point.schedule,
+                virtual_stages=point.virtual_stages,
+                bubble=self._bubble(point),
+                constraints=constraints,
+                train=self.train,
+            )
+            split = solve_stages(problem)
+            backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
+            return split.least_s + float(self._after([point], backward)[0]), None
+
+        ways = self.job.constraints.recomputations if self.train else (self.job.constraints,)
+        least, _ = least_of([partial(seconds, constraints) for constraints in ways])
+        return max(float(self.times([point])[0]), least * _ROUNDING)
 
     def with_floor(self, point: Point, microbatch_s: float) -> float:
         """The bound of ``point`` where one microbatch takes at least ``microbatch_s`` through all calls."""

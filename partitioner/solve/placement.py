@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.machine import Machine
-from partitioner.errors import CapacityError
 from partitioner.solve.arrangement import arrangements, complete, group_size
+from partitioner.solve.attempts import nearest
 from partitioner.solve.nesting import equal_levels, fits, nestings
 from partitioner.topology.model import Topology
 from passes.errors import PartitionError
@@ -115,8 +115,7 @@ class Placements:
                 self._candidates[key].append(improved.machine)
                 best = improved
         if best is None:
-            short = [error for error in errors if isinstance(error, CapacityError)]
-            raise min(short, key=lambda error: error.missing_bytes) if short else errors[0]
+            raise nearest(errors)
         return best
 
     def _exchange(

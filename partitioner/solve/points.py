@@ -10,7 +10,7 @@ from partitioner.errors import PlanError
 from partitioner.solve.pipelines import PIPELINES
 from partitioner.topology.model import Topology
 
-_VIRTUAL = (2, 4, 8)  # virtual stages that are tried
+_VIRTUAL = (2, 3, 4, 6, 8, 12)  # virtual stages that are tried
 
 
 @dataclass(frozen=True, order=True)
@@ -102,8 +102,9 @@ def divisors(number: int) -> list[int]:
 def points(space: Space) -> list[Point]:
     """All points that the constraints allow.
 
-    ``tp`` divides some dim of a weight and stays within a node unless it is pinned; ``dp`` and the microbatch divide
-    the batch; there are calls for every stage. What is not executed yet is there only where it is asked for.
+    ``tp`` divides some dim of a weight and stays within a node (``ahead``: two) unless it is pinned; ``dp`` and the
+    microbatch divide the batch; there are calls for every stage. What is not executed yet is there only where it is
+    asked for.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
     """
@@ -156,7 +157,7 @@ def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
     pinned = space.constraints
     shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
     if pinned.etp is None and space.experts and tp > 1:
-        shards = [1, 0]
+        shards = [*(divisors(tp)[:-1] if pinned.ahead else [1]), 0]
     if pinned.ep is not None:
         sizes = [pinned.ep]
     else:
@@ -206,7 +207,8 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
     if tp == 1 or space.constraints.tp == tp:
         return True
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
-    return tp <= inside and inside % tp == 0 and any(size % tp == 0 for size in space.dims)
+    fits = inside % tp == 0 or (space.constraints.ahead and tp == 2 * inside)
+    return fits and any(size % tp == 0 for size in space.dims)
 
 
 def _why_none(space: Space) -> str:

@@ -126,7 +126,8 @@ def _page(known: Known) -> Iterable[str]:
     yield ""
     yield (
         "The planner has 20 s here for one sharding problem, where users give it 60, and looks for no baselines; "
-        "models are in eval mode. Where only a model's own loss does not export, it is the mean square of its first output."
+        "models are in eval mode. Where only a model's own loss does not export, the loss is the mean square of what it "
+        "gives first."
     )
     yield ""
     for status in STATUSES:
@@ -134,7 +135,8 @@ def _page(known: Known) -> Iterable[str]:
     for mesh, counts in summary(known).items():
         yield from ("", f"## pp,dp,tp = {mesh}", "")
         yield f"Of {len(architectures())} architectures {counts['architectures']} were tried, "
-        yield f"of {counts['model types']} model types; {counts['exported']} are known to export, of {counts['model types exported']} model types."
+        yield f"of {counts['model types']} model types; {counts['exported']} are known to export, "
+        yield f"of {counts['model types exported']} model types."
         yield from ("", "| status | architectures |", "|---|---|")
         yield from (f"| {s} | {n} |" for s, n in counts["statuses"].items())
         yield from ("", "| share of matmul work sharded over tp | architectures |", "|---|---|")

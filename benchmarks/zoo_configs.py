@@ -69,6 +69,11 @@ def _heads(value: int, scale: Scale) -> int:
     return max(1, min(_floor(HEADS * value / scale.heads), 4 * HEADS)) if value < scale.heads else HEADS
 
 
+def _kv_heads(value: int, scale: Scale) -> int:
+    """As many query heads for each as by default."""
+    return max(1, min(_floor(HEADS * value / scale.heads), HEADS)) if value else value
+
+
 def _least(limit: int) -> Callable[[int, Scale], int]:
     return lambda value, scale: min(value, limit)
 
@@ -88,7 +93,7 @@ _KINDS: tuple[tuple[str, str, Callable[[int, Scale], int]], ...] = (
         r"|time_limit", lambda v, s: v),
     ("head_dim", r"head_?dims?$|d_head|headdim|d_kv$|dim_head|kv_channels|head_size|rotary_dim|attn_scalar|key_dim$"
      r"|head_hid_dim|d_rel$|ssm_dim$|mrope_section", _head_width),
-    ("kv_heads", r"(kv|key_value)_?(n_)?heads|num_query_groups", _heads),
+    ("kv_heads", r"(kv|key_value)_?(n_)?heads|num_query_groups", _kv_heads),
     ("heads", r"heads?$|_nhead$|n_heads?_|heads_per_layer|num_attention_heads", _heads),
     ("offset", r"offset$", _least(1)),
     ("period", r"period$|interval$|sparse_step$|every_n_layers$|pattern$|layer_group_size", _least(2)),

@@ -100,6 +100,10 @@ def plan(
     overlap: Annotated[
         bool | None, typer.Option(help="Reduce gradients behind computation.", show_default=False)
     ] = None,
+    more: Annotated[
+        str | None,
+        typer.Option("--constraints", metavar="NAME=VALUE,...", help="Any other constraint.", show_default=False),
+    ] = None,
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
     ] = False,
@@ -127,7 +131,8 @@ def plan(
         "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
         "sequence_parallel": sequence_parallel, "ahead": ahead or None,
     }  # fmt: skip
-    constraints = Constraints(**{name: value for name, value in given.items() if value is not None})
+    asked = constraints_of(more) if more is not None else {}
+    constraints = Constraints(**asked | {name: value for name, value in given.items() if value is not None})
     where = Topology.parse(topology)
     with progress(f"Loading {function}"):
         target = load_target(function, meta=meta)

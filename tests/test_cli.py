@@ -83,6 +83,17 @@ def test_plan_writes_what_can_be_loaded(made: Path):
     assert plan.program.num_microbatches == 2
 
 
+def test_any_constraint_can_be_given(folder: Path):
+    where = ("--topology", "local:2", "-o", folder / "other.json")
+    result = invoke("plan", f"{folder / 'model.py'}:make", *where, "--constraints", "tp=2,microbatch_size=2")
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(folder / "other.json")
+    assert (plan.mesh["tp"], plan.chosen.microbatch_size) == (2, 2)
+    result = invoke("plan", f"{folder / 'model.py'}:make", *where, "--constraints", "speed=2")
+    assert result.exit_code == 2
+    assert "speed" in result.output
+
+
 def test_prove_says_what_is_proven(made: Path):
     result = invoke("prove", made)
     assert result.exit_code == 0, result.output

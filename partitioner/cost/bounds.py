@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from partitioner.constraints import Constraints
-from partitioner.cost.calls import CallCost, fan_out, node_operands, operand_needs
+from partitioner.cost.asked import fan_out, node_operands, operand_needs
+from partitioner.cost.calls import CallCost
 from partitioner.cost.compute import memory_rate, product_rate
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.operators import (

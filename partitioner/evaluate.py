@@ -115,6 +115,7 @@ class Solved:
 LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
 
 
+Floor = dict[str, tuple[float, float]]  # by block
 Judged = tuple[StageProblem, StageSplit, Estimate]
 
 
@@ -128,6 +129,7 @@ class Evaluator:
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
+    _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
@@ -201,26 +203,38 @@ class Evaluator:
             problem.recompute == "selective",
         )
 
-    def floor(self, point: Point, size: int) -> float:
-        """Seconds that a microbatch of ``point`` takes at least through all calls, wherever its ranks are: its share of
-        one of ``size`` samples. 0 where nothing can be said.
+    def floor(self, point: Point, size: int) -> Floor | None:
+        """Seconds that each block takes a microbatch of ``point`` at least, forward and backward, wherever its ranks
+        are: its share of what one of ``size`` samples takes. ``None`` where nothing can be said.
 
         Per sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus
         something that grows no faster than the batch, as long as whatever divides the smaller divides the larger.
         """
-        job = self.job
         if not self.placements.complete(point.grid):
-            return 0.0
-        parts, num_microbatches = job.global_batch // size, point.num_microbatches(job.global_batch)
-        own = size == point.microbatch_size
-        key = self._key(point, parts, num_microbatches == 1 if own else parts == 1)
+            return None
+        whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+        key = *point.grid.values(), point.ep, point.etp, point.zero, size, whole
+        if key not in self._floors:
+            self._floors[key] = self._floor(point, size, whole)
+        found, share = self._floors[key], point.microbatch_size / size
+        return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
+
+    def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
+        job = self.job
+        parts = job.global_batch // size
+        key = self._key(point, parts, whole or parts == 1)
         try:
-            local = self._local(key, num_microbatches, point.dp) if own else self._local(key, parts, 1)
+            dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
+            local = self._local(key, parts // dp, dp)
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
-            return 0.0
+            return None
         costs = self._seat_costs(key, local)
-        machines = (job.dressed(machine, point) for machine in self.placements.candidates(point.grid))
-        return min(self._fastest(local, costs, machine) for machine in machines) * point.microbatch_size / size
+        machines = [job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
+        every = list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
+        return {
+            name: (min(of[name].forward_total_s for of in every), min(of[name].backward_total_s for of in every))
+            for name in every[0]
+        }
 
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> float:
         """Seconds of a microbatch through all calls, if all stages were as fast as the fastest."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.bounds import ModelBounds
-from partitioner.evaluate import Evaluator
+from partitioner.evaluate import Evaluator, Floor
 from partitioner.solve.points import Point
 
 
@@ -35,18 +35,23 @@ class Floors:
 
     @cached_property
     def steps(self) -> Sequence[Callable[[Point], float]]:
-        """Bounds of one point, one tighter than the other."""
-        return self._of_largest, self.bounds.refine, self._of_own
+        """Bounds of one point, one tighter than the other: even stages, then the best ones, by the largest microbatch's
+        sharding; then those by its own."""
+        return self._even, self._staged, self._own
 
-    def _of_largest(self, point: Point) -> float:
-        return self._floor(point, self._largest(point)) if self._scales else 0.0
+    def _even(self, point: Point) -> float:
+        floor = self._of_largest(point)
+        return self.bounds.with_floor(point, floor) if floor else 0.0
 
-    def _of_own(self, point: Point) -> float:
-        return self._floor(point, point.microbatch_size)
+    def _staged(self, point: Point) -> float:
+        return self.bounds.refine(point, self._of_largest(point))
 
-    def _floor(self, point: Point, size: int) -> float:
-        seconds = self.evaluator.floor(point, size)
-        return self.bounds.with_floor(point, seconds) if seconds else 0.0
+    def _own(self, point: Point) -> float:
+        floor = self.evaluator.floor(point, point.microbatch_size)
+        return self.bounds.with_floor(point, floor) if floor else 0.0
+
+    def _of_largest(self, point: Point) -> Floor | None:
+        return self.evaluator.floor(point, self._largest(point)) if self._scales else None
 
     def _largest(self, point: Point) -> int:
         """The largest microbatch that says something of the point's: a multiple that, like it, can or cannot be divided

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -95,24 +95,24 @@ class Columns:
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
         precisions = list(dict.fromkeys(k.precision for k in kernels))
-        places, types = np.int64, {"product": np.bool_, "again": np.bool_, "expert": np.bool_}
-        types |= {"way": places, "ring": places}
-        of_rows = {
-            f.name: np.array([getattr(row, f.name) for row in rows], dtype=types.get(f.name, np.float64))
-            for f in fields(Row)
-            if f.name != "kernel"
-        }
-        of_kernels = {
-            name: np.array([getattr(k, name) for k in kernels], dtype=np.float64)
-            for name in ("num_bytes", "state_bytes", "flops", "smallest", "launches")
-        }
         return Columns(
-            tuple(kinds),
-            tuple(precisions),
-            np.array([kinds.index(k.kind) for k in kernels], dtype=places),
-            np.array([precisions.index(k.precision) for k in kernels], dtype=places),
-            **of_kernels,
-            **of_rows,
+            kinds=tuple(kinds),
+            precisions=tuple(precisions),
+            kind=np.array([kinds.index(k.kind) for k in kernels], np.int64),
+            precision=np.array([precisions.index(k.precision) for k in kernels], np.int64),
+            num_bytes=np.array([k.num_bytes for k in kernels], np.float64),
+            state_bytes=np.array([k.state_bytes for k in kernels], np.float64),
+            flops=np.array([k.flops for k in kernels], np.float64),
+            smallest=np.array([k.smallest for k in kernels], np.float64),
+            launches=np.array([k.launches for k in kernels], np.float64),
+            way=np.array([row.way for row in rows], np.int64),
+            product=np.array([row.product for row in rows], np.bool_),
+            again=np.array([row.again for row in rows], np.bool_),
+            ring=np.array([row.ring for row in rows], np.int64),
+            expert=np.array([row.expert for row in rows], np.bool_),
+            widest=np.array([row.widest for row in rows], np.float64),
+            rows=np.array([row.rows for row in rows], np.float64),
+            held=np.array([row.held for row in rows], np.float64),
         )
 
 

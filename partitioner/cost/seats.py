@@ -67,7 +67,10 @@ class SeatCosts:
 
     def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
         """For each stage of ``machine``."""
-        return tuple(self.of_stage(seats, machine.spread) for seats in machine.seats)
+        spread = machine.spread
+        different = {id(seats): seats for seats in machine.seats}
+        found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
+        return tuple(found[id(seats)] for seats in machine.seats)
 
 
 def _slowest(costs: list[Costs]) -> Costs:

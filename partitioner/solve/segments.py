@@ -119,7 +119,7 @@ class Segments:
 
 @lru_cache(maxsize=256)
 def _places(names: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For the items of calls, by name: the start from which on a call adds each (behind the last call before it that has
+    """For the items of calls, by name: the start from which on a call adds each (behind the last call before that has
     the same), as a flat place in ``[start, call]``; and their numbers, since what a call has twice counts once."""
     n, previous = len(names), dict[str, int]()
     places: list[int] = []

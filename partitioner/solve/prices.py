@@ -1,9 +1,9 @@
 """Prices of memory per row, which rise where an assignment takes too much and fall where it leaves room.
 
-A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for a search that only
-approximates the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and the
-step grows while the rows keep their signs and shrinks when they change them. The step is taken from the best of all
-assignments that are known, so that a poor one does not lead the prices astray.
+A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for assignments that
+only approximate the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and
+each such group of rows has a step of its own that grows while the excess lasts and shrinks when its sign changes (as
+in Rprop; Riedmiller and Braun, 1993).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from partitioner.solve.presolve import Choices, Vector
 _WINDOWS = 128
 _START = 0.05
 _LOWER = 0.3  # of the present prices
-_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 0.5
-_DECAY = 2.0  # of a price in one step, per part of the limit that is left free in its row
-_MOST_RISE = 0.2  # of the Lagrangian in one step, in parts of the cost
+_STEP, _LEAST_RATE, _MOST_RATE = 0.02, 0.5, 40.0
+_FASTER, _SLOWER = 1.05, 0.7
+_MOST_DECAY = 0.7  # of a price in one step, else one per part of the limit that is left free in its row
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,9 @@ class Prices:
         self.room = room
         self.values = np.zeros(len(room))
         self.unit = float(room.max(initial=0.0)) or 1.0
-        self._windows = np.array_split(np.arange(len(room)), min(_WINDOWS, max(1, len(room))))
-        self._step, self._before = _FIRST_STEP, np.zeros(len(room))
+        number = min(_WINDOWS, len(room))
+        self._begins = np.arange(number) * len(room) // max(number, 1)
+        self._rates, self._signs = np.ones(number), np.zeros(number)
 
     def excess(self, profile: Vector) -> Vector:
         """By how much each row exceeds its limit, in parts of the largest limit."""
@@ -51,25 +52,24 @@ class Prices:
 
     def update(self, profile: Vector, scale: float) -> None:
         """One step from the memory of an assignment; ``scale`` is what an assignment costs, or so."""
+        if not len(self.room):
+            return
         over = self.excess(profile)
-        step = np.where((self.values > 0.0) & (over < 0.0), over, 0.0)
-        for window in self._windows:
-            if len(window):
-                fullest = window[over[window].argmax()]
-                step[fullest] = max(step[fullest], over[fullest]) if over[fullest] > 0.0 else step[fullest]
-        lengths = float(np.linalg.norm(step) * np.linalg.norm(self._before))
-        if lengths > 0.0:
-            agree = float(step @ self._before) / lengths
-            self._step *= 1.15 if agree > 0.1 else 0.85 if agree < -0.1 else 1.0
-            self._step = min(max(self._step, _LEAST_STEP), _MOST_STEP)
-        self._before = 0.5 * (self._before + step)
-        most = _MOST_RISE / max(float(step @ step), 1e-30)
-        self.values *= np.clip(1.0 + _DECAY * over, 0.5, 1.0)
-        self.values = np.maximum(self.values + min(self._step, most) * scale / self.unit * step, 0.0)
+        most = np.maximum.reduceat(over, self._begins)
+        signs = np.sign(most)
+        rates = np.where(signs != self._signs, _SLOWER * self._rates, np.where(signs > 0, _FASTER, 1.0) * self._rates)
+        self._rates, self._signs = np.clip(rates, _LEAST_RATE, _MOST_RATE), signs
+        step = np.where((self.values > 0.0) & (over < 0.0), 0.5 * over, 0.0)
+        ends = np.append(self._begins[1:], len(over))
+        for w in (most > 0.0).nonzero()[0].tolist():
+            fullest = self._begins[w] + int(over[self._begins[w] : ends[w]].argmax())
+            step[fullest] = self._rates[w] * over[fullest]
+        self.values *= np.clip(1.0 + over, _MOST_DECAY, 1.0)
+        self.values = np.maximum(self.values + _STEP * scale / self.unit * np.clip(step, -1.0, 1.0), 0.0)
 
     def lagrangian(self, known: Known, share: float = 1.0) -> float:
         """The cost of an assignment and of what it takes beyond the limits, at ``share`` of the present prices."""
-        return known.cost + share * float(self.values @ (known.profile - self.room))
+        return known.cost + share * float((self.values * (known.profile - self.room)).sum())  # no threads as in BLAS
 
 
 class Pool:

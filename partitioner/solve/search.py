@@ -1,19 +1,23 @@
-"""Search of a large problem: solve as much of the graph as is narrow enough, exactly, again and again.
+"""Search of a large problem: propagate beliefs at prices of memory, then solve large parts of the graph exactly.
 
-Each step fixes a random cutset at its present choices and solves the rest by dynamic programming (``cutset.py``,
-``elimination.py``), over all choices of each node or over a few that are proposed (``proposals.py``). Memory enters by
-prices per row that follow the assignment (``prices.py``); what exceeds a limit is repaired (``repair.py``), and the
+Memory enters by prices per row that follow the assignments (``prices.py``). First beliefs are propagated while prices
+follow what they decide, until both have settled (``beliefs.py``). Then steps of several kinds take turns, the more
+often the more they gained: more of that; a random cutset stays at its present choices and the rest is solved by dynamic
+programming (``cutset.py``, ``elimination.py``), over all choices of each node or over a few that are proposed
+(``proposals.py``), for the whole graph or for a region. What exceeds a limit is repaired (``repair.py``), and the
 cheapest assignment that fits is kept.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.solve.beliefs import Beliefs
 from partitioner.solve.cutset import conditioned_order
 from partitioner.solve.elimination import eliminate
 from partitioner.solve.flat import Flat
@@ -23,14 +27,18 @@ from partitioner.solve.prices import Known, Pool, Prices
 from partitioner.solve.proposals import Proposals
 from partitioner.solve.repair import Repair
 
-_WARM_UP = 4  # steps over all choices
-_UNPRICED, _SLOW = 25, 0.03  # steps at most before prices rise, and the progress of four below which they do
+_PASSES, _UNPRICED = 20, 8  # of messages in a step, and before there are prices
+_SMOOTH = 0.7  # of the memory profile that prices follow, from one pass to the next
+_SETTLED, _SETTLED_SHARE = 8, 0.35  # steps without progress, or the part of the time, that beliefs have for themselves
+_PROGRESS = 1e-3  # of the cost
+_DAMPING, _DAMPINGS = 0.5, (0.3, 0.5, 0.8)
+_FORGET, _FORGET_SHARES = 0.3, (0.1, 0.5, 1.0)  # how often, and how much, when beliefs have settled
 _FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the largest table
 _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
 _PATIENCE = 15  # steps without progress, after which the search is kicked
 _MENDABLE = 0.15  # parts of the limit
-_EARLY, _LATE = 0.1, 0.7  # of the time: when prices rise in any case, and when everything is mended
+_LATE = 0.7  # of the time, after which everything is mended
 _DESCENT = 8  # steps after a kick before it is judged
 _REGION = (200, 1000, 4000)  # nodes
 _HUB = 30  # neighbours of which a region follows no more
@@ -60,32 +68,45 @@ class Search:
         self._proposals = Proposals(self.flat, self._rng)
         self._isolated = self.flat.num_sides == 0
         self._pool = Pool()
+        self._beliefs: Beliefs | None = None  # made when first needed: some problems never do
+        self._smooth, self._scale = np.zeros(len(self.room)), 0.0
         self.keep(self.flat.best(self.usage.total()))
         self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
         self._mendable = _MENDABLE
-        self._width, self._history, self._priced = _FIRST_WIDTH, list[float](), False
+        self._width = _FIRST_WIDTH
 
-    def run(self, until: float) -> None:
-        """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit."""
+    def run(self, until: float, exchange: Callable[[], None] = lambda: None) -> None:
+        """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit.
+
+        ``exchange`` is called between steps, and may :meth:`keep` what was found elsewhere.
+        """
         kinds = [lambda: self._widely(0), lambda: self._widely(2), lambda: self._widely(4), self._locally]
+        kinds.append(lambda: self._believe(settled=settled))
         worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
-        self._until = until
-        early, late = (time.perf_counter() * (1 - share) + until * share for share in (_EARLY, _LATE))
+        self._until, settled, waiting, reached = until, False, 0, np.inf
+        start = time.perf_counter()
+        alone, late = (start * (1 - share) + until * share for share in (_SETTLED_SHARE, _LATE))
         while self.overflow > 0.0 or self.bound < self.cost * (1.0 - 1e-8):
-            chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
-            kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if self.steps > _WARM_UP else 0
             begin, before = time.perf_counter(), self._value()
+            waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
+            reached = min(reached, self.cost)
+            settled |= begin > alone or waiting > _SETTLED
+            chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
+            kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if settled else len(kinds) - 1
+            if self.steps == 0:
+                kind = 0  # solves what is narrow, and says so
             if begin + longest[kind] > until:
                 return
-            self._priced |= begin > early
             self._mendable = _MENDABLE if begin < late else np.inf
             kinds[kind]()
+            exchange()
+            self.steps += 1
             took = time.perf_counter() - begin
-            if self.steps > _WARM_UP:
+            if settled:
                 worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self._value() / before) / took
-            if took < 0.5 * _STEP_SECONDS:
+            if kind < len(kinds) - 1 and took < 0.5 * _STEP_SECONDS:
                 self._width = min(1.1 * self._width, _MOST_WIDTH)
-            elif took > _STEP_SECONDS:
+            elif kind < len(kinds) - 1 and took > _STEP_SECONDS:
                 self._width = max(0.8 * self._width, _LEAST_WIDTH)
             longest[kind] = max(0.8 * longest[kind], 1.1 * took)
 
@@ -107,15 +128,37 @@ class Search:
         if not self.keep(choice):
             self._mend(choice)
         self._stale = 0 if self._value() < before * (1.0 - 1e-6) else self._stale + 1
-        self.steps += 1
-        self._history.append(self._pool.least(self.prices)[0])
-        recent = self._history[-5:]
-        self._priced |= self.steps >= _UNPRICED or (self.steps > _WARM_UP and recent[-1] > recent[0] * (1.0 - _SLOW))
-        if not self._priced:
-            self.prices.start(self._pool.least(self.prices)[1].cost)
-        elif self._away == 0:
+        if self._away == 0:
             known = self._pool.least(self.prices)[1]
             self.prices.update(known.profile, min(known.cost, self.cost))
+
+    def _believe(self, settled: bool) -> None:
+        """Passes of messages at prices that follow, and the assignment that the beliefs give."""
+        flat = self.flat
+        beliefs = self._beliefs = self._beliefs or Beliefs(flat)
+        damping = _DAMPING
+        if settled:
+            damping = float(self._rng.choice(_DAMPINGS))
+            if self._rng.random() < _FORGET:
+                beliefs.forget(float(self._rng.choice(_FORGET_SHARES)), self._rng)
+        choice = self.best
+        for _ in range(_PASSES if self._scale else _UNPRICED):
+            choice = flat.best(beliefs.propagate(flat.cost + self.usage.priced(self.prices.values), damping))
+            if self._scale:
+                profile = self.usage.profile(flat.start + choice)
+                self._smooth = _SMOOTH * self._smooth + (1.0 - _SMOOTH) * profile
+                self.prices.update(self._smooth, self._scale)
+            if time.perf_counter() > self._until:
+                return
+        choice = flat.descend(choice, self.usage.priced(self.prices.values))
+        known = self._known(choice)
+        if not self._scale:
+            self._smooth = known.profile
+            if self.prices.excess(known.profile).max(initial=0.0) > 0.0:
+                self.prices.start(known.cost)
+        self._scale = min(known.cost, self.cost) or 1.0
+        if not self.keep(choice):
+            self._mend(choice)
 
     def _locally(self) -> None:
         """A step from the best assignment, over one region in which all choices are allowed."""
@@ -133,7 +176,8 @@ class Search:
     def _mend(self, choice: Choices) -> bool:
         """Whether a repair of an assignment makes it the best. Not tried on what is far from the limit."""
         known = self._known(choice)
-        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > self._mendable:
+        dearer = self.overflow <= 0.0 and known.cost >= self.cost
+        if dearer or self.prices.excess(known.profile).max(initial=0.0) > self._mendable:
             return False
         repair = Repair(self.flat, self.usage, self.room, choice)
         repair.run(self._until)

@@ -1,19 +1,21 @@
 """Large problems with memory over time: contract, solve whole what is small, search and bound what is not.
 
 Followers are contracted in bulk (``contract.py``). If what is left is small it is solved whole, with the memory rows
-that bind (``neighbourhood.py``). Otherwise most of the time goes into a search that solves large random parts exactly
-at prices of memory (``search.py``), and the rest into a bound at these prices (``messages.py``).
+that bind (``neighbourhood.py``). Otherwise most of the time goes into a search at prices of memory (``search.py``), in
+two processes where that can be (``helper.py``), and the rest into a bound at these prices (``messages.py``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from partitioner.solve.contract import Contraction
 from partitioner.solve.flat import Flat
+from partitioner.solve.helper import Finding, Helper, Slot, can_help
 from partitioner.solve.localsearch import State
 from partitioner.solve.memory import Memory, Stretch, Usage, stretches
 from partitioner.solve.messages import Dual
@@ -23,7 +25,9 @@ from partitioner.solve.search import Search
 
 WHOLE_ENTRIES = 120_000  # of all tables: at most so many are given to the exact solver at once
 _WHOLE_SHARE = 0.6  # of the time
-_DUAL_SHARE = 0.12
+_DUAL_SHARE, _HELPER_DUAL_SHARE = 0.12, 0.3
+_LAST_SHARE = 0.02  # is left for what comes after
+_HELPED_S = 10.0  # of time, from which on a second process is worth while
 
 
 def solve_large(
@@ -49,17 +53,72 @@ def solve_large(
             return problem.choice(known), bound
     flat = Flat(problem.nodes, problem.costs, problem.tables)
     starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
-    search = Search(flat, Usage(found, starts, len(flat.cost), len(room)), room)
-    if known is not None:
-        search.keep(np.array([known[i] for i in problem.nodes], np.intp))
-    search.run(until - _DUAL_SHARE * _left(until))
-    if search.bound >= search.cost * (1.0 - 1e-8):
-        return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), search.bound
-    dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
-    dual.prices = search.prices.values.copy()
-    raised = dual.ascend(search.cost, until - 0.02 * _left(until))
-    bound = max(bound, search.bound, raised - 1e-9 * abs(raised))
-    return problem.choice(dict(zip(problem.nodes, search.best.tolist(), strict=True))), bound
+    usage = Usage(found, starts, len(flat.cost), len(room))
+
+    def search_from(seed: int) -> Search:
+        search = Search(flat, usage, room, seed)
+        if known is not None:
+            search.keep(np.array([known[i] for i in problem.nodes], np.intp))
+        return search
+
+    def bound_of(search: Search, end: float) -> float:
+        dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
+        dual.prices = search.prices.values.copy()
+        raised = dual.ascend(search.cost, end)
+        return max(search.bound, raised - 1e-9 * abs(raised))
+
+    if can_help() and _left(until) >= _HELPED_S:
+        best = _with_help(search_from, bound_of, len(problem.nodes), until)
+    else:
+        search = search_from(0)
+        search.run(until - _DUAL_SHARE * _left(until))
+        best = search.finding
+        if not search.proven:
+            best = replace(best, bound=bound_of(search, until - _LAST_SHARE * _left(until)))
+    return problem.choice(dict(zip(problem.nodes, best.choice.tolist(), strict=True))), max(bound, best.bound)
+
+
+def _with_help(
+    search_from: Callable[[int], Search], bound_of: Callable[[Search, float], float], num_nodes: int, until: float
+) -> Finding:
+    """The best of two searches that tell each other what they find. The helper ends with a bound."""
+    mine, theirs = Slot(num_nodes), Slot(num_nodes)
+    start, left = time.perf_counter(), _left(until)
+
+    def exchanging(search: Search, out: Slot, other: Slot) -> Callable[[], None]:
+        told = [(np.inf, np.inf)]
+
+        def exchange() -> None:
+            news = other.read()
+            if news is not None:
+                search.keep(news.choice)
+                search.bound = max(search.bound, news.bound)
+            if (search.overflow, search.cost) < told[0]:
+                told[0] = search.overflow, search.cost
+                out.write(search.finding)
+
+        return exchange
+
+    def help_out() -> None:
+        search = search_from(1)
+        exchange = exchanging(search, theirs, mine)
+        search.run(start + (1.0 - _HELPER_DUAL_SHARE) * left, exchange)
+        exchange()
+        if not search.proven:
+            search.bound = bound_of(search, start + (1.0 - 2.0 * _LAST_SHARE) * left)
+        theirs.write(search.finding)
+
+    helper = Helper(help_out)
+    try:
+        search = search_from(0)
+        exchange = exchanging(search, mine, theirs)
+        search.run(start + (1.0 - 2.0 * _LAST_SHARE) * left, exchange)
+    except BaseException:
+        helper.end(time.perf_counter())
+        raise
+    helper.end(time.perf_counter() if search.proven else start + (1.0 - _LAST_SHARE) * left)
+    exchange()
+    return search.finding
 
 
 def _left(until: float) -> float:

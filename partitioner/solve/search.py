@@ -21,6 +21,7 @@ from partitioner.solve.beliefs import Beliefs
 from partitioner.solve.cutset import conditioned_order
 from partitioner.solve.elimination import eliminate
 from partitioner.solve.flat import Flat
+from partitioner.solve.helper import Finding
 from partitioner.solve.memory import Usage
 from partitioner.solve.presolve import Choices, Table, Vector
 from partitioner.solve.prices import Known, Pool, Prices
@@ -86,7 +87,7 @@ class Search:
         self._until, settled, waiting, reached = until, False, 0, np.inf
         start = time.perf_counter()
         alone, late = (start * (1 - share) + until * share for share in (_SETTLED_SHARE, _LATE))
-        while self.overflow > 0.0 or self.bound < self.cost * (1.0 - 1e-8):
+        while not self.proven:
             begin, before = time.perf_counter(), self._value()
             waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
             reached = min(reached, self.cost)
@@ -109,6 +110,15 @@ class Search:
             elif kind < len(kinds) - 1 and took > _STEP_SECONDS:
                 self._width = max(0.8 * self._width, _LEAST_WIDTH)
             longest[kind] = max(0.8 * longest[kind], 1.1 * took)
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing is cheaper than the best assignment, which fits."""
+        return self.overflow <= 0.0 and self.bound >= self.cost * (1.0 - 1e-8)
+
+    @property
+    def finding(self) -> Finding:
+        return Finding(self.best, self.cost, self.overflow, self.bound)
 
     def _value(self) -> float:
         """What steps shall make smaller: the cost of the best assignment and the least Lagrangian of the known ones."""

@@ -19,6 +19,7 @@ _START = 0.05
 _LOWER = 0.3  # of the present prices
 _STEP, _LEAST_RATE, _MOST_RATE = 0.02, 0.5, 40.0
 _FASTER, _SLOWER = 1.05, 0.7
+_NEAR, _FAR = (0.0, 0.1, 0.5), (0.0, 0.01, 0.05, 0.2, 1.0)  # of disturbed prices: spread, and more, in parts of a scale
 _MOST_DECAY = 0.7  # of a price in one step, else one per part of the limit that is left free in its row
 
 
@@ -49,6 +50,15 @@ class Prices:
     def start(self, scale: float) -> None:
         """Equal prices of all rows that are small beside ``scale``: of equal choices the least memory is taken."""
         self.values[:] = _START * scale / (self.unit * max(1, len(self.room)))
+
+    def disturbed(self, scale: float, rng: np.random.Generator) -> Vector:
+        """Other prices, near these or far from them, that change slowly from row to row."""
+        rows = len(self.values)
+        knots = np.linspace(0, rows, len(self._begins) + 1)
+        factor, more = rng.normal(0.0, rng.choice(_NEAR), len(knots)), rng.random(len(knots)) ** 4
+        more *= rng.choice(_FAR) * scale / (self.unit * max(1, rows))
+        places = np.arange(rows)
+        return self.values * np.exp(np.interp(places, knots, factor)) + np.interp(places, knots, more)
 
     def update(self, profile: Vector, scale: float) -> None:
         """One step from the memory of an assignment; ``scale`` is what an assignment costs, or so."""

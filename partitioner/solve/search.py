@@ -143,32 +143,48 @@ class Search:
             self.prices.update(known.profile, min(known.cost, self.cost))
 
     def _believe(self, settled: bool) -> None:
-        """Passes of messages at prices that follow, and the assignment that the beliefs give."""
-        flat = self.flat
-        beliefs = self._beliefs = self._beliefs or Beliefs(flat)
+        """Passes of messages at prices that follow, and the assignment that the beliefs give.
+
+        Once that has settled, from beliefs that are led astray first: in part forgotten, or at other prices.
+        """
+        beliefs = self._beliefs = self._beliefs or Beliefs(self.flat)
         damping = _DAMPING
         if settled:
             damping = float(self._rng.choice(_DAMPINGS))
             if self._rng.random() < _FORGET:
                 beliefs.forget(float(self._rng.choice(_FORGET_SHARES)), self._rng)
-        choice = self.best
+            else:
+                astray = self.prices.disturbed(self._scale, self._rng)
+                self._decide(self._passes(beliefs, damping, astray), astray, settled)
+        self._decide(self._passes(beliefs, damping), self.prices.values, settled)
+
+    def _passes(self, beliefs: Beliefs, damping: float, fixed: Vector | None = None) -> Vector:
+        """What is believed after some passes at ``fixed`` prices, or at ``self.prices``, which follow."""
+        flat = self.flat
         for _ in range(_PASSES if self._scale else _UNPRICED):
-            choice = flat.best(beliefs.propagate(flat.cost + self.usage.priced(self.prices.values), damping))
-            if self._scale:
-                profile = self.usage.profile(flat.start + choice)
+            prices = self.prices.values if fixed is None else fixed
+            believed = beliefs.propagate(flat.cost + self.usage.priced(prices), damping)
+            if self._scale and fixed is None:
+                profile = self.usage.profile(flat.start + flat.best(believed))
                 self._smooth = _SMOOTH * self._smooth + (1.0 - _SMOOTH) * profile
                 self.prices.update(self._smooth, self._scale)
             if time.perf_counter() > self._until:
-                return
-        choice = flat.descend(choice, self.usage.priced(self.prices.values))
+                break
+        return believed
+
+    def _decide(self, believed: Vector, prices: Vector, settled: bool) -> None:
+        """Tries the assignment that is believed best and, once settled, the best mixture of it and the best known."""
+        choice = self.flat.descend(self.flat.best(believed), self.usage.priced(prices))
         known = self._known(choice)
         if not self._scale:
             self._smooth = known.profile
             if self.prices.excess(known.profile).max(initial=0.0) > 0.0:
                 self.prices.start(known.cost)
         self._scale = min(known.cost, self.cost) or 1.0
-        if not self.keep(choice):
-            self._mend(choice)
+        mixed = [self._solve(self.best, self.prices.values, 0, {}, other=choice)] if settled else []
+        for tried in (choice, *mixed):
+            if not self.keep(tried):
+                self._mend(tried)
 
     def _locally(self) -> None:
         """A step from the best assignment, over one region in which all choices are allowed."""
@@ -204,7 +220,14 @@ class Search:
         return True
 
     def _solve(
-        self, choice: Choices, prices: Vector, few: int, centres: dict[int, float], *, only: bool = False
+        self,
+        choice: Choices,
+        prices: Vector,
+        few: int,
+        centres: dict[int, float],
+        *,
+        only: bool = False,
+        other: Choices | None = None,
     ) -> Choices:
         """The best assignment at ``prices`` that keeps a random cutset of ``choice``.
 
@@ -212,6 +235,7 @@ class Search:
             few: how many choices per node are looked at, but for ``centres`` and their neighbours; 0 means all.
             centres: nodes that shall rather stay out of the cutset, and how much.
             only: whether all nodes but ``centres`` keep their choices.
+            other: if given, each node keeps its choice or takes that of this assignment.
         """
         flat, rng = self.flat, self._rng
         priced = self.usage.priced(prices)
@@ -220,6 +244,9 @@ class Search:
         if only:
             allowed = np.zeros(len(flat.cost), bool)
             result = choice.copy()
+        elif other is not None:
+            allowed = np.zeros(len(flat.cost), bool)
+            allowed[flat.start + choice] = allowed[flat.start + other] = True
         elif few:
             allowed = self._proposals.draw(choice, priced, few, self.best)
         if allowed is not None:

@@ -20,6 +20,7 @@ from partitioner.solve.localsearch import State
 from partitioner.solve.memory import Memory, Stretch, Usage, stretches
 from partitioner.solve.messages import Dual
 from partitioner.solve.neighbourhood import Exact, solve_part
+from partitioner.solve.parts import Parts
 from partitioner.solve.presolve import Table, Vector
 from partitioner.solve.search import Search
 
@@ -55,8 +56,8 @@ def solve_large(
     starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
     usage = Usage(found, starts, len(flat.cost), len(room))
 
-    def search_from(seed: int) -> Search:
-        search = Search(flat, usage, room, seed)
+    def search_from(seed: int, parts: Parts | None = None) -> Search:
+        search = Search(flat, usage, room, seed, parts)
         if known is not None:
             search.keep(np.array([known[i] for i in problem.nodes], np.intp))
         return search
@@ -67,10 +68,12 @@ def solve_large(
         raised = dual.ascend(search.cost, end)
         return max(search.bound, raised - 1e-9 * abs(raised))
 
+    # of two processes one alone has the exact solver, whose threads a fork does not have
+    parts = Parts(flat, State(problem.nodes, problem.costs, problem.tables, found, room), exact)
     if can_help() and _left(until) >= _HELPED_S:
-        best = _with_help(search_from, bound_of, len(problem.nodes), until)
+        best = _with_help(lambda: search_from(0, parts), lambda: search_from(1), bound_of, len(problem.nodes), until)
     else:
-        search = search_from(0)
+        search = search_from(0, parts)
         search.run(until - _DUAL_SHARE * _left(until))
         best = search.finding
         if not search.proven:
@@ -79,9 +82,13 @@ def solve_large(
 
 
 def _with_help(
-    search_from: Callable[[int], Search], bound_of: Callable[[Search, float], float], num_nodes: int, until: float
+    first: Callable[[], Search],
+    second: Callable[[], Search],
+    bound_of: Callable[[Search, float], float],
+    num_nodes: int,
+    until: float,
 ) -> Finding:
-    """The best of two searches that tell each other what they find. The helper ends with a bound."""
+    """The best of two searches that tell each other what they find. The second, in the helper, ends with a bound."""
     mine, theirs = Slot(num_nodes), Slot(num_nodes)
     start, left = time.perf_counter(), _left(until)
 
@@ -100,7 +107,7 @@ def _with_help(
         return exchange
 
     def help_out() -> None:
-        search = search_from(1)
+        search = second()
         exchange = exchanging(search, theirs, mine)
         search.run(start + (1.0 - _HELPER_DUAL_SHARE) * left, exchange)
         exchange()
@@ -110,7 +117,7 @@ def _with_help(
 
     helper = Helper(help_out)
     try:
-        search = search_from(0)
+        search = first()
         exchange = exchanging(search, mine, theirs)
         search.run(start + (1.0 - 2.0 * _LAST_SHARE) * left, exchange)
     except BaseException:

@@ -4,7 +4,8 @@ Memory enters by prices per row that follow the assignments (``prices.py``). Fir
 follow what they decide, until both have settled (``beliefs.py``). Then steps of several kinds take turns, the more
 often the more they gained: more of that; a random cutset stays at its present choices and the rest is solved by dynamic
 programming (``cutset.py``, ``elimination.py``), over all choices of each node or over a few that are proposed
-(``proposals.py``), for the whole graph or for a region. What exceeds a limit is repaired (``repair.py``), and the
+(``proposals.py``), for the whole graph or for a region; a small part is solved with its memory rows by an exact solver
+(``parts.py``). What exceeds a limit is repaired (``repair.py``), and the
 cheapest assignment that fits is kept.
 """
 
@@ -23,9 +24,11 @@ from partitioner.solve.elimination import eliminate
 from partitioner.solve.flat import Flat
 from partitioner.solve.helper import Finding
 from partitioner.solve.memory import Usage
+from partitioner.solve.parts import Parts
 from partitioner.solve.presolve import Choices, Table, Vector
 from partitioner.solve.prices import Known, Pool, Prices
 from partitioner.solve.proposals import Proposals
+from partitioner.solve.regions import Regions
 from partitioner.solve.repair import Repair
 
 _PASSES, _UNPRICED = 20, 8  # of messages in a step, and before there are prices
@@ -37,12 +40,12 @@ _FORGET, _FORGET_SHARES = 0.3, (0.1, 0.5, 1.0)  # how often, and how much, when 
 _FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the largest table
 _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
+_LEAST_S = 0.01  # of a step, as far as shares of time go
 _PATIENCE = 15  # steps without progress, after which the search is kicked
 _MENDABLE = 0.15  # parts of the limit
 _LATE = 0.7  # of the time, after which everything is mended
 _DESCENT = 8  # steps after a kick before it is judged
-_REGION = (200, 1000, 4000)  # nodes
-_HUB = 30  # neighbours of which a region follows no more
+_REGION, _PART = (200, 1000, 4000), 60  # nodes
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Search:
     usage: Usage
     room: Vector
     seed: int = 0
+    parts: Parts | None = None
     best: Choices = field(init=False)
     cost: float = field(init=False, default=np.inf)
     overflow: float = field(init=False, default=np.inf)
@@ -68,6 +72,7 @@ class Search:
         self.prices = Prices(self.room)
         self._proposals = Proposals(self.flat, self._rng)
         self._isolated = self.flat.num_sides == 0
+        self._regions = Regions(self.flat, self._rng)
         self._pool = Pool()
         self._beliefs: Beliefs | None = None  # made when first needed: some problems never do
         self._smooth, self._scale = np.zeros(len(self.room)), 0.0
@@ -82,17 +87,19 @@ class Search:
         ``exchange`` is called between steps, and may :meth:`keep` what was found elsewhere.
         """
         kinds = [lambda: self._widely(0), lambda: self._widely(2), lambda: self._widely(4), self._locally]
+        kinds += [self._exactly] if self.parts is not None else []
         kinds.append(lambda: self._believe(settled=settled))
         worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
+        usual = np.full(len(kinds), _STEP_SECONDS)
         self._until, settled, waiting, reached = until, False, 0, np.inf
         start = time.perf_counter()
         alone, late = (start * (1 - share) + until * share for share in (_SETTLED_SHARE, _LATE))
         while not self.proven:
-            begin, before = time.perf_counter(), self._value()
+            begin, before = time.perf_counter(), self.cost
             waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
             reached = min(reached, self.cost)
             settled |= begin > alone or waiting > _SETTLED
-            chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
+            chance = (worth / (worth.sum() or 1.0) + 0.5 / len(kinds)) / usual  # shares of time
             kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if settled else len(kinds) - 1
             if self.steps == 0:
                 kind = 0  # solves what is narrow, and says so
@@ -103,8 +110,9 @@ class Search:
             exchange()
             self.steps += 1
             took = time.perf_counter() - begin
-            if settled:
-                worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self._value() / before) / took
+            usual[kind] = 0.8 * usual[kind] + 0.2 * max(took, _LEAST_S)
+            if settled and before > 0.0:
+                worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self.cost / before) / max(took, _LEAST_S)
             if kind < len(kinds) - 1 and took < 0.5 * _STEP_SECONDS:
                 self._width = min(1.1 * self._width, _MOST_WIDTH)
             elif kind < len(kinds) - 1 and took > _STEP_SECONDS:
@@ -133,7 +141,7 @@ class Search:
         else:
             self._away -= 1
         before = self._value()
-        centres = self._regions(int(self._rng.integers(0, 4)), 1)
+        centres = self._regions.around(self.best, int(self._rng.integers(0, 4)), 1)
         self._now = choice = self._solve(self._now, self.prices.values, few, centres)
         if not self.keep(choice):
             self._mend(choice)
@@ -189,10 +197,23 @@ class Search:
     def _locally(self) -> None:
         """A step from the best assignment, over one region in which all choices are allowed."""
         factor = float(self._rng.choice([0.0, 0.5, 1.0, 1.0, 2.0]))
-        region = self._regions(1, int(self._rng.choice(_REGION)))
+        region = self._regions.around(self.best, 1, int(self._rng.choice(_REGION)))
         choice = self._solve(self.best, factor * self.prices.values, 0, region, only=True)
         if not np.array_equal(choice, self.best) and not self.keep(choice):
             self._mend(choice)
+
+    def _exactly(self) -> None:
+        """Solves a part of the best assignment with the memory rows that bind."""
+        assert self.parts is not None
+        number = int(self._rng.integers(1, 4))
+        if self._rng.random() < 0.5:
+            region = self._regions.around(self.best, number, _PART)
+        else:
+            spare = self.room - self.usage.profile(self.flat.start + self.best)
+            region = self._regions.at_row(self.usage, spare, number, _PART)
+        choice = self.parts.improve(self.best, sorted(region, key=region.__getitem__), self._until)
+        if choice is not None:
+            self.keep(choice)
 
     def _kicked(self) -> Choices:
         """An assignment near the present one: some nodes, chosen at random, have random choices."""
@@ -276,48 +297,6 @@ class Search:
 
     def _known(self, choice: Choices) -> Known:
         return Known(choice, self.flat.total(choice), self.usage.profile(self.flat.start + choice))
-
-    def _regions(self, number: int, most: int) -> dict[int, float]:
-        """Nodes around ``number`` centres, ``most`` for each, and weights that grow with their distance.
-
-        Centres are drawn by how many neighbours they have or by how far they cost more than they must: what is dear
-        or joins much would else never change.
-        """
-        flat, rng = self.flat, self._rng
-        degree = flat.num_sides.astype(np.float64)
-        if not degree.any():
-            return {}
-        found = dict[int, float]()
-        for _ in range(number):
-            weight = degree if rng.random() < 0.4 else self._regret(self.best) * (degree > 0.0)
-            weight = weight if weight.any() else degree
-            if rng.random() < 0.3:
-                weight = np.sqrt(weight)
-            edge, distance = [int(rng.choice(len(weight), p=weight / weight.sum()))], 0
-            taken = dict.fromkeys(edge, 1e-9)
-            while edge and len(taken) < most:
-                distance += 1
-                after = list[int]()
-                for node in edge:
-                    around = [j for j in flat.near[node] if j not in taken]
-                    if len(around) > _HUB:
-                        around = rng.choice(around, _HUB, replace=False).tolist()
-                    for j in around[: most - len(taken)]:
-                        taken[j] = 1e-9 * 4.0**distance
-                        after.append(j)
-                edge = [after[k] for k in rng.permutation(len(after)).tolist()]
-            found = taken | found
-        return found
-
-    def _regret(self, choice: Choices) -> Vector:
-        """Per node, its cost above its least, and half of what its tables cost."""
-        flat = self.flat
-        own = flat.cost[flat.start + choice] - np.minimum.reduceat(flat.cost, flat.start)
-        tables = 0.5 * flat.table_costs(choice)
-        for ends in (flat.first, flat.second):
-            own += np.bincount(ends, tables, minlength=len(own))
-        regret: Vector = np.maximum(own, 0.0)
-        return regret
 
     def _domains(self, allowed: NDArray[np.bool_] | None) -> dict[int, Choices]:
         """Per node that has a table and more than one choice, the choices that are allowed."""

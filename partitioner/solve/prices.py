@@ -101,3 +101,7 @@ class Pool:
     def least(self, prices: Prices) -> tuple[float, Known]:
         """The least Lagrangian, and the assignment that has it."""
         return min(((prices.lagrangian(k), k) for k in self._known), key=lambda pair: pair[0])
+
+    def cheaper(self, prices: Prices, cost: float, most: float) -> list[Known]:
+        """Those of less ``cost`` that exceed a limit, but by no more than ``most``."""
+        return [k for k in self._known if k.cost < cost and 0.0 < prices.excess(k.profile).max(initial=0.0) <= most]

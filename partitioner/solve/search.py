@@ -99,7 +99,7 @@ class Search:
             waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
             reached = min(reached, self.cost)
             settled |= begin > alone or waiting > _SETTLED
-            chance = (worth / (worth.sum() or 1.0) + 0.5 / len(kinds)) / usual  # shares of time
+            chance = (worth / (worth.sum() or 1.0) + 1.0 / len(kinds)) / usual  # shares of time
             kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if settled else len(kinds) - 1
             if self.steps == 0:
                 kind = 0  # solves what is narrow, and says so
@@ -203,15 +203,20 @@ class Search:
             self._mend(choice)
 
     def _exactly(self) -> None:
-        """Solves a part of the best assignment with the memory rows that bind."""
+        """Solves a part of the best assignment, or of one that exceeds the limit, with the memory rows that bind."""
         assert self.parts is not None
         number = int(self._rng.integers(1, 4))
-        if self._rng.random() < 0.5:
-            region = self._regions.around(self.best, number, _PART)
-        else:
-            spare = self.room - self.usage.profile(self.flat.start + self.best)
+        kind = self._rng.random()
+        base = self.best
+        if kind < 0.4:
+            over = self._pool.cheaper(self.prices, self.cost, self._mendable)
+            base = over[int(self._rng.integers(len(over)))].choice if over else base
+        spare = self.room - self.usage.profile(self.flat.start + base)
+        if kind < 0.7:
             region = self._regions.at_row(self.usage, spare, number, _PART)
-        choice = self.parts.improve(self.best, sorted(region, key=region.__getitem__), self._until)
+        else:
+            region = self._regions.around(base, number, _PART)
+        choice = self.parts.improve(base, sorted(region, key=region.__getitem__), self._until)
         if choice is not None:
             self.keep(choice)
 

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,11 +69,14 @@ def can_help() -> bool:
 
 
 class Helper:
-    """Runs ``work`` in a fork of this process; its output and errors go nowhere, as it is only ever a help."""
+    """Runs ``work`` in a fork of this process, ``pid``; its errors go nowhere, as it is only ever a help."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._pid = os.fork()
-        if self._pid:
+        with warnings.catch_warnings():
+            # Python warns of locks that other threads hold: the work must need none but numpy's
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid:
             return
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted as well, and ends this process
@@ -82,9 +86,9 @@ class Helper:
 
     def end(self, until: float) -> None:
         """Waits for its end, at most until ``until`` of ``time.perf_counter``; then ends it."""
-        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
             if time.perf_counter() > until:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
                 return
             time.sleep(_PAUSE_S)

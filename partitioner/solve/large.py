@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -62,29 +61,32 @@ def solve_large(
             search.keep(np.array([known[i] for i in problem.nodes], np.intp))
         return search
 
-    def bound_of(search: Search, end: float) -> float:
+    def raise_bound(search: Search, end: float, tell: Callable[[], None] = lambda: None) -> None:
+        def report(raised: float) -> None:
+            search.bound = max(search.bound, raised - 1e-9 * abs(raised))
+            tell()
+
         dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
         dual.prices = search.prices.values.copy()
-        raised = dual.ascend(search.cost, end)
-        return max(search.bound, raised - 1e-9 * abs(raised))
+        dual.ascend(search.cost, end, report=report)
 
     # of two processes one alone has the exact solver, whose threads a fork does not have
     parts = Parts(flat, State(problem.nodes, problem.costs, problem.tables, found, room), exact)
     if can_help() and _left(until) >= _HELPED_S:
-        best = _with_help(lambda: search_from(0, parts), lambda: search_from(1), bound_of, len(problem.nodes), until)
+        best = _with_help(lambda: search_from(0, parts), lambda: search_from(1), raise_bound, len(problem.nodes), until)
     else:
         search = search_from(0, parts)
         search.run(until - _DUAL_SHARE * _left(until))
-        best = search.finding
         if not search.proven:
-            best = replace(best, bound=bound_of(search, until - _LAST_SHARE * _left(until)))
+            raise_bound(search, until - _LAST_SHARE * _left(until))
+        best = search.finding
     return problem.choice(dict(zip(problem.nodes, best.choice.tolist(), strict=True))), max(bound, best.bound)
 
 
 def _with_help(
     first: Callable[[], Search],
     second: Callable[[], Search],
-    bound_of: Callable[[Search, float], float],
+    raise_bound: Callable[[Search, float, Callable[[], None]], None],
     num_nodes: int,
     until: float,
 ) -> Finding:
@@ -112,7 +114,8 @@ def _with_help(
         search.run(start + (1.0 - _HELPER_DUAL_SHARE) * left, exchange)
         exchange()
         if not search.proven:
-            search.bound = bound_of(search, start + (1.0 - 2.0 * _LAST_SHARE) * left)
+            end = start + (1.0 - 2.0 * _LAST_SHARE) * left
+            raise_bound(search, end, lambda: theirs.write(search.finding))
         theirs.write(search.finding)
 
     helper = Helper(help_out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +89,12 @@ class Dual:
         chosen = np.array([a + int(belief[a:b].argmin()) for a, b in itertools.pairwise(edges)])
         return bound, chosen
 
-    def ascend(self, upper: float, until: float, rounds: int = 10_000) -> float:
+    def ascend(
+        self, upper: float, until: float, rounds: int = 10_000, report: Callable[[float], None] = lambda _: None
+    ) -> float:
         """Raises the bound, at most to ``upper``, the cost of a known assignment; keeps the best prices. The bound.
+
+        ``report`` is told of every higher one.
 
         Prices move along a smoothed subgradient by Polyak's step, towards a target above the best bound that grows
         while bounds do and shrinks where they do not.
@@ -104,10 +108,12 @@ class Dual:
             bound, chosen = self.pass_messages()
             if count < 20:  # tables first
                 best, ahead = max(best, bound), max(0.5 * abs(bound), 1e-4 * upper)
+                report(best)
                 continue
             if bound > best:
                 best, best_prices, stale = bound, self.prices.copy(), 0
                 ahead *= 1.1
+                report(best)
             else:
                 stale += 1
             if stale >= 8:

@@ -36,10 +36,18 @@ _SMOOTH = 0.7  # of the memory profile that prices follow, from one pass to the 
 _SETTLED, _SETTLED_SHARE = 8, 0.35  # steps without progress, or the part of the time, that beliefs have for themselves
 _PROGRESS = 1e-3  # of the cost
 _DAMPING, _DAMPINGS = 0.5, (0.3, 0.5, 0.8)
-_FORGET, _FORGET_SHARES = 0.3, (0.1, 0.5, 1.0)  # how often, and how much, when beliefs have settled
+_ASTRAY = (0.2, 0.4, 0.4)  # how often settled beliefs are in part forgotten, at other prices, or held
+_FORGET_SHARES = (0.1, 0.5, 1.0)
+_HELD_NODES, _RANKS, _SAME = (
+    100,
+    12,
+    1e-5,
+)  # nodes and choices that are held, unless they are as good, in parts of a cost
 _FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the largest table
 _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
+_BELIEVING = 0.5  # the share of beliefs, beside 1 for all kinds together and 1 for those that gain
+_SMALL = 1e-4  # of the cost, a gain per second that does not count
 _LEAST_S = 0.01  # of a step, as far as shares of time go
 _PATIENCE = 15  # steps without progress, after which the search is kicked
 _MENDABLE = 0.15  # parts of the limit
@@ -75,6 +83,7 @@ class Search:
         self._regions = Regions(self.flat, self._rng)
         self._pool = Pool()
         self._beliefs: Beliefs | None = None  # made when first needed: some problems never do
+        self._believed, self._turns, self._half = self.flat.cost, list[tuple[int, int, int]](), self.seed
         self._smooth, self._scale = np.zeros(len(self.room)), 0.0
         self.keep(self.flat.best(self.usage.total()))
         self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
@@ -90,7 +99,8 @@ class Search:
         kinds += [self._exactly] if self.parts is not None else []
         kinds.append(lambda: self._believe(settled=settled))
         worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
-        usual = np.full(len(kinds), _STEP_SECONDS)
+        usual, base = np.full(len(kinds), _STEP_SECONDS), np.full(len(kinds), 1.0 / len(kinds))
+        base[-1] = _BELIEVING
         self._until, settled, waiting, reached = until, False, 0, np.inf
         start = time.perf_counter()
         alone, late = (start * (1 - share) + until * share for share in (_SETTLED_SHARE, _LATE))
@@ -99,7 +109,7 @@ class Search:
             waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
             reached = min(reached, self.cost)
             settled |= begin > alone or waiting > _SETTLED
-            chance = (worth / (worth.sum() or 1.0) + 1.0 / len(kinds)) / usual  # shares of time
+            chance = (worth / (worth.sum() + _SMALL) + base) / usual  # shares of time
             kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if settled else len(kinds) - 1
             if self.steps == 0:
                 kind = 0  # solves what is narrow, and says so
@@ -153,36 +163,61 @@ class Search:
     def _believe(self, settled: bool) -> None:
         """Passes of messages at prices that follow, and the assignment that the beliefs give.
 
-        Once that has settled, from beliefs that are led astray first: in part forgotten, or at other prices.
+        Once that has settled, from beliefs that are led astray first: in part forgotten, at other prices, or with a
+        node that joins many others kept from what is believed best of it, of which beliefs are too sure.
         """
-        beliefs = self._beliefs = self._beliefs or Beliefs(self.flat)
-        damping = _DAMPING
+        rng, beliefs = self._rng, self._beliefs or Beliefs(self.flat)
+        self._beliefs, damping = beliefs, _DAMPING
         if settled:
-            damping = float(self._rng.choice(_DAMPINGS))
-            if self._rng.random() < _FORGET:
-                beliefs.forget(float(self._rng.choice(_FORGET_SHARES)), self._rng)
+            damping, kind = float(rng.choice(_DAMPINGS)), rng.choice(3, p=_ASTRAY)
+            if kind == 0:
+                beliefs.forget(float(rng.choice(_FORGET_SHARES)), rng)
             else:
-                astray = self.prices.disturbed(self._scale, self._rng)
-                self._decide(self._passes(beliefs, damping, astray), astray, settled)
-        self._decide(self._passes(beliefs, damping), self.prices.values, settled)
-
-    def _passes(self, beliefs: Beliefs, damping: float, fixed: Vector | None = None) -> Vector:
-        """What is believed after some passes at ``fixed`` prices, or at ``self.prices``, which follow."""
-        flat = self.flat
+                prices = self.prices.disturbed(self._scale, rng) if kind == 1 else self.prices.values
+                extra = self.usage.priced(prices)
+                if kind == 2:
+                    extra += self._held()
+                    beliefs.forget(1.0, rng)
+                for _ in range(kind * _PASSES):
+                    self._believed = beliefs.propagate(self.flat.cost + extra, damping)
+                self._decide(extra, settled)
         for _ in range(_PASSES if self._scale else _UNPRICED):
-            prices = self.prices.values if fixed is None else fixed
-            believed = beliefs.propagate(flat.cost + self.usage.priced(prices), damping)
-            if self._scale and fixed is None:
-                profile = self.usage.profile(flat.start + flat.best(believed))
+            priced = self.usage.priced(self.prices.values)
+            self._believed = beliefs.propagate(self.flat.cost + priced, damping)
+            if self._scale:
+                profile = self.usage.profile(self.flat.start + self.flat.best(self._believed))
                 self._smooth = _SMOOTH * self._smooth + (1.0 - _SMOOTH) * profile
                 self.prices.update(self._smooth, self._scale)
             if time.perf_counter() > self._until:
                 break
-        return believed
+        self._decide(self.usage.priced(self.prices.values), settled)
 
-    def _decide(self, believed: Vector, prices: Vector, settled: bool) -> None:
+    def _held(self) -> Vector:
+        """What keeps one node, that has many neighbours, at a choice that is believed good but not best.
+
+        In turn, the second best choice of the node of most neighbours first; two searches begin with half each.
+        """
+        flat = self.flat
+        if not self._turns:
+            joined = np.where(flat.sizes > 1, flat.num_sides, 0)
+            nodes = np.argsort(-joined, kind="stable")[: min(_HELD_NODES, int((joined > 0).sum()))]
+            turns = [(rank * (k + 1), node, rank) for k, node in enumerate(nodes.tolist()) for rank in range(1, _RANKS)]
+            self._turns = sorted((t for t in turns if t[2] < flat.sizes[t[1]]), reverse=True)[self._half % 2 :: 2]
+            self._half += 1
+        held = np.zeros(len(flat.cost))
+        while self._turns:
+            _, node, rank = self._turns.pop()
+            choices = slice(flat.start[node], flat.start[node] + flat.sizes[node])
+            order = np.argsort(self._believed[choices])
+            if np.ptp(self._believed[choices][order[[0, rank]]]) > _SAME * self._scale:
+                held[choices] = flat.forbidden
+                held[choices][order[rank]] = 0.0
+                break
+        return held
+
+    def _decide(self, extra: Vector, settled: bool) -> None:
         """Tries the assignment that is believed best and, once settled, the best mixture of it and the best known."""
-        choice = self.flat.descend(self.flat.best(believed), self.usage.priced(prices))
+        choice = self.flat.descend(self.flat.best(self._believed), extra)
         known = self._known(choice)
         if not self._scale:
             self._smooth = known.profile

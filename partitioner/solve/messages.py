@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from partitioner.solve.memory import Stretch, Usage
 from partitioner.solve.presolve import Table, Vector
 
+_LEAST_EXCESS = 1e-6  # of memory over all rows, in parts of the largest limit
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -102,6 +104,7 @@ class Dual:
         best, best_prices, stale = -np.inf, self.prices.copy(), 0
         smooth = np.zeros_like(self.prices)
         ahead = 0.0
+        least = (_LEAST_EXCESS * (float(np.max(self.room, initial=0.0)) or 1.0)) ** 2  # below, steps have no end
         for count in range(rounds):
             if time.perf_counter() > until:
                 break
@@ -123,7 +126,7 @@ class Dual:
             smooth = 0.6 * smooth + 0.4 * (self._usage.profile(chosen) - self.room)
             direction = np.where((self.prices > 0) | (smooth > 0), smooth, 0.0)
             length = float(direction @ direction)
-            if length > 0.0 and best < upper:
+            if length > least and best < upper:
                 target = min(best + ahead, upper)
                 if not math.isfinite(target - min(bound, best)):  # no choice is known yet, or there is none
                     break

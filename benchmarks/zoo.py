@@ -4,7 +4,7 @@ Builds a tiny model of each (``zoo_models.py``), plans it on the given meshes an
 model has a process of its own, with a time limit. Results go to a file of JSON lines, from which a sweep goes on where
 it was left; ``--retry`` takes up again what failed.
 
-    python benchmarks/zoo.py [--mesh 1,1,2] [--mesh 2,1,2] [--only causal:llama ...] [--limit 20] [--retry] [--json]
+    python benchmarks/zoo.py [--mesh 1,1,2 --mesh 2,1,2] [--only causal:llama ...] [--limit 20] [--retry] [--json]
     python benchmarks/zoo.py --report --write-docs
 """
 
@@ -35,6 +35,7 @@ Mesh = tuple[int, int, int]
 Key = tuple[str, Mesh]
 Result = dict[str, Any]
 
+MESHES: list[Mesh] = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 2)]  # unless others are asked for
 _RESULTS = _ROOT / "out" / "zoo.jsonl"
 # What every process needs: loaded once, before the processes are forked.
 _PRELOAD = [
@@ -47,7 +48,9 @@ _PRELOAD = [
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", action="append", metavar="PP,DP,TP", help="may be repeated; default 1,1,2")
+    parser.add_argument(
+        "--mesh", action="append", metavar="PP,DP,TP", help="may be repeated; default: each of the usual ones"
+    )
     parser.add_argument("--only", nargs="+", default=["*"], metavar="KIND:NAME", help="with wildcards")
     parser.add_argument("--limit", type=int, help="that many architectures, drawn by chance")
     parser.add_argument("--seed", type=int, default=0)
@@ -63,14 +66,13 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = _arguments()
-    meshes = [_mesh(text) for text in options.mesh or ["1,1,2"]]
+    meshes = [_mesh(text) for text in options.mesh] if options.mesh else MESHES
     known = load(options.results)
     if not options.report:
         wanted = _wanted(options)
         done = {k for k, r in known.items() if not options.again and (r["status"] == "equal" or not options.retry)}
-        sweep(
-            [(name, [m for m in meshes if (name, m) not in done]) for name in wanted], options.results, options.timeout
-        )
+        wanted.sort(key=lambda name: _turn([known[name, m] for m in MESHES if (name, m) in known]))
+        sweep([(n, [m for m in meshes if (n, m) not in done]) for n in wanted], options.results, options.timeout)
         known = load(options.results)
     from benchmarks.zoo_report import print_report, summary, write_docs
 
@@ -86,6 +88,11 @@ def main() -> None:
 def _mesh(text: str) -> Mesh:
     pp, dp, tp = map(int, text.split(","))
     return pp, dp, tp
+
+
+def _turn(results: list[Result]) -> tuple[bool, bool]:
+    """What was never tried comes first, and what failed on another mesh last."""
+    return bool(results), any(r["status"] != "equal" for r in results)
 
 
 def _wanted(options: argparse.Namespace) -> list[str]:

@@ -126,8 +126,7 @@ def _page(known: Known) -> Iterable[str]:
     )
     yield ""
     yield (
-        "The planner has 20 s here for one sharding problem, where users give it 60, and looks for no baselines; "
-        "models are in eval mode. Where only a model's own loss does not export, the loss is the mean square of what "
+        "The planner looks for no baselines here; models are in eval mode. Where only a model's own loss does not export, the loss is the mean square of what "
         "it gives first."
     )
     yield ""

@@ -126,8 +126,8 @@ def _page(known: Known) -> Iterable[str]:
     )
     yield ""
     yield (
-        "The planner looks for no baselines here; models are in eval mode. Where only a model's own loss does not export, the loss is the mean square of what "
-        "it gives first."
+        "The planner looks for no baselines here; models are in eval mode. Where only a model's own loss does not "
+        "export, the loss is the mean square of what it gives first."
     )
     yield ""
     for status in STATUSES:

@@ -131,7 +131,6 @@ def tiny_config(model_type: str, keep: Keep = frozenset()) -> PreTrainedConfig:
 
     Raises whatever the configuration raises where it does not accept them.
     """
-    asked = dict(entry.split("=") for entry in keep if "=" in entry)
     return _tiny(_default(CONFIG_MAPPING[model_type], _asked(keep)), keep)
 
 

@@ -77,7 +77,7 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
-        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical)
+        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
     captured = captured.with_(notes=notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -96,6 +96,7 @@ def _trace(
     dtype: torch.dtype | None,
     loss: Callable[[Any], Tensor] | None,
     canonical: Mapping[str, str],
+    train: bool,
 ) -> Captured:
     """The twin's graph: of layers that are alike two are traced, or all where that fails."""
     if loss is not None:
@@ -104,7 +105,7 @@ def _trace(
     while repeats.groups:
         try:
             with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, diagnose=False))
+                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
             return expand(assemble(program, canonical, with_loss=loss is not None))
         except Unrepeated as error:
             repeats.refuse(error.number)
@@ -115,7 +116,7 @@ def _trace(
         if loss is not None:
             _append_loss(twin.module, loss)
         repeats = Repeats.of(twin.module).without(refused)
-    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=loss is not None)
+    return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

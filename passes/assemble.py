@@ -33,6 +33,8 @@ _STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
 
+_SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
+
 
 @dataclass
 class Captured:
@@ -100,7 +102,8 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
     graph.eliminate_dead_code()
     constants = _constants(program, set(placeholders.values()))
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
-    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, classes=classes)
+    notes = (_SELECTS,) if selected.rows else ()
+    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes)
 
 
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:

@@ -78,7 +78,7 @@ def capture(
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
         captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
-    captured = captured.with_(notes=notes, constants=captured.constants | kept)
+    captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
         retype(captured.graph, torch.float64)

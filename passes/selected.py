@@ -30,6 +30,7 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.defau
          aten.linear.default, aten.einsum.default}  # fmt: skip
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
+_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
 _ITEMS = {aten.item.default, aten._local_scalar_dense.default}
 _IGNORED = -100
 
@@ -108,7 +109,7 @@ class SelectedRows:
         if any(isinstance(a, Size) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number of rows that is computed with
         try:
-            made = self.call(node.target, *flat_args, **flat_kwargs)
+            made = self.call(_STRIDE_FREE.get(node.target, node.target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
             raise Unselectable from error
         operands = operands_of(made)
@@ -124,7 +125,7 @@ class SelectedRows:
         dims = self._row_dims(node.target, made, operands)
         if dims is None:
             zeroed = [self.zeroed(o) if o in self.rows else o for o in operands]
-            return self.call(node.target, *_replaced(flat_args, operands, zeroed), **flat_kwargs)
+            return self.call(made.target, *_replaced(flat_args, operands, zeroed), **flat_kwargs)
         if node.target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
             self.places[made] = self.places[operands[0]]
         return self._mark(made, mask, dims)
@@ -192,6 +193,16 @@ class SelectedRows:
             self._keys[node] = (str(node.target), str(args))
         return self._keys[node]
 
+    def harmless(self, value: fx.Node) -> fx.Node:
+        """``value`` with ones (zeros, of whole numbers) in the rows that are not selected: what they hold may be what
+        the model selects rows to avoid (a division by zero, an index of -100)."""
+        dtype = value.meta["val"].dtype
+        if dtype == torch.bool:
+            return value
+        filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), int(dtype.is_floating_point))
+        self.rows[filled] = self.rows[value]
+        return filled
+
     def unselected(self, value: fx.Node) -> fx.Node:
         """``[.., rows, ..]`` truth values that broadcast to ``value``: which of its rows are not the model's."""
         rows = self.rows[value]
@@ -248,7 +259,8 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         covered = index.meta["val"].dim()
         flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
         made = build.call(aten.reshape.default, x, flat)
-        return build._mark(made, mask, {first})
+        build.rows[made] = Rows(mask, first)
+        return build.harmless(made)
     if x not in build.rows and not any(i in build.rows for _, i in given):
         return None
     if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
@@ -256,7 +268,9 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     rows = build.same(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
         raise Unselectable
-    return build._mark(build.call(aten.index.Tensor, x, list(indices)), rows.mask, {first})
+    made = build.call(aten.index.Tensor, x, list(indices))
+    build.rows[made] = Rows(rows.mask, first)
+    return build.harmless(made)
 
 
 def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:

@@ -80,6 +80,15 @@ def multiplied(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     return model.then(taken).transpose(0, 1) @ taken
 
 
+def what_must_not_be_looked_at(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Infinite in value and in gradient, and an index that there is none of, wherever the mask is not."""
+    numbers = torch.where(mask, 3, -100)
+    out = torch.zeros_like(h)
+    taken = model.then(h[mask]) / (mask.to(h.dtype) * h[..., 0] ** 2)[mask].sqrt()[:, None]
+    out[mask] = taken + model.then.weight[numbers[mask]]
+    return out
+
+
 def experts(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     flat = h.flatten(0, 1)
     weights, chosen = flat.softmax(-1).topk(2, dim=-1)
@@ -99,7 +108,7 @@ def split_by_count(model: Any, h: Tensor, mask: Tensor) -> Tensor:
 
 
 WAYS = [loss_of_some, put_back, added_by_place, changed_by_place, by_two_places, accumulated, into_another, averaged,
-        multiplied, experts, split_by_count]  # fmt: skip
+        multiplied, what_must_not_be_looked_at, experts, split_by_count]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -109,6 +118,7 @@ def test_what_is_selected_is_what_counts(way: Callable[..., Tensor]):
     plan = partition(model, Topology.local(2), (x,), constraints=Constraints(pp=1, dp=1, tp=2))
     report = plan.verify(model, (x,))
     assert report.ok, str(report)
+    assert any("leaves out the others" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("way", [loss_of_some, put_back, averaged], ids=lambda way: way.__name__)

@@ -78,8 +78,8 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
-        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical)
-    captured = captured.with_(notes=notes, constants=captured.constants | kept)
+        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
+    captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
         retype(captured.graph, torch.float64)
@@ -97,6 +97,7 @@ def _trace(
     dtype: torch.dtype | None,
     loss: Callable[[Any], Tensor] | None,
     canonical: Mapping[str, str],
+    train: bool,
 ) -> Captured:
     """The twin's graph: of layers that are alike two are traced, or all where that fails."""
     if loss is not None:
@@ -106,7 +107,7 @@ def _trace(
         away = repeats.away
         try:
             with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, diagnose=False))
+                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
             captured = assemble(program, canonical, with_loss=loss is not None)
             if away is None:
                 return expand(captured)
@@ -123,7 +124,7 @@ def _trace(
         if away is None or refused:  # else the weights that were put away may have been missed
             repeats = repeats.without(refused)
             repeats = repeats.put_away(twin.module) if away is not None else repeats
-    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=loss is not None)
+    return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
 
 
 def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:

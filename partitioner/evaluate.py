@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from partitioner.constraints import Constraints
+from partitioner.context import ContextModel, shard_context
 from partitioner.cost.axes import TensorCosts
 from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
@@ -111,7 +112,8 @@ class Solved:
     selective: bool = False  # attention scores are recomputed
 
 
-LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
+# tp, cp, parts of the batch, whether one microbatch is all, experts over tp
+LocalKey = tuple[int, int, int, bool, Split]
 
 
 Judged = tuple[StageProblem, StageSplit, Estimate]
@@ -125,7 +127,8 @@ class Evaluator:
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
-    _seats: dict[int, Seat] = field(default_factory=dict)
+    _contexts: dict[LocalKey, ContextModel] = field(default_factory=dict)
+    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
@@ -138,7 +141,7 @@ class Evaluator:
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
         by = split_of(point.tp, point.ep, point.etp)
-        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, by
+        key = point.tp, point.cp, num_microbatches * point.dp, num_microbatches == 1, by
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)
@@ -159,7 +162,7 @@ class Evaluator:
         def judge_as(machine: Machine, constraints: Constraints) -> tuple[float, Judged]:
             problem = stage_problem(
                 local.model,
-                costs.at(self._reference_seat(point.tp), machine.spread),
+                costs.at(self._reference_seat(point.tp, point.cp), machine.spread),
                 states,
                 machine,
                 num_microbatches=num_microbatches,
@@ -208,7 +211,7 @@ class Evaluator:
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
-        if point.ep == 1 or point.cp > 1 or (point.ep, key) in self._spread:
+        if point.ep == 1 or (point.ep, key) in self._spread:
             return
         left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
         if left:
@@ -235,18 +238,23 @@ class Evaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
 
-    def alike(self, tp: int) -> bool:
-        """Whether all ranks are on devices of one kind, and can all be in ``tp`` groups of the best kind."""
-        return self.placements.nested({"dp": self.job.topology.num_devices // tp, "tp": tp})
+    def alike(self, tp: int, cp: int = 1) -> bool:
+        """Whether all ranks are on devices of one kind, and can all be in ``tp`` and ``cp`` groups of the best kind."""
+        return self.placements.nested(self._grid(tp, cp))
 
-    def _reference_seat(self, tp: int) -> Seat:
-        """What decides a sharding: the commonest kind of device, over the best ``tp`` groups that all can have."""
-        if tp not in self._seats:
-            topology = self.job.topology
-            machines = self.placements.candidates({"dp": topology.num_devices // tp, "tp": tp})
-            group = max((m.group("tp") for m in machines), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
-            self._seats[tp] = Seat(reference_type(topology), 1.0, (("tp", group),))
-        return self._seats[tp]
+    def _grid(self, tp: int, cp: int) -> dict[str, int]:
+        others = {"dp": self.job.topology.num_devices // (tp * cp)}
+        return {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
+
+    def _reference_seat(self, tp: int, cp: int = 1) -> Seat:
+        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
+        if (tp, cp) not in self._seats:
+            machines = self.placements.candidates(self._grid(tp, cp))
+            axes = ("tp", "cp") if cp > 1 else ("tp",)
+            best = max(machines, key=lambda m: [(m.group(a).bus_bandwidth, -m.group(a).all_reduce_start) for a in axes])
+            groups = tuple((axis, best.group(axis)) for axis in axes)
+            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
+        return self._seats[tp, cp]
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
@@ -255,24 +263,41 @@ class Evaluator:
 
     def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:
-            tp, parts, whole, experts = key
+            tp, cp, parts, whole, experts = key
             if (parts, whole) not in self._splits:
                 batch = self.job.batch
                 self._splits[parts, whole] = split_batch(
                     self.job.model, batch.blocks, batch.values, num_microbatches, dp
                 )
             split = self._splits[parts, whole]
-            costs = self._tensor_costs(split, tp, num_microbatches)
-            self._locals[key] = shard_tensors(split, tp, replace(costs, allowed=allowed_strategies(split, experts)))
+            context = self._context(split, key, num_microbatches) if cp > 1 else None
+            split = split if context is None else context.model
+            costs = self._tensor_costs(split, "tp", self._reference_seat(tp, cp), num_microbatches)
+            costs = replace(costs, allowed=allowed_strategies(split, experts))
+            self._locals[key] = shard_tensors(split, tp, costs, None if context is None else context.sharding)
         return self._locals[key]
 
-    def _tensor_costs(self, split: FoldedModel, tp: int, num_microbatches: int) -> TensorCosts:
-        """Costs on ``tp``, which is there to divide matrix products and weights: leaving one whole is dear.
+    def _context(self, split: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
+        """``split`` with its sequence shared over ``cp``."""
+        tp, cp, _, _, experts = key
+        if key not in self._contexts:
+            self._contexts[key] = shard_context(
+                split,
+                self.job.batch,
+                cp,
+                replace(self._tensor_costs(split, "cp", self._reference_seat(tp, cp), num_microbatches), state_price=0.0),
+                tp=tp,
+                algorithm=self.job.constraints.context,
+                allowed=allowed_strategies(split, "rows") if experts or self.job.experts else None,
+            )
+        return self._contexts[key]
+
+    def _tensor_costs(self, split: FoldedModel, axis: str, seat: Seat, num_microbatches: int) -> TensorCosts:
+        """Costs on ``tp`` or ``cp``, which is there to divide matrix products and weights: leaving one whole is dear.
 
         Without that price the best use of any axis is to split the batch, which ``dp`` does already.
         """
-        seat = self._reference_seat(tp)
-        device, group = self.job.topology.types[seat.kind], dict(seat.groups)["tp"]
+        device, group = self.job.topology.types[seat.kind], dict(seat.groups)[axis]
         flops = sum(
             split.num_calls(name) * matmul_flops(node)
             for name, block in split.blocks.items()
@@ -287,7 +312,7 @@ class Evaluator:
             group,
             train=self.job.train,
             num_microbatches=num_microbatches,
-            sequence_parallel=self.job.constraints.sequence_parallel,
+            sequence_parallel=self.job.constraints.sequence_parallel if axis == "tp" else None,
             undivided=dear / flops if flops else 0.0,
             state_price=dear / trained if trained else 0.0,
         )

@@ -51,7 +51,7 @@ def explore(
             least = found.step_time if found.least is None else found.least
             found = replace(found, least=min(least, bounds.refine(point)))
         # a floor for other points only where none of their seats can be better than this one's
-        return found if evaluator.alike(point.tp) else replace(found, microbatch_s=None)
+        return found if evaluator.alike(point.tp, point.cp) else replace(found, microbatch_s=None)
 
     result = search(
         candidates,

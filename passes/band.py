@@ -15,12 +15,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from passes.collectives import NAMESPACE, _library
+from passes.layouts import shard, shard_slices
 
 aten = torch.ops.aten
 _ROWS = 512  # queries of a tile that an end of a window crosses
@@ -59,6 +62,48 @@ class Tile(NamedTuple):
     keys: tuple[int, int]
     kind: Literal["all", "diagonal", "band"]
     offset: int
+
+
+def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Part, ...]:
+    """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
+    slices = shard_slices(shard(0, (), zigzag), length * num_ranks, num_ranks, rank)
+    starts = accumulate((n for _, n in slices), initial=0)
+    return tuple(Part(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
+
+
+def ring_tiles(
+    queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
+) -> tuple[Tile, ...]:
+    """What ``rank`` sees of the keys that come from ``step`` ranks before it. ``queries``, ``keys``: of each rank."""
+    own = parts_of(queries, num_ranks, rank, zigzag)
+    return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
+
+
+@lru_cache(maxsize=4096)
+def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
+    """From how many ranks before it some rank sees keys, its own first."""
+    seen = [
+        s for s in range(1, num_ranks)
+        if any(ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
+    ]  # fmt: skip
+    return 0, *seen
+
+
+@lru_cache(maxsize=4096)
+def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
+    """Pairs of a query and a key that it sees, on the rank that has most; ``queries``, ``keys``: of each rank."""
+    before, after = band
+    most = 0
+    for rank in range(num_ranks):
+        pairs = 0
+        for part in parts_of(queries, num_ranks, rank, zigzag):
+            place = np.arange(part.place, part.place + part.length)
+            last = keys * num_ranks - 1
+            ends = np.full_like(place, last) if after is None else np.minimum(place + after, last)
+            starts = np.zeros_like(place) if before is None else np.maximum(place - before, 0)
+            pairs += int(np.maximum(ends - starts + 1, 0).sum())
+        most = max(most, pairs)
+    return most
 
 
 @lru_cache(maxsize=4096)

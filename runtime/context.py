@@ -17,8 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from passes.band import Attention, Band, Gradients, Part, Tile, tiles_of
-from passes.layouts import shard, shard_slices
+from passes.band import Attention, Band, Gradients, Part, Tile, parts_of, ring_steps, ring_tiles, tiles_of
 from runtime.groups import Group, Pending
 
 
@@ -67,11 +66,7 @@ class ContextAttention:
         return tiles_of(self._parts(q.shape[-2], self.group.index), (Part(0, whole, 0),), self.band)
 
     def _parts(self, length: int, rank: int) -> tuple[Part, ...]:
-        """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
-        size = self.group.size
-        slices = shard_slices(shard(0, (), self.zigzag), length * size, size, rank)
-        starts = [sum(n for _, n in slices[:i]) for i in range(len(slices))]
-        return tuple(Part(start, n, place) for start, (place, n) in zip(starts, slices, strict=True))
+        return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks, in the order of the sequence."""
@@ -99,21 +94,19 @@ class ContextAttention:
 
     # Step by step.
 
-    def _steps(self, q: Tensor, k: Tensor) -> list[int]:
-        """How far back the keys come from that some rank sees, its own first: the same list on every rank."""
-        size = self.group.size
-        return [s for s in range(size) if s == 0 or any(self._tiles_at(q, k, s, rank) for rank in range(size))]
+    def _steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
-    def _tiles_at(self, q: Tensor, k: Tensor, step: int, rank: int) -> tuple[Tile, ...]:
-        owner = (rank - step) % self.group.size
-        return tiles_of(self._parts(q.shape[-2], rank), self._parts(k.shape[-2], owner), self.band)
+    def _tiles_at(self, q: Tensor, k: Tensor, step: int) -> tuple[Tile, ...]:
+        how = self.group.size, self.zigzag, self.band, self.group.index
+        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
 
     def _ring_forward(self, attention: Attention, k: Tensor, v: Tensor) -> None:
         steps = self._steps(attention.q, k)
         travelling = _packed(k, v) if len(steps) > 1 else k
         for step, hops in zip(steps, _hops(steps), strict=True):
             under_way = self._shifted(travelling, hops) if hops else None
-            for tile in self._tiles_at(attention.q, k, step, self.group.index):
+            for tile in self._tiles_at(attention.q, k, step):
                 attention.add(tile, k, v)
             if under_way is not None:
                 travelling = under_way.wait()
@@ -129,7 +122,7 @@ class ContextAttention:
             under_way = self._shifted(travelling, hops) if hops else None
             mine = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
             of_k, of_v = _unpacked(mine, k, v)
-            for tile in self._tiles_at(found.q, k, step, self.group.index):
+            for tile in self._tiles_at(found.q, k, step):
                 found.add(tile, k, v, of_k, of_v)
             total = mine if behind is None else mine.add_(behind.wait())
             if under_way is not None:

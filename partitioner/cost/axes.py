@@ -15,14 +15,18 @@ from torch import Tensor, fx
 from partitioner.cost.calls import exchange_time, operand_needs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
-from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
+from partitioner.cost.context import exchange_seconds
+from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels
+from partitioner.cost.spread import hidden
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
+from passes.band import Band
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
+from passes.rules.attention import band
 from passes.shard import RESHARDS
 
 
@@ -60,6 +64,7 @@ class TensorCosts:
                 seconds = self._divided(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
+            seconds += self._of_form(node, strategy, seconds, num_ranks) if strategy.form else 0.0
             self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
 
@@ -73,6 +78,15 @@ class TensorCosts:
         passes = 3 if self.train and needs_gradient(node) else 1
         rest: float = (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
         return seconds / num_ranks + rest
+
+    def _of_form(self, node: fx.Node, strategy: Strategy, seconds: float, num_ranks: int) -> float:
+        """Seconds that what an attention sends adds to its computation."""
+        query, key, value = local_operands(node, strategy, num_ranks)[:3]
+        zigzag, seen = strategy.operands[0].zigzag, band(node) or Band()
+        sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
+        passes = 2 if self.train and needs_gradient(node) else 1
+        beside = strategy.form == "ring"
+        return sum(hidden(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes])
 
     def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:
@@ -121,17 +135,28 @@ def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:
     return None if factors is None or strategy.factor is None else factors.lower.get(strategy.factor)
 
 
-def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
-    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
-    operands = [
+def local_operands(node: fx.Node, strategy: Strategy, num_ranks: int) -> list[Operand]:
+    """One rank's operands under ``strategy``."""
+    return [
         Operand(local_shape(layout, tuple(o.meta["val"].shape), num_ranks), o.meta["val"].dtype)
         for o, layout in zip(operands_of(node), strategy.operands, strict=True)
         if isinstance(o.meta["val"], Tensor)
     ]
+
+
+def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
+    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
+    operands = local_operands(node, strategy, num_ranks)
     results = [
         Operand(local_shape(layout, tuple(r.shape), num_ranks), r.dtype)
         for r, layout in zip(results_of(node), strategy.results, strict=True)
     ]
+    if strategy.form:
+        ways = (False, True) if train and needs_gradient(node) else (False,)
+        zigzag = strategy.operands[0].zigzag
+        return sum(
+            kernels_time(form_kernels(node, operands, results, num_ranks, zigzag, back), device) for back in ways
+        )
     seconds = kernels_time(forward_kernels(node, operands, results), device)
     if train and needs_gradient(node):
         seconds += kernels_time(backward_kernels(node, operands, results, operand_needs(node)), device)

@@ -10,12 +10,12 @@ from torch import Tensor, fx
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
+from partitioner.cost.context import context_exchanges
 from partitioner.cost.operators import Kernel, Operand, add_kernel, backward_kernels, forward_kernels, is_view
 from partitioner.cost.saved import expanded, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
-    context_exchanges,
     expected_load,
     expert_exchanges,
     expert_region,
@@ -27,7 +27,7 @@ from partitioner.cost.spread import (
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
-from passes.collectives import COMMUNICATING, ROUTED, collective_name
+from passes.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -131,15 +131,15 @@ class _Work:
         kernels = in_fp8(kernels, operands, results, False) if self.spread.fp8 else kernels
         seconds = self._run(0, node, kernels, operands)
         self.again += seconds if node in self.expanded else 0.0
-        ring = context_exchanges(node, self.spread)
-        self.comm[0] += hidden(seconds, ring[0], self.device.overlap_slowdown)
+        sent, beside = context_exchanges(node, self.groups)
+        self.comm[0] += hidden(seconds, sent[0], self.device.overlap_slowdown, beside)
         self._send(0, node)
         self.issued[0] += 1
         if self.train and needs_gradient(node):
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = in_fp8(kernels, operands, results, True) if self.spread.fp8 else kernels
             seconds = self._run(1, node, kernels, operands)
-            self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
+            self.comm[1] += hidden(seconds, sent[1], self.device.overlap_slowdown, beside)
             self._send(1, node)
             self.issued[1] += max(1, len(kernels))
 
@@ -306,7 +306,7 @@ def _collective(node: fx.Node, groups: Mapping[str, Group], device: DeviceType, 
         return 0.0
     axis = next(a for a in node.args if isinstance(a, str))
     group = groups.get(axis)
-    if group is None or group.size == 1:
+    if group is None or group.size == 1 or name in CONTEXT:
         return 0.0
     source = node.args[0]
     if not isinstance(source, fx.Node):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.operators import Kernel, Operand, is_attention, is_view, operator_name
+from partitioner.cost.operators import Kernel, Operand, is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
 from passes.regions import find_regions
@@ -168,16 +168,6 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     part = spread.cp * (1 if spread.by_rows else spread.tp)  # a rank sends the tokens of its own part of the sequence
     values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
-
-
-def context_exchanges(node: fx.Node, spread: Spread) -> tuple[float, float]:
-    """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients)."""
-    if spread.cp == 1 or not is_attention(node):
-        return 0.0, 0.0
-    _, *keys_and_values = [a for a in node.args if isinstance(a, fx.Node)][:3]
-    nbytes = sum(o.meta["val"].nbytes for o in keys_and_values)
-    ring = collective_time("all_gather", nbytes, spread.context)
-    return ring, ring + collective_time("reduce_scatter", nbytes, spread.context)
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:

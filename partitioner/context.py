@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from torch import fx
 
 from partitioner.cost.axes import TensorCosts
-from partitioner.cost.operators import is_attention
+from partitioner.cost.operators import is_attention, is_product, is_view
 from partitioner.errors import PlanError
 from partitioner.solve.options import ShardingError
 from partitioner.solve.sharding import ShardingSolution, solve_sharding
@@ -32,6 +32,7 @@ from passes.factors import Strategy, operands_of
 from passes.layouts import REPLICATED, Layout, divides, local_shape, shard
 from passes.rules.algebra import argument, shape
 from passes.rules.attention import band
+from passes.samples import sample_dims, splits_samples
 from passes.shard import shard_block
 
 Algorithm = Literal["all_gather", "ring", "ulysses"]
@@ -67,7 +68,7 @@ def shard_context(
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
     if not lengths:
         raise PlanError(f"cp={num_ranks}: no input has a dim besides that of the samples that {num_ranks} divides")
-    costs.allowed = _rules(num_ranks, tp, algorithm, allowed)
+    costs.allowed = _Rules(split, batch, num_ranks, tp, algorithm, allowed)
     try:
         solution = solve_sharding(
             split,
@@ -136,22 +137,73 @@ def _obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
     return ""
 
 
-def _rules(
-    num_ranks: int, tp: int, algorithm: str | None, also: Callable[[fx.Node, Strategy], bool] | None
-) -> Callable[[fx.Node, Strategy], bool]:
-    """Which strategies there are over ``cp``."""
+class _Rules:
+    """Which strategies there are over ``cp``: no samples apart, no weights apart, and attention as it is asked for."""
 
-    def allowed(node: fx.Node, strategy: Strategy) -> bool:
-        if also is not None and not also(node, strategy):
+    def __init__(
+        self,
+        model: FoldedModel,
+        batch: ShardingSolution,
+        num_ranks: int,
+        tp: int,
+        algorithm: str | None,
+        also: Callable[[fx.Node, Strategy], bool] | None,
+    ) -> None:
+        self.num_ranks, self.tp, self.algorithm, self.also = num_ranks, tp, algorithm, also
+        dims = {name: to.dim if to.is_shard else None for name, to in batch.values.items()}
+        given = [i.value for i in model.inputs if dims.get(i.value) is not None]
+        counts = {model.values[name].shape[dims[name] or 0] for name in given}
+        self.samples = sample_dims(model, dims, min(counts)) if counts else {}
+        self.states = {
+            node: _states_of(node, set(block.states))
+            for block in model.blocks.values()
+            for node in block.graph.nodes
+            if node.op == "call_function"
+        }
+
+    def __call__(self, node: fx.Node, strategy: Strategy) -> bool:
+        if self.also is not None and not self.also(node, strategy):
             return False
-        if not is_attention(node) or strategy.factor is None:
-            return algorithm is None or not is_attention(node)
+        if self._splits_samples(node, strategy) or self._splits_weights(node, strategy):
+            return False
+        if not is_attention(node):
+            return True
+        if strategy.factor is None:
+            return all(_obstacle(node, self.num_ranks, self.tp, algorithm) for algorithm in ALGORITHMS)
         how = algorithm_of(node, strategy)
-        if how == "ulysses" and _obstacle(node, num_ranks, tp, "ulysses"):
+        if how == "ulysses" and _obstacle(node, self.num_ranks, self.tp, "ulysses"):
             return False
-        return bool(how) and algorithm in (None, how)
+        if strategy.form and strategy.operands[0].zigzag != self._is_zigzag(node, strategy):
+            return False
+        return bool(how) and self.algorithm in (None, how)
 
-    return allowed
+    def _splits_samples(self, node: fx.Node, strategy: Strategy) -> bool:
+        read = zip((self.samples[o] for o in operands_of(node) if o in self.samples), strategy.operands, strict=False)
+        made = zip(self.samples.get(node, ()), strategy.results, strict=False)
+        return any(of and splits_samples(of[0], to) for of, to in read) or any(splits_samples(of, to) for of, to in made)
+
+    def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
+        """A weight may be cut where it has an element for each position, as learned positions do; not in a product."""
+        if not (is_product(node) or "embedding" in str(node.target)):
+            return False
+        return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
+
+    def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
+        """A causal attention is as even as may be; others are as is best for those around them."""
+        seen = band(node)
+        if seen is None or not seen.is_causal:
+            return strategy.operands[0].zigzag
+        return all(shape(o)[-2] % (2 * self.num_ranks) == 0 for o in operands_of(node)[:2])
+
+
+def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
+    """Which operands of ``node`` are states, or views of them."""
+    found = []
+    for operand in operands_of(node):
+        while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and is_view(operand):
+            operand = operand.all_input_nodes[0]
+        found.append(operand.op == "placeholder" and operand.name in states)
+    return found
 
 
 def algorithm_of(node: fx.Node, strategy: Strategy) -> str:

@@ -99,7 +99,7 @@ class Constraints(BaseModel):
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
-        if all(axis in pinned for axis in ("pp", "dp", "tp")) and not (self.ahead and self.cp is None):
+        if all(axis in pinned for axis in ("pp", "dp", "tp")) :
             if product != world_size:
                 raise ConstraintError(
                     f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or free one"

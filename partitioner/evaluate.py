@@ -110,6 +110,7 @@ class Solved:
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
     selective: bool = False  # attention scores are recomputed
+    context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
 # tp, cp, parts of the batch, whether one microbatch is all, experts over tp
@@ -207,6 +208,7 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
             problem.recompute == "selective",
+            self._splits[key[2:4]] if point.cp > 1 else None,
         )
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:

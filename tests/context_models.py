@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SEQ, HIDDEN, VOCAB, HEADS, WINDOW = 32, 32, 48, 8, 10
+SEQ, HIDDEN, VOCAB, HEADS, WINDOW = 48, 32, 40, 8, 10
 
 
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.context import ContextModel, shard_context
-from partitioner.cost.axes import TensorCosts
+from partitioner.cost.axes import TensorCosts, made_bytes
 from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
@@ -297,7 +297,8 @@ class Evaluator:
     def _tensor_costs(self, split: FoldedModel, axis: str, seat: Seat, num_microbatches: int) -> TensorCosts:
         """Costs on ``tp`` or ``cp``, which is there to divide matrix products and weights: leaving one whole is dear.
 
-        Without that price the best use of any axis is to split the batch, which ``dp`` does already.
+        Without that price the best use of any axis is to split the batch, which ``dp`` does already. Over ``cp`` that
+        holds for all values, whose memory is what the axis is there to divide.
         """
         device, group = self.job.topology.types[seat.kind], dict(seat.groups)[axis]
         flops = sum(
@@ -308,6 +309,13 @@ class Evaluator:
         )
         trained = sum(s.spec.nbytes for s in split.states.values() if s.requires_grad)
         peak = device.peak_of(self.job.precision)
+        made = sum(
+            split.num_calls(name) * made_bytes(node)
+            for name, block in split.blocks.items()
+            for node in block.graph.nodes
+            if node.op == "call_function" and axis == "cp"
+        )
+        whole = _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
         dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
         return TensorCosts(
             device,
@@ -316,5 +324,6 @@ class Evaluator:
             num_microbatches=num_microbatches,
             sequence_parallel=self.job.constraints.sequence_parallel if axis == "tp" else None,
             undivided=dear / flops if flops else 0.0,
+            repeated=whole / made if made else 0.0,
             state_price=dear / trained if trained else 0.0,
         )

@@ -214,7 +214,8 @@ class Attention:
 
     def _held(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
-            self.out = self.q.new_zeros((*self.q.shape[:-1], self.width), dtype=_wide(self.q))
+            batch, heads, length, _ = self.q.shape
+            self.out = self.q.new_zeros((batch, length, heads, self.width), dtype=_wide(self.q)).transpose(1, 2)
             self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=_wide(self.q))
         return self.out, self.lse
 
@@ -232,7 +233,7 @@ class Attention:
     def result(self) -> tuple[Tensor, Tensor]:
         """The whole attention in the queries' type, and the logarithms of its sums."""
         out, lse = self._held()
-        return out.to(self.q.dtype), lse
+        return by_position(out.to(self.q.dtype)), lse
 
 
 @dataclass
@@ -408,7 +409,18 @@ def band_attention_backward(
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
     for tile in tiles_of((Part(0, q.shape[-2], 0),), (Part(0, k.shape[-2], 0),), found.band):
         found.add(tile, k, v, of_k, of_v)
-    return found.of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+
+
+def by_position(x: Tensor) -> Tensor:
+    """``x`` ``[b, h, s, d]`` in memory as ``[b, s, h, d]``: heads are then joined without a copy."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def empty_by_position(like: Tensor, width: int) -> Tensor:
+    """A tensor of that form, of the shape of ``like`` but for its last dim."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def band_of(before: int, after: int) -> Band:
@@ -421,11 +433,11 @@ def limits_of(band: Band) -> tuple[int, int]:
 
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
+    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 
 _library.define("band_attention(Tensor q, Tensor k, Tensor v, int before, int after, float? scale) -> (Tensor, Tensor)")

@@ -78,11 +78,17 @@ def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=sums)
+    return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
 
 
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
+
+
+def _by_position(like: Tensor, width: int) -> Tensor:
+    """``[b, h, s, d]``, in memory ``[b, s, h, d]``."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:

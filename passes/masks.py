@@ -46,7 +46,7 @@ def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
-    elif not any(user.op == "output" for user in node.users):
+    elif _is_plain(node):
         with graph.inserting_before(node):
             arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
             made = call(graph, torch.ops.partition.band_attention.default, arguments)
@@ -55,6 +55,15 @@ def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:
             new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         node.replace_all_uses_with(out)
         graph.erase_node(node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether the attention is on ``[batch, heads, positions, d]`` of one batch, and no result of the model."""
+    query, key, value = (shape(n) for n in node.args[:3])  # type: ignore[arg-type]
+    if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
+        return False
+    heads = node.kwargs.get("enable_gqa") or query[1] == key[1] == value[1]
+    return query[0] == key[0] == value[0] and bool(heads)
 
 
 def _classify(value: Value | None, queries: int, keys: int) -> Band | None:

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from passes.band import Attention, Band, Gradients, Part, Tile, parts_of, ring_steps, ring_tiles, tiles_of
+from passes.band import Attention, Band, Gradients, Part, Tile, by_position, parts_of, ring_steps, ring_tiles, tiles_of
 from runtime.groups import Group, Pending
 
 
@@ -57,7 +57,7 @@ class ContextAttention:
             for tile in self._all_tiles(q, k):
                 found.add(tile, keys, values, of_keys, of_values)
             of_k, of_v = self._scattered(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
-        return found.of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+        return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
 
     # All at once.
 

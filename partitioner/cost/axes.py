@@ -16,7 +16,7 @@ from partitioner.cost.calls import exchange_time, operand_needs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.context import exchange_seconds
-from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels
+from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels, is_view
 from partitioner.cost.spread import hidden
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
@@ -38,7 +38,7 @@ class TensorCosts:
     between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
     held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
-    repeats. ``allowed``: which strategies there are.
+    repeats, ``repeated`` for each byte that every rank makes. ``allowed``: which strategies there are.
     """
 
     device: DeviceType
@@ -49,6 +49,7 @@ class TensorCosts:
     update_bytes: float = 8.0
     state_price: float = 0.0
     undivided: float = 0.0
+    repeated: float = 0.0
     allowed: Callable[[fx.Node, Strategy], bool] | None = None
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
@@ -64,6 +65,8 @@ class TensorCosts:
                 seconds = self._divided(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
+            if strategy.factor is None and self.repeated and num_ranks > 1:
+                seconds += self.repeated * made_bytes(node)
             seconds += self._of_form(node, strategy, seconds, num_ranks) if strategy.form else 0.0
             self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
@@ -133,6 +136,11 @@ def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:
     """The special lowering by which ``strategy`` runs, if any."""
     factors = factors_of(node) if strategy.factor is not None else None
     return None if factors is None or strategy.factor is None else factors.lower.get(strategy.factor)
+
+
+def made_bytes(node: fx.Node) -> int:
+    """Bytes of a node's results; a view makes none."""
+    return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
 
 
 def local_operands(node: fx.Node, strategy: Strategy, num_ranks: int) -> list[Operand]:

@@ -180,7 +180,9 @@ class _Rules:
     def _splits_samples(self, node: fx.Node, strategy: Strategy) -> bool:
         read = zip((self.samples[o] for o in operands_of(node) if o in self.samples), strategy.operands, strict=False)
         made = zip(self.samples.get(node, ()), strategy.results, strict=False)
-        return any(of and splits_samples(of[0], to) for of, to in read) or any(splits_samples(of, to) for of, to in made)
+        return any(of and splits_samples(of[0], to) for of, to in read) or any(
+            splits_samples(of, to) for of, to in made
+        )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
         """A weight may be cut where it has an element for each position, as learned positions do; not in a product."""
@@ -242,8 +244,8 @@ def _check_divided(model: FoldedModel, solution: ShardingSolution) -> None:
     node = max(work, key=work.__getitem__)
     where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
     raise PlanError(
-        f"cp={solution.num_ranks} would divide only {solution.matmul_sharded:.0%} of the model's matrix products: no dim "
-        f"that is sharded of the inputs reaches {where}; use cp=1, or a length that cp divides"
+        f"cp={solution.num_ranks} would divide only {solution.matmul_sharded:.0%} of the model's matrix products: no "
+        f"dim of the inputs that can be sharded reaches {where}; use cp=1, or a length that cp divides"
     )
 
 

@@ -52,10 +52,11 @@ from runtime.program import (
 class Layouts:
     """Where the model's tensors live.
 
-    ``states``, ``values``: over ``tp`` (absent: whole); ``context``: values over ``cp``; ``experts``: states over ``ep``. ``grad_axes``: the axes over
-    which a state's gradient is a partial sum after the last backward (absent: none). ``batch_dims``: the dim of each
-    model input that is split over microbatches and ``dp`` (absent or ``None``: read whole). ``batch``: for each value
-    that leaves the model, how the microbatches' results make the whole: ``S<dim>``, ``P`` or ``R`` (absent).
+    ``states``, ``values``: over ``tp`` (absent: whole); ``context``: values over ``cp``; ``experts``: states over
+    ``ep``. ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward (absent:
+    none). ``batch_dims``: the dim of each model input that is split over microbatches and ``dp`` (absent or ``None``:
+    read whole). ``batch``: for each value that leaves the model, how the microbatches' results make the whole:
+    ``S<dim>``, ``P`` or ``R`` (absent).
     """
 
     states: Mapping[str, Layout] = field(default_factory=dict)

@@ -287,7 +287,9 @@ class Evaluator:
                 split,
                 self.job.batch,
                 cp,
-                replace(self._tensor_costs(split, "cp", self._reference_seat(tp, cp), num_microbatches), state_price=0.0),
+                replace(
+                    self._tensor_costs(split, "cp", self._reference_seat(tp, cp), num_microbatches), state_price=0.0
+                ),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(split, "rows") if experts or self.job.experts else None,

@@ -72,7 +72,7 @@ def explore(
 
 
 def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
-    """What the step would take with each algorithm of attention over ``cp``; nothing where the plan has no such axis."""
+    """What the step would take with each algorithm of attention over ``cp``; nothing without such an axis."""
     if chosen.local.context is None or not chosen.context_model:
         return ()
     calls = algorithms_of(chosen.context_model, chosen.local.context)

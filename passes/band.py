@@ -384,7 +384,8 @@ def _summed(gradient: Tensor, x: Tensor) -> Tensor:
     if gradient.shape == x.shape:
         return gradient
     heads = x.shape[-3]
-    return gradient.unflatten(-3, (heads, gradient.shape[-3] // heads)).sum(-3)
+    summed: Tensor = gradient.unflatten(-3, (heads, gradient.shape[-3] // heads)).sum(-3)
+    return summed
 
 
 # The operator: one place has all queries, keys and values. -1 is no limit.

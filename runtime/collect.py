@@ -86,7 +86,7 @@ def _whole(program: Program, state: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:
-    """One leaf of the model's result: shards joined over ``tp``, then over ``cp``, then over ``dp`` and microbatches."""
+    """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
     if output.value is None:
         return output.constant
     pieces = []

@@ -214,9 +214,7 @@ def test_equal_to_the_model(mask: str, fixed: dict[str, Any], ranks: runtime.Loc
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=_name)
 @pytest.mark.parametrize(("mask", "algorithm"), list(product(BANDS, ALGORITHMS)))
-def test_every_algorithm_on_every_mesh(
-    mask: str, algorithm: str, mesh: dict[str, Any], ranks: runtime.LocalRanks
-):
+def test_every_algorithm_on_every_mesh(mask: str, algorithm: str, mesh: dict[str, Any], ranks: runtime.LocalRanks):
     heads = 8 if mesh.get("tp", 1) * mesh["cp"] > 4 else 4
     check(Decoder((mask, mask), heads), ranks, context=algorithm, microbatch_size=1 if "pp" in mesh else 2, **mesh)
 

@@ -91,7 +91,9 @@ def _forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     _refuse_misuse(axis, call, block.graph, known)
     for value, node in zip(call.outputs, block.outputs, strict=True):
         if _VALUES[_layout(axis, program, value)] == "alike" and known[node.name] == "different":
-            message = f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
+            message = (
+                f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
+            )
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 

@@ -70,7 +70,7 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
         values=tensor.values,
         grad_axes=axes,
         batch_dims=dims,
-        batch={name: _joined(batch.values[name]) for name in leaving},
+        batch={name: "P" if name == local.model.loss else _joined(batch.values[name]) for name in leaving},
         context=local.context.values if local.context is not None else {},
     )
 

@@ -281,7 +281,7 @@ class Evaluator:
 
     def _context(self, split: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
         """``split`` with its sequence shared over ``cp``."""
-        tp, cp, _, _, experts = key
+        tp, cp = key[:2]
         if key not in self._contexts:
             self._contexts[key] = shard_context(
                 split,
@@ -292,7 +292,7 @@ class Evaluator:
                 ),
                 tp=tp,
                 algorithm=self.job.constraints.context,
-                allowed=allowed_strategies(split, "rows") if experts or self.job.experts else None,
+                allowed=allowed_strategies(split, "rows", in_order=False) if self.job.experts else None,
             )
         return self._contexts[key]
 

@@ -147,7 +147,8 @@ def _places(factors: OpFactors) -> dict[str, list[Place]]:
 def _zigzags(factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int) -> bool:
     """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank reckons with the place of its part."""
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
-    if size not in lengths or (lowering is not None and not lowering.sections):
+    is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
+    if not is_sequence or (lowering is not None and not lowering.sections):
         return False
     return all(s % (2 * num_ranks) == 0 for s in sections or (size,))
 

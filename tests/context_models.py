@@ -101,6 +101,20 @@ class Decoder(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
+class NextToken(nn.Module):
+    """The loss of next tokens as it is often written: the last position has none."""
+
+    def __init__(self, by_position: bool) -> None:
+        super().__init__()
+        self.decoder, self.by_position = Decoder(), by_position
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits, following = self.decoder(tokens, targets)["logits"][:, :-1], targets[:, 1:]
+        if self.by_position:
+            return F.cross_entropy(logits.transpose(1, 2), following)
+        return F.cross_entropy(logits.reshape(-1, VOCAB), following.reshape(-1), reduction="sum")
+
+
 class Mixed(nn.Module):
     """What is mixed along the sequence is no attention: a convolution, or a running sum."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from itertools import product
@@ -23,7 +24,7 @@ from runtime.calls import BoundCall
 from runtime.context import ContextAttention
 from runtime.execute import _BACKWARD
 from runtime.threads import ThreadWorld
-from tests.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, inputs
+from tests.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, NextToken, inputs
 
 ALGORITHMS = ("all_gather", "ring", "ulysses")
 LIMITS = st.one_of(st.none(), st.integers(0, 12))
@@ -231,6 +232,19 @@ def test_layers_that_differ_share_one_order_of_positions(ranks: runtime.LocalRan
     assert {o for o in operators(plan) if o.startswith("context")} == {"context_attention ring z"}
 
 
+@pytest.mark.parametrize("by_position", [False, True])
+def test_the_loss_of_next_tokens_is_shared(by_position: bool):
+    """Logits stay where they are: what is gathered has one number for each position at most."""
+    plan = check(NextToken(by_position).double(), cp=2, context="ring")
+    gathered = [
+        node["val"]
+        for block in plan.program.blocks.values()
+        for node in block.nodes
+        if str(node.get("target")).startswith("partition.all_gather") and "cp" in node["args"]
+    ]
+    assert all(math.prod(shape) <= 4 * SEQ for shape, *_ in gathered)
+
+
 @pytest.mark.parametrize("kind", ["convolution", "sum"])
 def test_what_else_mixes_positions_is_computed_from_all_of_them(kind: str):
     model = Mixed(kind).double()
@@ -316,3 +330,33 @@ def test_activations_fall_with_the_ranks(algorithm: str, monkeypatch: pytest.Mon
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_the_explanation_says_how_the_sequence_is_shared():
+    plan = plan_of(Decoder(("causal",), 2), cp=4)
+    text = " ".join(plan.explain().split())
+    assert "How is the sequence shared? Each rank has 1/4 of every sequence, a piece from either end" in text
+    assert {way.algorithm: way.calls > 0 for way in plan.context}.keys() == set(ALGORITHMS)
+    (chosen,) = (way for way in plan.context if way.calls)
+    assert "1 call of attention by" in text and f"({chosen.algorithm})" in text
+    assert "(ulysses) cannot be: context='ulysses' with cp=4" in text
+
+
+@pytest.mark.slow
+def test_a_long_sequence_is_shared_by_the_search_itself():
+    """Llama-3.1-8B with 131,072 tokens on 64 H100."""
+    transformers = pytest.importorskip("transformers")
+    length = 131_072
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(1, length, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    plan = partition(model, Topology.preset("dgx-h100", nodes=8), batch, global_batch=8, precision="bf16")
+    assert plan.mesh["cp"] > 1 and plan.planned_only == ()
+    text = " ".join(plan.explain().split())
+    assert f"Each rank has 1/{plan.mesh['cp']} of every sequence" in text
+    assert "Without sharing it" in text

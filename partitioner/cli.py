@@ -75,9 +75,7 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    cp: Annotated[
-        int | None, typer.Option(help="Context-parallel ranks: they share each sequence.", show_default=False)
-    ] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share each sequence.", show_default=False)] = None,
     context: Annotated[
         str | None,
         typer.Option(help="Attention over cp: `ring`, `all_gather` or `ulysses`.", show_default=False),

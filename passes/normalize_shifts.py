@@ -31,7 +31,7 @@ def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: in
         node = node.args[0]
     if node.target != aten.slice.Tensor or len(shape(node)) != 3 or swaps > 1:
         return logits, target
-    whole, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+    whole, dim, start, _, step = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
     assert isinstance(whole, fx.Node)
     batch, length, classes = shape(whole)
     kept = shape(node)[1]

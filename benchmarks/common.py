@@ -173,9 +173,12 @@ def _vectors(dim: int) -> tuple[Tensor, Tensor]:
     return torch.randn(64, dim, generator=generator), torch.randn(64, dim, generator=generator)
 
 
-def _tokens() -> tuple[Tensor, Tensor]:
-    config, generator = LlamaConfig(), torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocab, (8, config.seq + 1), generator=generator)
+LONG = LlamaConfig(dim=128, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab=512, num_layers=2, seq=2048)
+
+
+def _tokens(config: LlamaConfig, batch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab, (batch, config.seq + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -184,7 +187,8 @@ WORKLOADS = {
     for w in (
         Workload("mlp64", lambda: Mlp(64), lambda: _vectors(64), squared_error),
         Workload("mlp256", lambda: Mlp(256), lambda: _vectors(256), squared_error),
-        Workload("llama", lambda: Llama(LlamaConfig()), _tokens, cross_entropy),
+        Workload("llama", lambda: Llama(LlamaConfig()), lambda: _tokens(LlamaConfig(), 8), cross_entropy),
+        Workload("long", lambda: Llama(LONG), lambda: _tokens(LONG, 1), cross_entropy),
     )
 }
 

@@ -32,7 +32,7 @@ from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
 
 # A ratio above this is more overhead than we accept.
-LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "gpipe": 1.05, "1f1b": 1.05}
+LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "gpipe": 1.05, "1f1b": 1.05, "ring": 1.1}
 
 # Whole values between layers, as the peers have them: it is the overhead that is compared, not the layout.
 _TENSOR_PARALLEL = dict(pp=1, dp=1, tp=2, sequence_parallel=False)
@@ -60,6 +60,10 @@ def _jobs(only: str) -> list[Job]:
 
     jobs = []
     for name in common.WORKLOADS:
+        if name == "long":  # a sequence to share
+            ring = dict(pp=1, dp=1, tp=1, cp=2, context="ring")
+            jobs.append(Job("cp2", name, {"ours": ring}, {"ring": "ours"}))
+            continue
         jobs += [
             Job("tp2", name, {"ours": _TENSOR_PARALLEL}, {"explicit": "ours", "dtensor": "ours"}),
             Job("dp2", name, {"ours": dict(pp=1, dp=2, tp=1)}, {"ddp": "ours"}),
@@ -71,7 +75,7 @@ def _jobs(only: str) -> list[Job]:
         if against:
             plans = {name: c for name, c in job.plans.items() if name in against.values()}
             kept.append(Job(job.mesh, job.workload, plans, against))
-    return sorted(kept, key=lambda job: ["tp2", "dp2", "pp2"].index(job.mesh))
+    return sorted(kept, key=lambda job: ["tp2", "dp2", "pp2", "cp2"].index(job.mesh))
 
 
 @dataclass

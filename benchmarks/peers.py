@@ -4,6 +4,7 @@
   each direction, vocabulary-parallel head and cross-entropy (three small all-reduces), a whole embedding.
 * ``dtensor``: ``parallelize_module`` with the same layout.
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
+* ``ring``: a ring attention by hand (``ring_peer.py``), with DDP.
 * ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
 
 Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of
@@ -34,6 +35,7 @@ from benchmarks.common import (
     WithLoss,
     Workload,
 )
+from benchmarks.ring_peer import ring
 
 NUM_MICROBATCHES = 4
 
@@ -277,4 +279,5 @@ PEERS: dict[str, Callable[[Workload], Step]] = {
     "ddp": ddp,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "ring": ring,
 }

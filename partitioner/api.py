@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
 from partitioner.evaluate import Job
-from partitioner.explore import explore
+from partitioner.explore import context_ways, explore
 from partitioner.finish import emit_program, planned_only
 from partitioner.garbage import rare_collections
 from partitioner.plan import Plan, operator_share
@@ -80,6 +80,7 @@ def partition(
         precision=prepared.precision,
         optimizer=optimizer,
         notes=job.model.notes,
+        context=() if estimate_only else context_ways(job, chosen),
         objective=prepared.objective,
         global_batch=job.global_batch,
         planned_only=beyond,

@@ -75,7 +75,11 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
     microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks. Planned only.", show_default=False)] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share each sequence.", show_default=False)] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Attention over cp: `ring`, `all_gather` or `ulysses`.", show_default=False),
+    ] = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.", show_default=False)] = None,
     etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
     zero: Annotated[
@@ -129,7 +133,7 @@ def plan(
     given = {
         "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "microbatch_size": microbatch,
         "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
-        "sequence_parallel": sequence_parallel, "ahead": ahead or None,
+        "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip
     asked = constraints_of(more) if more is not None else {}
     constraints = Constraints(**asked | {name: value for name, value in given.items() if value is not None})

@@ -18,7 +18,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
-    "cp": (None, 1),
     "etp": (None, 1),
     "zero": (None, 0),
     "virtual_stages": (None, 1),
@@ -36,7 +35,9 @@ class Constraints(BaseModel):
 
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
     rank and microbatch. ``stage_of``: module path prefix -> pipeline stage, negative from the end.
-    ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded where that is
+    ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads (``None``: as is
+    cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded
+    where that is
     cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``. ``ep`` ranks of dp x cp x tp share the
     experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores only.
     ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation. ``overlap_tensor``:
@@ -61,6 +62,7 @@ class Constraints(BaseModel):
     virtual_stages: PositiveInt | None = None
     recompute: Recompute | None = None
     zero: int | None = Field(default=None, ge=0, le=3)
+    context: Literal["all_gather", "ring", "ulysses"] | None = None
     sequence_parallel: bool | None = None
     overlap: bool | None = None
     overlap_tensor: bool | None = None
@@ -98,7 +100,7 @@ class Constraints(BaseModel):
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
-        if all(axis in pinned for axis in ("pp", "dp", "tp")) and not (self.ahead and self.cp is None):
+        if all(axis in pinned for axis in ("pp", "dp", "tp")):
             if product != world_size:
                 raise ConstraintError(
                     f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or free one"

@@ -52,10 +52,11 @@ from runtime.program import (
 class Layouts:
     """Where the model's tensors live.
 
-    ``states``, ``values``: over ``tp`` (absent: whole); ``experts``: states over ``ep``. ``grad_axes``: the axes over
-    which a state's gradient is a partial sum after the last backward (absent: none). ``batch_dims``: the dim of each
-    model input that is split over microbatches and ``dp`` (absent or ``None``: read whole). ``batch``: for each value
-    that leaves the model, how the microbatches' results make the whole: ``S<dim>``, ``P`` or ``R`` (absent).
+    ``states``, ``values``: over ``tp`` (absent: whole); ``context``: values over ``cp``; ``experts``: states over
+    ``ep``. ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward (absent:
+    none). ``batch_dims``: the dim of each model input that is split over microbatches and ``dp`` (absent or ``None``:
+    read whole). ``batch``: for each value that leaves the model, how the microbatches' results make the whole:
+    ``S<dim>``, ``P`` or ``R`` (absent).
     """
 
     states: Mapping[str, Layout] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Layouts:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     batch: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, Layout] = field(default_factory=dict)
+    context: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def emit(
@@ -282,6 +284,7 @@ def _values(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[st
             dtype=dtype_name(model.values[name].dtype),
             requires_grad=name in flow.values,
             layout=str(layouts.values.get(name, REPLICATED)),
+            context=str(layouts.context.get(name, REPLICATED)),
         )
         for name in names
     }
@@ -299,6 +302,7 @@ def _outputs(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[Outpu
                 value=o.value,
                 batch=layouts.batch.get(o.value, "R"),
                 layout=str(layouts.values.get(o.value, REPLICATED)),
+                context=str(layouts.context.get(o.value, REPLICATED)),
                 stage=routes.home[o.value],
             )
         )

@@ -8,7 +8,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from partitioner.constraints import Constraints
-from partitioner.cost.axes import TensorCosts
+from partitioner.context import ContextModel, shard_context
+from partitioner.cost.axes import TensorCosts, made_bytes
 from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
@@ -110,9 +111,11 @@ class Solved:
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
     selective: bool = False  # attention scores are recomputed
+    context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
-LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
+# tp, cp, parts of the batch, whether one microbatch is all, experts over tp
+LocalKey = tuple[int, int, int, bool, Split]
 
 
 Floor = dict[str, tuple[float, float]]  # by block
@@ -127,7 +130,8 @@ class Evaluator:
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
-    _seats: dict[int, Seat] = field(default_factory=dict)
+    _contexts: dict[LocalKey, ContextModel] = field(default_factory=dict)
+    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
@@ -161,7 +165,7 @@ class Evaluator:
         def judge_as(machine: Machine, constraints: Constraints) -> tuple[float, Judged]:
             problem = stage_problem(
                 local.model,
-                costs.at(self._reference_seat(point.tp), machine.spread),
+                costs.at(self._reference_seat(point.tp, point.cp), machine.spread),
                 states,
                 machine,
                 num_microbatches=num_microbatches,
@@ -201,6 +205,7 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
             problem.recompute == "selective",
+            self._splits[key[2:4]] if point.cp > 1 else None,
         )
 
     def floor(self, point: Point, size: int) -> Floor | None:
@@ -253,7 +258,7 @@ class Evaluator:
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
-        if point.ep == 1 or point.cp > 1 or (point.ep, key) in self._spread:
+        if point.ep == 1 or (point.ep, key) in self._spread:
             return
         left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
         if left:
@@ -280,14 +285,19 @@ class Evaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
 
-    def _reference_seat(self, tp: int) -> Seat:
-        """What decides a sharding: the commonest kind of device, over the best ``tp`` groups that all can have."""
-        if tp not in self._seats:
-            topology = self.job.topology
-            machines = self.placements.candidates({"dp": topology.num_devices // tp, "tp": tp})
-            group = max((m.group("tp") for m in machines), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
-            self._seats[tp] = Seat(reference_type(topology), 1.0, (("tp", group),))
-        return self._seats[tp]
+    def _grid(self, tp: int, cp: int) -> dict[str, int]:
+        others = {"dp": self.job.topology.num_devices // (tp * cp)}
+        return {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
+
+    def _reference_seat(self, tp: int, cp: int = 1) -> Seat:
+        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
+        if (tp, cp) not in self._seats:
+            machines = self.placements.candidates(self._grid(tp, cp))
+            axes = ("tp", "cp") if cp > 1 else ("tp",)
+            best = max(machines, key=lambda m: [(m.group(a).bus_bandwidth, -m.group(a).all_reduce_start) for a in axes])
+            groups = tuple((axis, best.group(axis)) for axis in axes)
+            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
+        return self._seats[tp, cp]
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
@@ -295,28 +305,48 @@ class Evaluator:
         return self._costs[key]
 
     def _key(self, point: Point, parts: int, whole: bool) -> LocalKey:
-        return point.tp, parts, whole, split_of(point.tp, point.ep, point.etp)
+        return point.tp, point.cp, parts, whole, split_of(point.tp, point.ep, point.etp)
 
     def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:
-            tp, parts, whole, experts = key
+            tp, cp, parts, whole, experts = key
             if (parts, whole) not in self._splits:
                 batch = self.job.batch
                 self._splits[parts, whole] = split_batch(
                     self.job.model, batch.blocks, batch.values, num_microbatches, dp
                 )
             split = self._splits[parts, whole]
-            costs = self._tensor_costs(split, tp, num_microbatches)
-            self._locals[key] = shard_tensors(split, tp, replace(costs, allowed=allowed_strategies(split, experts)))
+            context = self._context(split, key, num_microbatches) if cp > 1 else None
+            split = split if context is None else context.model
+            costs = self._tensor_costs(split, "tp", self._reference_seat(tp, cp), num_microbatches)
+            costs = replace(costs, allowed=allowed_strategies(split, experts))
+            self._locals[key] = shard_tensors(split, tp, costs, None if context is None else context.sharding)
         return self._locals[key]
 
-    def _tensor_costs(self, split: FoldedModel, tp: int, num_microbatches: int) -> TensorCosts:
-        """Costs on ``tp``, which is there to divide matrix products and weights: leaving one whole is dear.
+    def _context(self, split: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
+        """``split`` with its sequence shared over ``cp``."""
+        tp, cp = key[:2]
+        if key not in self._contexts:
+            self._contexts[key] = shard_context(
+                split,
+                self.job.batch,
+                cp,
+                replace(
+                    self._tensor_costs(split, "cp", self._reference_seat(tp, cp), num_microbatches), state_price=0.0
+                ),
+                tp=tp,
+                algorithm=self.job.constraints.context,
+                allowed=allowed_strategies(split, "rows", in_order=False) if self.job.experts else None,
+            )
+        return self._contexts[key]
 
-        Without that price the best use of any axis is to split the batch, which ``dp`` does already.
+    def _tensor_costs(self, split: FoldedModel, axis: str, seat: Seat, num_microbatches: int) -> TensorCosts:
+        """Costs on ``tp`` or ``cp``, which is there to divide matrix products and weights: leaving one whole is dear.
+
+        Without that price the best use of any axis is to split the batch, which ``dp`` does already. Over ``cp`` that
+        holds for all values, whose memory is what the axis is there to divide.
         """
-        seat = self._reference_seat(tp)
-        device, group = self.job.topology.types[seat.kind], dict(seat.groups)["tp"]
+        device, group = self.job.topology.types[seat.kind], dict(seat.groups)[axis]
         flops = sum(
             split.num_calls(name) * matmul_flops(node)
             for name, block in split.blocks.items()
@@ -325,13 +355,21 @@ class Evaluator:
         )
         trained = sum(s.spec.nbytes for s in split.states.values() if s.requires_grad)
         peak = device.peak_of(self.job.precision)
+        made = sum(
+            split.num_calls(name) * made_bytes(node)
+            for name, block in split.blocks.items()
+            for node in block.graph.nodes
+            if node.op == "call_function" and axis == "cp"
+        )
+        whole = _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
         dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
         return TensorCosts(
             device,
             group,
             train=self.job.train,
             num_microbatches=num_microbatches,
-            sequence_parallel=self.job.constraints.sequence_parallel,
+            sequence_parallel=self.job.constraints.sequence_parallel if axis == "tp" else None,
             undivided=dear / flops if flops else 0.0,
+            repeated=whole / made if made else 0.0,
             state_price=dear / trained if trained else 0.0,
         )

@@ -48,8 +48,8 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
     return found
 
 
-def allowed_strategies(model: FoldedModel, split: Split) -> Allowed | None:
-    """Which strategies over ``tp`` leave the experts' work as ``split`` says."""
+def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
+    """Which strategies leave the experts' work as ``split`` says; ``in_order``: rows are cut into consecutive parts."""
     if not split:
         return None
     rows: dict[fx.Node, int] = {}
@@ -63,7 +63,8 @@ def allowed_strategies(model: FoldedModel, split: Split) -> Allowed | None:
 
     def by_rows(node: fx.Node, strategy: Strategy) -> bool:
         if node in rows:
-            return strategy.results[0] == shard(rows[node])
+            made = strategy.results[0]
+            return made == shard(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
         return node not in tables or not strategy.results[0].is_shard
 
     def within(node: fx.Node, strategy: Strategy) -> bool:

@@ -88,6 +88,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("What binds?", list(_binding(plan))),
         ("Where does the time go?", _breakdown(plan)),
         ("How is the model cut?", list(_cut(plan, whole))),
+        ("How is the sequence shared?", list(_sequence(plan))),
         ("Where do the weights live?", list(_weights(whole)) if whole else []),
         ("What is communicated?", list(_communication(plan, whole)) if whole else []),
         ("What else was considered?", list(_alternatives(plan))),
@@ -174,6 +175,47 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)
         yield _line(f"stage {stage.index}: {calls}")
+
+
+_ALGORITHMS = {
+    "ring": "keys and values travelling around a ring behind the computation",
+    "all_gather": "gathering keys and values",
+    "ulysses": "exchanging positions for heads (Ulysses)",
+}
+
+
+def _sequence(plan: Plan) -> Iterator[RenderableType]:
+    """Why there is a ``cp`` axis, and why attention runs as it does."""
+    cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
+    if cp == 1:
+        return
+    held = sorted({value.context for value in plan.written.values.values()}) if plan.written is not None else []
+    order = ", a piece from either end" if any(layout.endswith("z") for layout in held) else ", in order"
+    yield _line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and keeps as much of the activations.")
+    for way in plan.context:
+        what = f"attention by {_ALGORITHMS.get(way.algorithm, way.algorithm)} ({way.algorithm})"
+        if way.calls:
+            more = f": the step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
+            yield _line(f"- {plural(way.calls, 'call')} of {what}{more}")
+        elif way.step_time is not None:
+            yield _line(f"- {what} would take {seconds_text(way.step_time)}, {_against(way.step_time, chosen)}")
+        else:
+            yield _line(f"- {what} cannot be: {way.reason}")
+    others = [c for c in plan.certificate.candidates if c.mesh.get("cp", 1) == 1]
+    solved = [c for c in others if c.step_time is not None]
+    if solved:
+        best = min(solved, key=lambda c: c.step_time or 0.0)
+        yield _line(f"Without sharing it, the best that was solved is {candidate_text(best)}: it {fate(best, chosen)}.")
+    elif others and all(c.status == "infeasible" for c in others):
+        yield _line("Without sharing it, no candidate fits.")
+    elif others:
+        least = min(c.bound for c in others if c.status != "infeasible")
+        yield _line(f"Without sharing it, no candidate can take less than {seconds_text(least)}.")
+
+
+def _against(seconds: float, chosen: float) -> str:
+    change = seconds / chosen - 1 if chosen else 0.0
+    return f"{percent(abs(change))} {'more' if change >= 0 else 'less'}"
 
 
 def _calls_text(group: CallGroup) -> str:

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partitioner.baselines import compared, standards, unpinned
+from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
 from partitioner.evaluate import Evaluator, Job, Solved
 from partitioner.floors import Floors
-from partitioner.plan import Certificate
+from partitioner.plan import Certificate, ContextWay
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
+from passes.errors import PartitionError
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:
@@ -39,6 +41,9 @@ def explore(
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
     """
+    pinned = job.constraints
+    if pinned.cp is not None:
+        check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     space = space_of(job, bounds)
@@ -64,6 +69,26 @@ def explore(
     beside = replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
     return result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+
+
+def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
+    """What the step would take with each algorithm of attention over ``cp``; nothing without such an axis."""
+    if chosen.local.context is None or not chosen.context_model:
+        return ()
+    calls = algorithms_of(chosen.context_model, chosen.local.context)
+    ways = []
+    for name in ALGORITHMS:
+        if calls == {name: sum(calls.values())}:
+            ways.append(ContextWay(algorithm=name, calls=calls[name], step_time=chosen.estimate.step_time))
+            continue
+        pinned = job.constraints.model_copy(update={"context": name})
+        try:
+            found = Evaluator(replace(job, constraints=pinned)).solve(chosen.point)
+            way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
+        except PartitionError as error:
+            way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))
+        ways.append(way.model_copy(update={"calls": calls.get(name, 0)}))
+    return tuple(ways)
 
 
 def evaluated(solved: Solved) -> Evaluated:

@@ -15,7 +15,6 @@ def planned_only(point: Point, constraints: Constraints, precision: str, selecti
     """What of a candidate this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
-        cp=point.cp,
         ep=point.ep,
         etp=None if shares_experts else point.etp,
         zero=point.zero,

@@ -19,6 +19,7 @@ class LocalModel:
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
     sharding: ShardingSolution
+    context: ShardingSolution | None = None  # over cp
     experts: dict[str, Layout] = field(default_factory=dict)  # experts' states over ep
     by_rows: bool = False  # whether ranks along tp have rows of their own for the experts, and other experts
 
@@ -30,8 +31,10 @@ class LocalModel:
         return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
 
 
-def shard_tensors(split: FoldedModel, tp: int, costs: ShardingCosts) -> LocalModel:
-    """``split``, the model of one microbatch, sharded over ``tp`` at the least cost."""
+def shard_tensors(
+    split: FoldedModel, tp: int, costs: ShardingCosts, context: ShardingSolution | None = None
+) -> LocalModel:
+    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` at the least cost."""
     solution = solve_sharding(split, "tp", tp, costs)
     blocks = {
         name: fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)) for name, block in split.blocks.items()
@@ -40,16 +43,20 @@ def shard_tensors(split: FoldedModel, tp: int, costs: ShardingCosts) -> LocalMod
         name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
         for name, spec in split.values.items()
     }
-    return LocalModel(split.with_(blocks=blocks, values=values), solution)
+    return LocalModel(split.with_(blocks=blocks, values=values), solution, context)
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
-    """Where everything lives, for the emitter: over ``tp``, and over microbatches and ``dp``."""
+    """Where everything lives, for the emitter: over ``tp``, over ``cp``, and over microbatches and ``dp``."""
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}
     for name, state in local.model.states.items():
         if state.requires_grad:
-            partial = {"dp": batch.states[name].kind == "R'", "tp": tensor.states.get(name, REPLICATED).kind == "R'"}
+            partial = {
+                "dp": batch.states[name].kind == "R'",
+                "cp": local.context is not None and local.context.states[name].kind == "R'",
+                "tp": tensor.states.get(name, REPLICATED).kind == "R'",
+            }
             axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
             if name in local.experts:  # rows of all the ranks that have other experts were here
                 axes[name] = ("edp", "etp") if partial["tp"] and not local.by_rows else ("edp",)
@@ -63,7 +70,8 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
         values=tensor.values,
         grad_axes=axes,
         batch_dims=dims,
-        batch={name: _joined(batch.values[name]) for name in leaving},
+        batch={name: "P" if name == local.model.loss else _joined(batch.values[name]) for name in leaving},
+        context=local.context.values if local.context is not None else {},
     )
 
 

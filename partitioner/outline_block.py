@@ -88,6 +88,9 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
                 size = max(_bytes(values.get(source)), _bytes(node.get("val")))
                 op = target.split(".")[1]
                 ahead, back = _TRANSPOSES.get((op, _grad_option(op, node)), (None, None))
+                if op == "context_attention":  # named by how keys and values of all ranks come together
+                    ahead = back = str(node["args"][-1])
+                    size = sum(_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][7])
                 axis = next((a for a in node["args"] if isinstance(a, str)), "")
                 path = str(node.get("path", ""))
                 if ahead:

@@ -90,6 +90,18 @@ class Certificate(Data):
     left: dict[str, int] = Field(default_factory=dict)
 
 
+class ContextWay(Data):
+    """One algorithm of attention over ``cp``: the step's seconds if every attention runs by it, or why none does.
+
+    ``calls``: of attention that run by it in the plan.
+    """
+
+    algorithm: str
+    calls: int = 0
+    step_time: float | None = None
+    reason: str = ""
+
+
 class OperatorShare(Data):
     """How much of the model's matrix-multiply work is sharded, and which operators have no rule (name -> share)."""
 
@@ -115,6 +127,7 @@ class Plan(Data):
     precision: str | None = None
     optimizer: str = "adamw"
     notes: tuple[str, ...] = ()
+    context: tuple[ContextWay, ...] = ()  # what was chosen among, where cp is more than 1
     objective: Literal["train", "infer"] = "train"
     global_batch: int = 0
     planned_only: tuple[str, ...] = ()

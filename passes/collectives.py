@@ -18,6 +18,7 @@ operator                             backward                 reshard
 ``axis_index``                       (an integer)             this rank's place on the axis, a 0-d int64 tensor
 ``dispatch``                         ``combine``              rows to the ranks of their experts
 ``combine``                          ``dispatch``             and back, to where they came from
+``context_attention``                its ``_backward``        queries here meet the keys of all ranks
 ===================================  =======================  ==============================================
 
 Rows go to experts in numbers that only the data tells. ``route`` finds them: its results are the rows' order by expert;
@@ -25,6 +26,11 @@ how many rows go to and come from each rank (two rows of counts, on the CPU, exc
 expert, counted from this rank's first, of every row that comes. ``dispatch`` and ``combine`` read these, forward and
 backward alike. Every rank enters all three however few rows it has. What a graph says of the rows that come is their
 number where all experts get the same; tracing for gradients (``passes/differentiate.py``) leaves it open.
+
+``context_attention`` is attention within a band (``passes/band.py``) over a sequence of which each rank has a part,
+``zigzag`` or in order. ``algorithm`` says how keys and values come: in an ``all_gather``, or in a ``ring`` of sends.
+It is one operator since what a rank computes depends on its place: a graph has no word for that. Backward brings keys
+and values together anew, so that a rank keeps those of its own part alone.
 """
 
 from __future__ import annotations
@@ -53,6 +59,10 @@ _SCHEMAS = {
     "route": "(Tensor experts, int num_experts, str axis, int size) -> (Tensor, Tensor, Tensor)",
     "dispatch": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
     "combine": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
+    "context_attention": "(Tensor q, Tensor k, Tensor v, int before, int after, float? scale, str axis, int size, "
+    "bool zigzag, str algorithm) -> (Tensor, Tensor)",
+    "context_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int before, "
+    "int after, float? scale, str axis, int size, bool zigzag, str algorithm) -> (Tensor, Tensor, Tensor)",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -64,6 +74,21 @@ def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
     return x.new_empty(shape)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
+
+
+def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
+
+
+def _by_position(like: Tensor, width: int) -> Tensor:
+    """``[b, h, s, d]``, in memory ``[b, s, h, d]``."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +118,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "route": _route,
     "dispatch": lambda x, order, counts, experts, axis, size: x.new_empty((experts.shape[0], *x.shape[1:])),
     "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
+    "context_attention": _attended,
+    "context_attention_backward": _attended_back,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -177,8 +204,29 @@ for _name, (_backward, _names) in _BACKWARD.items():
 torch.library.register_autograd(f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_routed, lib=_library)
 torch.library.register_autograd(f"{NAMESPACE}::combine", _combine_backward, setup_context=_routed, lib=_library)
 
+
+def _attending(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[3:]
+
+
+def _attention_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    rest = (None,) * len(ctx.kept)
+    if grad is None:
+        return None, None, None, *rest
+    return *ops.context_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *rest
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::context_attention", _attention_backward, setup_context=_attending, lib=_library
+)
+
 ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
-COMMUNICATING = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED
+CONTEXT = frozenset({"context_attention", "context_attention_backward"})
+COMMUNICATING = (
+    frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED | CONTEXT
+)
 
 
 def collective_name(target: Any) -> str | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.gradients import differentiable
 from passes.infer import call
@@ -36,6 +36,7 @@ from passes.rules.algebra import (
     results_of,
     with_operands,
 )
+from passes.rules.algebra import shape as shape_of
 
 __all__ = [
     "OpFactors",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 Sections = tuple[int, ...]
+NO_SIZES = frozenset[int]()
 Wanted = Mapping[int, Collection[Layout]]
 
 
@@ -58,12 +60,17 @@ def needs_gradient(node: fx.Node) -> bool:
     return differentiable(node.meta["val"]) if grad is None else bool(grad)
 
 
-def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> list[Strategy]:
+def strategies(
+    node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
+) -> list[Strategy]:
     """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
 
     ``wanted`` has layouts in sections that neighbours would like: key ``i`` for operand ``i``, ``~k`` for result ``k``.
     Each that the operator can carry through gives a further strategy. A factor that the operator itself cuts (the
     pieces of ``split``, ``slice``, ``cat``) is always sharded in those sections or finer ones.
+
+    ``lengths``: of sequences that the axis shards: factors of these sizes may be sharded zigzag, too, and operators in
+    their further forms.
 
     Raises :class:`passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
     """
@@ -83,9 +90,12 @@ def strategies(node: fx.Node, num_ranks: int, wanted: Wanted | None = None) -> l
         if factor in factors.whole or size < num_ranks or size % num_ranks:
             continue
         for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
-            strategy = _sharded(factors, factor, sections, reads, places)
-            if strategy is not None:
-                found.append(strategy)
+            for zigzag in (False, True) if _zigzags(factors, factor, sections, lengths, num_ranks) else (False,):
+                strategy = _sharded(factors, factor, sections, reads, places, zigzag)
+                if strategy is not None:
+                    found.append(strategy)
+    if lengths:
+        found += _in_forms(factors, nodes, results_of(node), reads, num_ranks)
     for positions in factors.linear:
         if not all(differentiable(nodes[i].meta["val"]) for i in positions):
             continue  # truth values do not add up, and a whole number has no n-th
@@ -105,6 +115,8 @@ def local_call(
     if strategy.factor is not None:
         factors = factors_of(node)
         assert factors is not None, node
+        if strategy.form:
+            return factors.forms[strategy.form].build(Local(node, factors, strategy, axis, num_ranks, operands, graph))
         local = Local(node, factors, strategy, axis, num_ranks, operands, graph)
         if strategy.factor in factors.lower:
             return factors.lower[strategy.factor].build(local)
@@ -132,8 +144,44 @@ def _places(factors: OpFactors) -> dict[str, list[Place]]:
     return found
 
 
+def _zigzags(factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int) -> bool:
+    """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank reckons with the place of its part."""
+    size, lowering = factors.sizes[factor], factors.lower.get(factor)
+    is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
+    if not is_sequence or (lowering is not None and not lowering.sections):
+        return False
+    return all(s % (2 * num_ranks) == 0 for s in sections or (size,))
+
+
+def _in_forms(
+    factors: OpFactors,
+    nodes: Sequence[fx.Node],
+    results: Sequence[Tensor],
+    reads: tuple[Layout, ...],
+    num_ranks: int,
+) -> list[Strategy]:
+    """The strategies of an operator's further forms; all operands are sharded plainly, or all zigzag."""
+    found = []
+    for name, form in factors.forms.items():
+        sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
+        for zigzag in (False, True):
+            if any(size % (num_ranks * (1 + zigzag)) for size in sizes):
+                continue
+            operands = tuple(
+                read if d is None else shard(d, (), zigzag) for read, d in zip(reads, form.operands, strict=True)
+            )
+            made = tuple(REPLICATED if d is None else shard(d, (), zigzag) for d in form.results[: len(results)])
+            found.append(Strategy(form.factor, (), operands, made, name))
+    return found
+
+
 def _sharded(
-    factors: OpFactors, factor: str, sections: Sections, reads: tuple[Layout, ...], places: Sequence[Place]
+    factors: OpFactors,
+    factor: str,
+    sections: Sections,
+    reads: tuple[Layout, ...],
+    places: Sequence[Place],
+    zigzag: bool = False,
 ) -> Strategy | None:
     """The strategy that shards ``factor``, which stands at ``places``; ``None`` where a tensor cannot follow."""
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
@@ -153,7 +201,7 @@ def _sharded(
             span = spans.operands[position] if position >= 0 else spans.results[~position]
             parts = sections if span is None else within(sections, span)
         side, index = (operands, position) if position >= 0 else (results, ~position)
-        side[index] = shard(dim, parts)
+        side[index] = shard(dim, parts, zigzag)
     return Strategy(factor, sections, tuple(operands), tuple(results))
 
 

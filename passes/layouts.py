@@ -39,23 +39,24 @@ class Layout:
     kind: Kind
     dim: int = -1
     sections: tuple[int, ...] = ()
+    zigzag: bool = False
 
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
         sections = f"[{','.join(map(str, self.sections))}]" if self.sections else ""
-        return f"S{self.dim}{sections}"
+        return f"S{self.dim}{sections}{'z' * self.zigzag}"
 
     @staticmethod
     def parse(text: str) -> Layout:
         """The layout that ``str`` wrote. Raises ``ValueError`` on anything else."""
-        match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?", text)
+        match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
         if match is None:
-            raise ValueError(f"not a layout: {text!r}; expected R, R', P, S<dim> or S<dim>[a,b,...]")
-        kind, dim, sections = match.groups()
+            raise ValueError(f"not a layout: {text!r}; expected R, R', P, S<dim> or S<dim>[a,b,...], with z for zigzag")
+        kind, dim, sections, zigzag = match.groups()
         if kind is not None:
             return Layout(kind)  # type: ignore[arg-type]
-        return shard(int(dim), tuple(map(int, sections.split(","))) if sections else ())
+        return shard(int(dim), tuple(map(int, sections.split(","))) if sections else (), bool(zigzag))
 
     @property
     def is_shard(self) -> bool:
@@ -72,10 +73,10 @@ PARTIAL = Layout("P")
 READ_SHARDED = Layout("R'")
 
 
-def shard(dim: int, sections: tuple[int, ...] = ()) -> Layout:
+def shard(dim: int, sections: tuple[int, ...] = (), zigzag: bool = False) -> Layout:
     """Sharded on ``dim`` (not negative), each of ``sections`` on its own; one section is written ``()``."""
     assert dim >= 0, dim
-    return Layout("S", dim, sections if len(sections) > 1 else ())
+    return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
@@ -89,8 +90,15 @@ def divides(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
         return True
     if layout.dim >= len(shape):
         return False
-    sections = sections_of(layout, shape[layout.dim])
-    return sum(sections) == shape[layout.dim] and all(s > 0 and s % num_ranks == 0 for s in sections)
+    sections, pieces = sections_of(layout, shape[layout.dim]), num_ranks * (1 + layout.zigzag)
+    return sum(sections) == shape[layout.dim] and all(s > 0 and s % pieces == 0 for s in sections)
+
+
+def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
+    """For each rank, which of a section's equal pieces it has, in order: one, or the two of a zigzag shard."""
+    if layout.zigzag:
+        return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
+    return [[r] for r in range(num_ranks)]
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
@@ -103,9 +111,10 @@ def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple
 def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
     """The (start, length) pieces of a dim of ``size`` that rank ``index`` of ``num_ranks`` holds, in order."""
     pieces, start = [], 0
+    mine = piece_order(layout, num_ranks)[index]
     for section in sections_of(layout, size):
-        length = section // num_ranks
-        pieces.append((start + index * length, length))
+        length = section // (num_ranks * len(mine))
+        pieces += [(start + piece * length, length) for piece in mine]
         start += section
     return pieces
 
@@ -144,6 +153,16 @@ def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
         return parts[0]
     num_ranks = len(parts)
     size = parts[0].shape[layout.dim] * num_ranks
-    locals_ = [s // num_ranks for s in sections_of(layout, size)]
-    split = [part.split(locals_, layout.dim) for part in parts]
-    return torch.cat([split[r][s] for s in range(len(locals_)) for r in range(num_ranks)], layout.dim)
+    placed = [
+        (start, part)
+        for rank, whole in enumerate(parts)
+        for (start, _), part in zip(*_pieces(whole, layout, size, num_ranks, rank), strict=True)
+    ]
+    return torch.cat([part for _, part in sorted(placed, key=lambda p: p[0])], layout.dim)
+
+
+def _pieces(
+    part: Tensor, layout: Layout, size: int, num_ranks: int, rank: int
+) -> tuple[list[tuple[int, int]], tuple[Tensor, ...]]:
+    slices = shard_slices(layout, size, num_ranks, rank)
+    return slices, part.split([length for _, length in slices], layout.dim)

@@ -1,18 +1,21 @@
-"""Recognise constant attention masks: causal ones become ``is_causal``, all-true ones are dropped.
+"""Recognise constant attention masks: those that are a band of positions become arguments, and are made no more.
 
-Requires: a graph in normal form. A mask counts where it depends on nothing but constants, however it is written; a
-window that is as long as the sequence counts as causal.
+Requires: a graph in normal form. A mask counts where it depends on nothing but constants, however it is written. A
+causal one becomes ``is_causal``, one that shows everything is dropped; windows, causal or to both sides, become
+``partition::band_attention``. A window that is as long as the sequence counts as none.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from passes.band import Band, limits_of
 from passes.constants import LIMIT, Choice, Evaluator, Term, Value
+from passes.infer import call
 from passes.rewrite import aten, shape
 
 _MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
@@ -21,8 +24,8 @@ _MASKED = -6e4  # what is added to a score to hide it is at most this: the type'
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
     """Rewrite attention under constant masks in place; ``constants``: values of placeholders, by name."""
     evaluator = Evaluator(constants)
-    kinds: dict[tuple[fx.Node, int], str | None] = {}
-    for node in graph.nodes:
+    kinds: dict[tuple[fx.Node, int], Band | None] = {}
+    for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -31,16 +34,40 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
         queries = shape(node.args[0])[-2]
         if (mask, queries) not in kinds:
             kinds[mask, queries] = _classify(evaluator.value(mask), queries, shape(mask)[-1])
-        kind = kinds[mask, queries]
-        if kind is not None:
-            node.args = (*node.args[:3], None, 0.0, kind == "causal")
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
-    if any(kind is not None for kind in kinds.values()):
+        band = kinds[mask, queries]
+        if band is not None:
+            _use(graph, node, band)
+    if any(band is not None for band in kinds.values()):
         graph.eliminate_dead_code()
 
 
-def _classify(value: Value | None, queries: int, keys: int) -> str | None:
-    """``causal``, ``all`` or ``None`` of a mask ``[..., queries, keys]``."""
+def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:
+    """Let the attention ``node`` have ``band`` in place of its mask."""
+    if band.is_full or band.is_causal:
+        node.args = (*node.args[:3], None, 0.0, band.is_causal)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+    elif _is_plain(node):
+        with graph.inserting_before(node):
+            arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
+            made = call(graph, torch.ops.partition.band_attention.default, arguments)
+            out = call(graph, operator.getitem, (made, 0))
+        for new in (made, out):
+            new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        node.replace_all_uses_with(out)
+        graph.erase_node(node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether the attention is on ``[batch, heads, positions, d]`` of one batch, and no result of the model."""
+    query, key, value = (shape(n) for n in node.args[:3])  # type: ignore[arg-type]
+    if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
+        return False
+    heads = node.kwargs.get("enable_gqa") or query[1] == key[1] == value[1]
+    return query[0] == key[0] == value[0] and bool(heads)
+
+
+def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
+    """The band that a mask ``[..., queries, keys]`` shows, if it is one."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -49,14 +76,37 @@ def _classify(value: Value | None, queries: int, keys: int) -> str | None:
     if terms is None:
         return None
     sides = [_sides(t, queries, keys) for t in terms]
-    if any(s is None for s in sides):
-        return None
     known = [s for s in sides if s is not None]
+    if len(known) < len(sides):
+        return None
     if all(_holds_everywhere(*s) for s in known):
-        return "all"
+        return Band()
     if queries == keys and all(_holds_below(*s) for s in known) and any(_fails_above(*s) for s in known):
-        return "causal"
-    return None
+        return Band(None, 0)
+    return _narrowest([_limit(*s) for s in known], queries, keys)
+
+
+def _limit(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
+    """The band that one term shows: places of keys against places of queries, both counted by ones."""
+    if over_keys.numel() < 2 or over_queries.numel() < 2 or over_keys.dtype == torch.bool:
+        return None
+    step = int(over_keys[1] - over_keys[0])
+    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (over_keys, over_queries)):
+        return None
+    limit = int(over_queries[0] - over_keys[0]) - strict  # step * (key - query) is at most this
+    return Band(None, limit) if step == 1 else Band(limit, None)
+
+
+def _narrowest(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
+    """What all bands show; ``None`` where a term is no band, or a query sees nothing before or ahead of itself."""
+    known = [b for b in bands if b is not None]
+    if len(known) < len(bands) or queries != keys:
+        return None
+    before = min((b.before for b in known if b.before is not None), default=queries)
+    after = min((b.after for b in known if b.after is not None), default=keys)
+    if before < 0 or after < 0:
+        return None
+    return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
 def _shown(choice: Choice) -> tuple[Term, ...] | None:
@@ -68,7 +118,7 @@ def _shown(choice: Choice) -> tuple[Term, ...] | None:
     return None
 
 
-def _classify_tensor(value: Tensor, queries: int, keys: int) -> str | None:
+def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
     while value.dim() < 2:
         value = value.unsqueeze(0)
     if value.numel() != value.shape[-2] * value.shape[-1]:
@@ -76,12 +126,18 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> str | None:
     value = value.reshape(value.shape[-2:])
     shown = value if value.dtype is torch.bool else value == 0
     if bool(shown.all()):
-        return "all"
+        return Band()
     if queries != keys or queries * keys > LIMIT:
         return None
-    causal = torch.ones(queries, keys, dtype=torch.bool).tril()
     hidden = ~value if value.dtype is torch.bool else value <= _MASKED
-    return "causal" if torch.equal(shown.expand(queries, keys), causal) and bool((shown | hidden).all()) else None
+    shown = shown.expand(queries, keys)
+    if not bool((shown | hidden).all()) or not bool(shown.any()):
+        return None
+    distance = torch.arange(queries).unsqueeze(1) - torch.arange(keys)
+    before, after = int(distance[shown].max()), int(-distance[shown].min())
+    if before < 0 or after < 0 or not torch.equal(shown, (distance <= before) & (distance >= -after)):
+        return None
+    return Band(None if before == queries - 1 else before, None if after == keys - 1 else after)
 
 
 def _sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from passes.normalize_shapes import to_dtype
+from passes.normalize_shifts import unshifted
 from passes.rewrite import Builder, Rule, aten, shape, val
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's reductions
@@ -37,6 +38,8 @@ def cross_entropy(
     dim = min(1, len(shape(logits)) - 1)
     if val(target).dtype.is_floating_point:
         return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
+    if reduction != NONE:
+        logits, target = unshifted(build, logits, target, ignore_index)
     normalizer = build(aten.logsumexp.default, logits, [dim], True)
     counts, index = _targets(build, target, ignore_index, dim)
     terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))

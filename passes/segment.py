@@ -113,7 +113,19 @@ def _work(node: fx.Node) -> float:
     )
 
 
-_PRODUCTS = ("mm", "bmm", "linear", "matmul", "einsum", "conv", "scaled_dot_product", "addmm", "bilinear", "grouped_mm")
+_PRODUCTS = (
+    "mm",
+    "bmm",
+    "linear",
+    "matmul",
+    "einsum",
+    "conv",
+    "scaled_dot_product",
+    "addmm",
+    "bilinear",
+    "grouped_mm",
+    "band_attention",
+)
 
 
 def is_product(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from passes.blocks import Block, TensorSpec
 from passes.collectives import ops
 from passes.factors import Strategy, local_call, operands_of
 from passes.infer import call
-from passes.layouts import REPLICATED, Layout, local_shape
+from passes.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
 
 aten = torch.ops.aten
 
@@ -129,20 +129,20 @@ class _Rewriter:
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """A whole dim of sections, reordered so that the plain ``n``-th part is rank ``n``'s shard."""
-        if not layout.sections:
+        if not layout.sections and not layout.zigzag:
             return local
-        parts = [s // self.num_ranks for s in layout.sections for _ in range(self.num_ranks)]
-        order = [s * self.num_ranks + r for r in range(self.num_ranks) for s in range(len(layout.sections))]
+        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """The inverse of :meth:`rank_major`."""
-        if not layout.sections:
+        if not layout.sections and not layout.zigzag:
             return local
-        count = len(layout.sections)
-        parts = [s // self.num_ranks for _ in range(self.num_ranks) for s in layout.sections]
-        order = [r * count + s for s in range(count) for r in range(self.num_ranks)]
-        return self.reorder(local, layout.dim, parts, order)
+        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
+        back = [0] * len(order)
+        for place, piece in enumerate(order):
+            back[piece] = place
+        return self.reorder(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
         split = call(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
@@ -182,6 +182,15 @@ class _Rewriter:
 
     def same(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         return local
+
+
+def _pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """The sizes of the equal pieces of a dim's sections, and their order rank by rank."""
+    by_rank = piece_order(layout, num_ranks)
+    count = sum(map(len, by_rank))
+    sections = sections_of(layout, size)
+    order = [s * count + piece for mine in by_rank for s in range(len(sections)) for piece in mine]
+    return [s // count for s in sections for _ in range(count)], order
 
 
 _STEPS: dict[tuple[str, str], Callable[[_Rewriter, fx.Node, Layout, Layout], fx.Node]] = {

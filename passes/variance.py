@@ -19,12 +19,14 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.check import axis_of
-from passes.collectives import COMMUNICATING, collective_name
+from passes.collectives import COMMUNICATING, CONTEXT, collective_name
 
 Sameness = Literal["alike", "different", "unknown"]
 
 _MAKES_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
-_MAKES_DIFFERENT = frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"})
+_MAKES_DIFFERENT = (
+    frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"}) | CONTEXT
+)
 # What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
 _WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})

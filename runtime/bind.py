@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from passes.band import band_of
 from passes.blocks import Block
-from passes.collectives import ROUTED, collective_name
+from passes.collectives import CONTEXT, ROUTED, collective_name
 from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
 from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
+from runtime.context import ContextAttention
 from runtime.groups import Communicator, Group, Pending
 from runtime.program import CallData, Program, RankProgram
 
@@ -131,14 +133,17 @@ class Binder:
             return Constant(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
         arguments = _ARGUMENTS[name](*node.args[1:])
         group = self.communicator.group(self.rank.group(arguments.pop("axis")))
-        if group.size == 1 and name not in ROUTED:
+        if group.size == 1 and name not in ROUTED | CONTEXT:
             return Alias()
-        return _BINDINGS[name](group, **arguments)
+        binding = _BINDINGS[name](group, **arguments)
+        return _in_place(node, binding) if name in CONTEXT else binding
 
 
 def _named(*names: str) -> Callable[..., dict[str, Any]]:
     return lambda *values: dict(zip(names, values, strict=True))
 
+
+_BAND = ("before", "after", "scale", "axis", "size", "zigzag", "algorithm")
 
 # The arguments after the operand, as passes/collectives.py declares them.
 _ARGUMENTS = {
@@ -154,6 +159,8 @@ _ARGUMENTS = {
     "route": _named("num_experts", "axis", "size"),
     "dispatch": _named("order", "counts", "experts", "axis", "size"),
     "combine": _named("order", "counts", "experts", "axis", "size"),
+    "context_attention": _named("k", "v", *_BAND),
+    "context_attention_backward": _named("q", "k", "v", "out", "lse", *_BAND),
 }
 
 
@@ -214,6 +221,28 @@ def _combine(group: Group, **_: Any) -> Binding:
     return Started(start, start)
 
 
+def _attend(group: Group, before: int, after: int, **how: Any) -> Binding:
+    return Direct(_context(group, before, after, **how).forward)
+
+
+def _attend_back(group: Group, before: int, after: int, **how: Any) -> Binding:
+    return Direct(_context(group, before, after, **how).backward)
+
+
+def _context(
+    group: Group, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
+) -> ContextAttention:
+    return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
+
+
+def _in_place(node: fx.Node, binding: Binding) -> Binding:
+    """``binding`` with every operand in its place: a graph hands over a node that is read twice only once."""
+    assert isinstance(binding, Direct)
+    given, function = node.all_input_nodes, binding.function
+    places = [given.index(a) for a in node.args if isinstance(a, fx.Node)]
+    return Direct(lambda *operands: function(*(operands[i] for i in places)))
+
+
 def _copy(group: Group, **_: Any) -> Binding:
     return Alias()
 
@@ -250,6 +279,8 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "route": _route,
     "dispatch": _dispatch,
     "combine": _combine,
+    "context_attention": _attend,
+    "context_attention_backward": _attend_back,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
 

@@ -132,7 +132,8 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     """Every whole parameter and buffer on the CPU of the first process, under all of its names; nothing elsewhere."""
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
-    apart = rank.coordinates["dp"] != rank.program.coordinates(communicator.home)["dp"]
+    home = rank.program.coordinates(communicator.home)
+    apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
     for name in saved_states(rank.program):
         data = rank.program.states[name]
         if apart:  # takes part where its experts are asked for
@@ -185,7 +186,7 @@ def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
         if rank.stage_index != chunk.stage:
             return None
         return rank.rank % rank.program.strides["pp"] == chunk.number % rank.program.strides["pp"]
-    if rank.stage_index != chunk.stage or rank.coordinates["dp"] != chunk.number % dp:
+    if rank.stage_index != chunk.stage or rank.coordinates["dp"] != chunk.number % dp or rank.coordinates["cp"]:
         return None
     return rank.coordinates["tp"] == chunk.number // dp % tp
 

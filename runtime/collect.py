@@ -45,11 +45,11 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
     """What ``engine``'s rank contributes after a step; replicas contribute once."""
     rank = engine.rank_program
     program, at = rank.program, rank.coordinates
-    layouts = {o.value: Layout.parse(o.layout) for o in program.outputs if o.value is not None}
+    layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in program.outputs if o.value}
     made = {
         value: by_microbatch
         for value, by_microbatch in engine.outputs.items()
-        if outputs and (at["tp"] == 0 or not layouts[value].is_whole)
+        if outputs and all(at[a] == 0 or not to.is_whole for a, to in zip(("tp", "cp"), layouts[value], strict=True))
     }
     shards = {
         name: parameter.grad
@@ -86,17 +86,21 @@ def _whole(program: Program, state: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:
-    """One leaf of the model's result: shards joined over ``tp``, then over ``dp`` and microbatches."""
+    """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
     if output.value is None:
         return output.constant
-    layout = Layout.parse(output.layout)
     pieces = []
     for dp in range(program.mesh.get("dp", 1)):
-        ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp}), ("tp",))
-        held = [parts[r].outputs[output.value] for r in ranks if output.value in parts[r].outputs]
+        held = []  # along cp: what the ranks along tp have, by microbatch
+        for cp in range(program.mesh.get("cp", 1)):
+            ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp, "cp": cp}), ("tp",))
+            along_tp = [parts[r].outputs[output.value] for r in ranks if output.value in parts[r].outputs]
+            held += [along_tp] if along_tp else []
         if not held:
             return None
-        pieces += [join_shards([h[m] for h in held], layout) for m in range(program.num_microbatches)]
+        for m in range(program.num_microbatches):
+            along_cp = [join_shards([h[m] for h in along_tp], Layout.parse(output.layout)) for along_tp in held]
+            pieces.append(join_shards(along_cp, Layout.parse(output.context)))
     if output.batch == "R":
         return pieces[0]
     return join_shards(pieces, Layout.parse(output.batch))

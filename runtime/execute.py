@@ -160,8 +160,9 @@ class Executor:
             length = data.shape[data.batch_dim] // pieces
             place = self.rank.coordinates["dp"] * count + microbatch
             whole = whole.narrow(data.batch_dim, place * length, length)
-        layout = Layout.parse(self.program.values[data.value].layout)
-        part = take_shard(whole, layout, self.program.mesh.get("tp", 1), self.rank.coordinates["tp"])
+        value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
+        part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
+        part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])
         return part.to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:

@@ -36,7 +36,7 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
 
 
 def _axes(rank: RankProgram) -> tuple[str, ...]:
-    """Where gradients differ: over ``dp`` only those of experts do."""
+    """Where gradients differ: over ``dp`` and ``cp`` only those of experts do."""
     return AXES if rank.program.size("ep") > 1 else ("pp", "tp")
 
 

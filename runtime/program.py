@@ -61,6 +61,7 @@ class Value(Data):
     dtype: str
     requires_grad: bool = False
     layout: str = "R"  # over tp
+    context: str = "R"  # over cp, of which tp shards what each rank has
 
 
 class BlockGraph(Data):
@@ -119,6 +120,7 @@ class OutputData(Data):
     constant: Any = None
     batch: str = "R"
     layout: str = "R"  # over tp
+    context: str = "R"  # over cp
     stage: int | None = None
 
 

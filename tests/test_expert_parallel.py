@@ -20,9 +20,16 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "ep2-tp2": (4, dict(ep=2, dp=2, tp=2, pp=1)),
     "ep2-tp2-etp1": (4, dict(ep=2, etp=1, dp=2, tp=2, pp=1)),
     "ep4-tp2-etp1": (4, dict(ep=4, etp=1, dp=2, tp=2, pp=1)),
+    "ep2-cp2": (2, dict(ep=2, cp=2, dp=1, tp=1, pp=1)),
     "ep2-pp2": (4, dict(ep=2, dp=2, tp=1, pp=2, microbatch_size=2)),
 }
-SAMPLE = [("mixtral", "ep2"), ("gpt_oss", "ep4-tp2-etp1"), ("llama4_text", "ep2-pp2"), ("qwen3_moe", "ep2-tp2")]
+SAMPLE = [
+    ("mixtral", "ep2"),
+    ("gpt_oss", "ep4-tp2-etp1"),
+    ("llama4_text", "ep2-pp2"),
+    ("qwen3_moe", "ep2-tp2"),
+    ("mixtral", "ep2-cp2"),
+]
 QUICK = ("random", "one")
 ALL = [
     (family, mesh, routing)

@@ -18,13 +18,12 @@ from partitioner.cost.operators import (
     add_kernel,
     backward_kernels,
     forward_kernels,
-    is_attention,
     is_view,
 )
 from partitioner.cost.saved import expanded, gathered
 from partitioner.cost.spread import ExpertRegion, expert_region, in_fp8
 from passes.blocks import Block
-from passes.collectives import COMMUNICATING, ROUTED, collective_name
+from passes.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -51,7 +50,8 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 @dataclass(frozen=True)
 class Row:
     """A kernel, and what it is part of. ``way``: 0 forward, 1 backward; ``product``: its operator is a matrix product
-    or an attention; ``again``: selective recomputation runs it once more; ``ring``: the place of its attention.
+    or an attention; ``again``: selective recomputation runs it once more; ``ring``: the place of its
+    attention over ranks that share the sequence.
 
     Of experts' products, ``widest``: the smaller side of an expert's matrix, ``rows``: of all experts in the graph (0:
     all rows go to all), ``held``: experts in the graph.
@@ -120,9 +120,8 @@ class Columns:
 class Exchange:
     """A collective over a mesh axis. ``nbytes``: of its operand, which may be one rank's part (``from_part``).
 
-    ``strided``: the dim that it joins or parts is not outermost in memory. ``of_batch``: carries what grows with the
-    batch. ``in_pieces``: may run behind products. ``anew``: a gather that is done again backward where its result is
-    not kept.
+    ``strided``: the dim that it joins or parts is not outermost in memory. ``in_pieces``: may run behind products.
+    ``anew``: a gather that is done again backward where its result is not kept.
     """
 
     way: int
@@ -131,7 +130,6 @@ class Exchange:
     nbytes: int
     from_part: bool
     strided: bool
-    of_batch: bool
     in_pieces: bool
     anew: bool = False
 
@@ -148,13 +146,13 @@ class StateRead:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asks. ``issued``: operators that the host issues forward and backward; ``rings``: bytes of the keys
-    and values of each attention, and whether it runs backward."""
+    """What one call asks. ``issued``: operators that the host issues forward and backward; ``rings``: the
+    attentions over a sequence that ranks share, and whether they run backward."""
 
     kernels: Columns
     issued: tuple[int, int]
     exchanges: tuple[Exchange, ...]
-    rings: tuple[tuple[int, bool], ...]
+    rings: tuple[tuple[fx.Node, bool], ...]
     states: tuple[StateRead, ...]
     region: ExpertRegion
 
@@ -175,7 +173,7 @@ class _Reader:
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
-        self.rings: list[tuple[int, bool]] = []
+        self.rings: list[tuple[fx.Node, bool]] = []
         self.issued = [0, 0]
 
     def read(self) -> Asked:
@@ -200,10 +198,9 @@ class _Reader:
         backward = self.train and needs_gradient(node)
         kernels = forward_kernels(node, operands, results)
         place = -1
-        if is_attention(node):
+        if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
-            _, *keys_and_values = [a for a in node.args if isinstance(a, fx.Node)][:3]
-            self.rings.append((sum(o.meta["val"].nbytes for o in keys_and_values), backward))
+            self.rings.append((node, backward))
         self._add(0, node, in_fp8(kernels, operands, results, False) if self.fp8 else kernels, operands, place)
         self._exchange(node, backward)
         self.issued[0] += 1
@@ -234,7 +231,7 @@ class _Reader:
     def _exchange(self, node: fx.Node, backward: bool) -> None:
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
-        if name is None or not isinstance(source, fx.Node):
+        if name is None or name in CONTEXT or not isinstance(source, fx.Node):
             return
         operand: Tensor = source.meta["val"]
         dim = node.args[1] if isinstance(node.args[1], int) else 0
@@ -244,7 +241,6 @@ class _Reader:
             nbytes=operand.nbytes,
             from_part=name in _FROM_PART,
             strided=any(size != 1 for size in operand.shape[:dim]),
-            of_batch=not any(is_state(o, self.names) for o in node.all_input_nodes),
             in_pieces=name in _IN_PIECES,
         )
         op = "all_to_all" if name in ROUTED else name

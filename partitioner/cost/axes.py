@@ -16,14 +16,18 @@ from partitioner.cost.asked import operand_needs
 from partitioner.cost.calls import exchange_time
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
-from partitioner.cost.operators import Operand, backward_kernels, forward_kernels
+from partitioner.cost.context import exchange_seconds
+from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels, is_view
+from partitioner.cost.spread import hidden
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
+from passes.band import Band
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
+from passes.rules.attention import band
 from passes.shard import RESHARDS
 
 
@@ -35,7 +39,7 @@ class TensorCosts:
     between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
     held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
-    repeats. ``allowed``: which strategies there are.
+    repeats, ``repeated`` for each byte that every rank makes. ``allowed``: which strategies there are.
     """
 
     device: DeviceType
@@ -46,6 +50,7 @@ class TensorCosts:
     update_bytes: float = 8.0
     state_price: float = 0.0
     undivided: float = 0.0
+    repeated: float = 0.0
     allowed: Callable[[fx.Node, Strategy], bool] | None = None
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
@@ -61,6 +66,9 @@ class TensorCosts:
                 seconds = self._divided(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
+            if strategy.factor is None and self.repeated and num_ranks > 1:
+                seconds += self.repeated * made_bytes(node)
+            seconds += self._of_form(node, strategy, seconds, num_ranks) if strategy.form else 0.0
             self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
 
@@ -74,6 +82,15 @@ class TensorCosts:
         passes = 3 if self.train and needs_gradient(node) else 1
         rest: float = (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
         return seconds / num_ranks + rest
+
+    def _of_form(self, node: fx.Node, strategy: Strategy, seconds: float, num_ranks: int) -> float:
+        """Seconds that what an attention sends adds to its computation."""
+        query, key, value = local_operands(node, strategy, num_ranks)[:3]
+        zigzag, seen = strategy.operands[0].zigzag, band(node) or Band()
+        sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
+        passes = 2 if self.train and needs_gradient(node) else 1
+        beside = strategy.form == "ring"
+        return sum(hidden(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes])
 
     def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:
@@ -122,17 +139,33 @@ def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:
     return None if factors is None or strategy.factor is None else factors.lower.get(strategy.factor)
 
 
-def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
-    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
-    operands = [
+def made_bytes(node: fx.Node) -> int:
+    """Bytes of a node's results; a view makes none."""
+    return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
+
+
+def local_operands(node: fx.Node, strategy: Strategy, num_ranks: int) -> list[Operand]:
+    """One rank's operands under ``strategy``."""
+    return [
         Operand(local_shape(layout, tuple(o.meta["val"].shape), num_ranks), o.meta["val"].dtype)
         for o, layout in zip(operands_of(node), strategy.operands, strict=True)
         if isinstance(o.meta["val"], Tensor)
     ]
+
+
+def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
+    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
+    operands = local_operands(node, strategy, num_ranks)
     results = [
         Operand(local_shape(layout, tuple(r.shape), num_ranks), r.dtype)
         for r, layout in zip(results_of(node), strategy.results, strict=True)
     ]
+    if strategy.form:
+        ways = (False, True) if train and needs_gradient(node) else (False,)
+        zigzag = strategy.operands[0].zigzag
+        return sum(
+            kernels_time(form_kernels(node, operands, results, num_ranks, zigzag, back), device) for back in ways
+        )
     seconds = kernels_time(forward_kernels(node, operands, results), device)
     if train and needs_gradient(node):
         seconds += kernels_time(backward_kernels(node, operands, results, operand_needs(node)), device)

@@ -11,11 +11,11 @@ import numpy as np
 from partitioner.cost.asked import Asked, Columns, Exchange, asked_by
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernel_times
+from partitioner.cost.context import context_exchanges
 from partitioner.cost.saved import Kept, expanded, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
-    context_exchanges,
     expected_loads,
     expert_exchanges,
     hidden,
@@ -121,12 +121,12 @@ class CallWork:
         asked, train, slowdown = self.asked(spread.fp8), self.train, device.overlap_slowdown
         computed = self._on(device, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
-        for (nbytes, back), of_ring in zip(asked.rings if spread.cp > 1 else (), computed.rings, strict=False):
-            ring = context_exchanges(nbytes, spread)
+        for (node, back), of_ring in zip(asked.rings, computed.rings, strict=True):
+            sent, beside = context_exchanges(node, groups)
             for way in range(1 + back):
-                comm[way] += hidden(of_ring[way], ring[way], slowdown)
+                comm[way] += hidden(of_ring[way], sent[way], slowdown, beside)
         for exchange in asked.exchanges:
-            took = _seconds(exchange, groups, device) / (spread.cp if exchange.of_batch else 1)
+            took = _seconds(exchange, groups, device)
             apart = spread.software.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
             if exchange.anew and spread.software.regather:  # behind the products of the backward
@@ -142,7 +142,7 @@ class CallWork:
         return self._cost(asked, spread, computed, seconds, comm)
 
     def _on(self, device: DeviceType, spread: Spread) -> _Computed:
-        key = id(device), spread.cp, spread.ep, spread.of_experts, spread.num_experts, spread.fp8
+        key = id(device), spread.ep, spread.of_experts, spread.num_experts, spread.fp8
         if key not in self._computed:  # the device is kept: its identity stays its own
             self._computed[key] = device, _computed(self.asked(spread.fp8), device, spread)
         return self._computed[key][1]
@@ -150,7 +150,7 @@ class CallWork:
     def _cost(
         self, asked: Asked, spread: Spread, computed: _Computed, seconds: list[float], comm: list[float]
     ) -> CallCost:
-        part, regather = 1 / spread.cp, self.train and spread.software.regather
+        regather = self.train and spread.software.regather
         kept, slim = self._keeps(regather, selective=False), self._keeps(regather, selective=True)
         states = [s.nbytes * (spread.of_experts if s.expert else 1.0) for s in asked.states]
         return CallCost(
@@ -160,14 +160,14 @@ class CallWork:
             backward_comm_s=comm[1],
             flops=computed.flops[0],
             backward_flops=computed.flops[1],
-            saved_bytes=kept.inside * part,
+            saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working * part + _gathered_bytes(states, spread),
-            input_bytes=tuple(nbytes * part for nbytes in self._sizes[0]),
-            output_bytes=tuple(nbytes * part for nbytes in self._sizes[1]),
+            working_bytes=kept.working + _gathered_bytes(states, spread),
+            input_bytes=tuple(map(float, self._sizes[0])),
+            output_bytes=tuple(map(float, self._sizes[1])),
             output_grads=self._output_grads,
             state_bytes=sum(states),
-            selective_bytes=(kept.inside - slim.inside) * part,
+            selective_bytes=kept.inside - slim.inside,
             selective_s=computed.again,
         )
 
@@ -234,19 +234,19 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
 
 
 def _spread_columns(columns: Columns, spread: Spread) -> Columns:
-    """The kernels as a rank runs them: the batch divided over ``cp``, experts' weights over ``ep``; each expert on a
+    """The kernels as a rank runs them: experts' weights divided over ``ep``; each expert on a
     rank gets the rows of ``ep`` ranks."""
-    cp, ep, experts = spread.cp, spread.ep, columns.expert
-    if cp == ep == spread.of_experts == 1 and not experts.any():
+    ep, experts = spread.ep, columns.expert
+    if ep == spread.of_experts == 1 and not experts.any():
         return columns
     held = (columns.held > 0) & (columns.held < spread.num_experts)  # tp may have divided the experts
-    load = expected_loads(columns.rows * ep / cp, ep) * np.where(held, columns.held / max(1, spread.num_experts), 1.0)
+    load = expected_loads(columns.rows * ep, ep) * np.where(held, columns.held / max(1, spread.num_experts), 1.0)
     load = np.where(experts, load, 1.0)
-    batch = (columns.num_bytes - columns.state_bytes) / cp * load
+    batch = (columns.num_bytes - columns.state_bytes) * load
     weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)
-    smallest = np.where(experts, np.minimum(columns.smallest * load * ep / cp, columns.widest), columns.smallest)
+    smallest = np.where(experts, np.minimum(columns.smallest * load * ep, columns.widest), columns.smallest)
     return replace(
-        columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops / cp * load, smallest=smallest
+        columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops * load, smallest=smallest
     )
 
 

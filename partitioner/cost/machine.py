@@ -132,12 +132,11 @@ class Machine:
 
     def _spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
-        plain = self.mesh.get("cp", 1) == self.ep == 1 and self.zero < 3 and self.expert_tp == tp
+        plain = self.ep == 1 and self.zero < 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded = self.zero == 3
         return Spread(
-            context=self.group("cp"),
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
             shards=self.group("dp", "cp") if sharded else Group(1),
             expert_shards=self.group("experts") if sharded else Group(1),

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from passes.collectives import collective_name
+from passes.band import Band, most_pairs
+from passes.collectives import CONTEXT, collective_name
 from passes.factors import factors_of
+from passes.rules.algebra import argument
+from passes.rules.attention import band
 
 Shape = tuple[int, ...]
 
@@ -99,7 +102,8 @@ _SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is
 _ADDITIONS = frozenset(("add", "sub", "rsub"))
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu""".split()
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
+    context_attention""".split()
 )
 # Products in a fused attention's backward over those forward: scores again, and four more of the same size, over two
 # (Dao et al. 2022, FlashAttention).
@@ -162,6 +166,12 @@ def is_attention(node: fx.Node) -> bool:
     return operator_name(node) in _ATTENTION
 
 
+def _only_sends(node: fx.Node) -> bool:
+    """Whether the operator is a collective that computes nothing to speak of."""
+    name = collective_name(node.target)
+    return name is not None and name not in CONTEXT
+
+
 def _copies(node: fx.Node) -> bool:
     """Whether a reshape of a tensor with gaps has to copy."""
     source = node.args[0]
@@ -181,7 +191,7 @@ def _copies(node: fx.Node) -> bool:
 
 def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
     """What running ``node`` on tensors of these shapes takes; nothing for views and collectives."""
-    if node.target is operator.getitem or collective_name(node.target) is not None or not results:
+    if node.target is operator.getitem or _only_sends(node) or not results:
         return []
     name = operator_name(node)
     if name in VIEWS:
@@ -197,11 +207,25 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
     return [_kernel(_kind(node, name), [*operands, *results])]
 
 
+def form_kernels(
+    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
+) -> list[Kernel]:
+    """What an attention takes whose queries and keys are both sharded over ``num_ranks``; shapes are one rank's."""
+    width = results[0].shape[-1]
+    flops, smallest = attention_product(
+        operands[0].shape, operands[1].shape, width, band(node) or Band(), num_ranks, zigzag
+    )
+    flops *= _ATTENTION_BACKWARD if backward else 1.0
+    traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
+    launches = (1 + backward) * num_ranks
+    return [_kernel("attention", traffic, flops, smallest, _precision(operands), launches=launches)]
+
+
 def backward_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
     """What the gradients of the operands that ``needs`` marks take."""
-    if not any(needs) or node.target is operator.getitem or collective_name(node.target) is not None or not results:
+    if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
         return []
     name = operator_name(node)
     result = results[0]
@@ -271,15 +295,22 @@ def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Seq
 
 
 def _attention(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
-    """Scores and their product with the values; a causal mask leaves half of them."""
+    """Scores and their product with the values; of a causal mask or a window what they leave."""
     query, key = operands[0].shape, operands[1].shape
+    if "partition" in str(node.target):
+        over = collective_name(node.target) is not None
+        size, zigzag = (argument(node, "size"), argument(node, "zigzag")) if over else (1, False)
+        return attention_product(query, key, out[-1], band(node) or Band(), size, zigzag)
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
-    pairs = query[-2] * key[-2]
-    if causal:  # query i sees keys up to i
-        seen = min(query[-2], key[-2])
-        pairs = seen * (seen + 1) // 2 + max(0, query[-2] - key[-2]) * key[-2]
-    heads = math.prod(query[:-2])
-    return 2.0 * heads * pairs * (query[-1] + out[-1]), key[-2]
+    return attention_product(query, key, out[-1], Band(None, 0) if causal else Band())
+
+
+def attention_product(
+    query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
+) -> _Product:
+    """On the rank that has most to do, of ``num_ranks`` that have such queries and keys each; ``width``: of values."""
+    pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
+    return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
 
 
 def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.operators import VIEWS, is_view, operator_name
 from passes.blocks import Block
-from passes.collectives import collective_name
+from passes.collectives import CONTEXT, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -59,7 +59,8 @@ _NEEDS: dict[str, Need] = {
     "div": "quotient",
     **dict.fromkeys(
         """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-        _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu""".split(),
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
+        context_attention""".split(),
         "attention",
     ),
 }
@@ -153,7 +154,8 @@ def value_of(node: fx.Node) -> Value:
 
 def _needed(node: fx.Node) -> Iterator[Value]:
     """The values that the gradient of ``node`` reads."""
-    if operator_name(node) in VIEWS or node.target is operator.getitem or collective_name(node.target) is not None:
+    sends = collective_name(node.target) not in (None, *CONTEXT)
+    if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
         return
     operands = operands_of(node)
     need = _NEEDS.get(operator_name(node), "operands")

@@ -1,8 +1,7 @@
-"""What context and expert parallelism, sharded states and the host make of a call's cost.
+"""What expert parallelism, sharded states and the host make of a call's cost.
 
-The local graph of a call is for whole sequences and all experts. Over ``cp`` ranks what grows with the batch is
-divided, and attention gathers keys and values around the ring; over ``ep`` ranks the experts' weights are divided and
-tokens are sent to them and back by all-to-all; under ZeRO-3 a call's weights are gathered before it runs.
+The local graph of a call is for all experts. Over ``ep`` ranks the experts' weights are divided and tokens are sent to
+them and back by all-to-all; under ZeRO-3 a call's weights are gathered before it runs.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ EXECUTED = Software()  # as this project's runtime does
 
 @dataclass(frozen=True)
 class Spread:
-    """How a call is spread besides ``tp``. ``context``, ``experts``, ``shards``: the groups of ``cp``, of ``ep`` and of
-    the ranks that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``);
-    ``by_rows``: the graph has a ``tp``-th of the rows. ``num_experts``: in all, of the layer that has most.
+    """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
+    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``:
+    the graph has a ``tp``-th of the rows. ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
     """
 
-    context: Group = _ALONE
     experts: Group = _ALONE
     shards: Group = _ALONE
     expert_shards: Group = _ALONE
@@ -56,10 +54,6 @@ class Spread:
     overlap: bool = True
     fp8: bool = False
     software: Software = EXECUTED
-
-    @property
-    def cp(self) -> int:
-        return self.context.size
 
     @property
     def ep(self) -> int:
@@ -153,17 +147,9 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    part = spread.cp * (1 if spread.by_rows else spread.tp)  # a rank sends the tokens of its own part of the sequence
+    part = 1 if spread.by_rows else spread.tp  # a rank sends the tokens of its own part of the sequence
     values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
-
-
-def context_exchanges(num_bytes: float, spread: Spread) -> tuple[float, float]:
-    """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients).
-
-    ``num_bytes``: of the keys and values of the whole sequence."""
-    ring = collective_time("all_gather", num_bytes, spread.context)
-    return ring, ring + collective_time("reduce_scatter", num_bytes, spread.context)
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:

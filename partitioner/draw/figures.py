@@ -12,6 +12,7 @@ COLLECTIVE_NAMES = {
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "all_to_all": "all-to-all",
+    "ring": "ring of sends",
 }
 
 

@@ -32,6 +32,7 @@ _LEGEND = (
     ("reduce_scatter", "reduce-scatter"),
     ("all_reduce", "all-reduce"),
     ("all_to_all", "all-to-all"),
+    ("ring", "ring of sends"),
     ("send", "send and receive between stages"),
     ("long_edge", "value relayed over several stages"),
     ("tied", "tied weight"),

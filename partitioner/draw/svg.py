@@ -45,6 +45,7 @@ PALETTE: dict[str, Colour] = {
     "reduce_scatter": Colour("#aa4499", "#d06fc0"),
     "all_reduce": Colour("#cc6677", "#e58290"),
     "all_to_all": Colour("#9a8a2f", "#c2b25a"),
+    "ring": Colour("#2f7f3f", "#63b873"),
     "tied": Colour("#882255", "#d4689c"),
     "long_edge": Colour("#ee7733", "#f39a66"),
     "memory": Colour("#5d8ab8", "#5b8fc4"),

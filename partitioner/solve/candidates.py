@@ -8,21 +8,22 @@ new comes up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
 from partitioner.solve.ports import BlockValue
-from passes.factors import Strategy, strategies
+from passes.factors import NO_SIZES, Strategy, strategies
 from passes.layouts import Layout
 
 MAX_WANTED = 6  # section layouts of one value that are passed on
 
 
 def candidates(
-    values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int
+    values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """The strategies of each operator of a block whose values are ``values``."""
+    """The strategies of each operator of a block whose values are ``values``; ``lengths``: of sequences, which may be
+    sharded zigzag."""
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):
         if value.source in spots:
@@ -40,7 +41,7 @@ def candidates(
         if asked.get(node) == wishes:
             continue
         asked[node] = wishes
-        found[node] = strategies(node, num_ranks, wishes)
+        found[node] = strategies(node, num_ranks, wishes, lengths)
         for number in _offer(node, found[node], spots[node], wanted):
             value = values[number]
             queue.extend(r.node for r in value.readers if r.node is not None)

@@ -22,7 +22,7 @@ class LayoutRules:
     ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
     output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
     ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
-    values between calls may be partial sums.
+    values between calls may be partial sums. ``lengths``: dims of these sizes may be sharded zigzag.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class LayoutRules:
     pins: Mapping[str, Layout] = field(default_factory=dict)
     whole_states: bool = False
     partial_values: bool = False
+    lengths: frozenset[int] = frozenset()
 
     def check(self, model: FoldedModel) -> None:
         """Raises :class:`ShardingError` where a name is unknown."""
@@ -49,12 +50,17 @@ def _dims(tie: Tie, num_ranks: int) -> list[Layout]:
     return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
 
 
+def _zigzags(tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+    layouts = [shard(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
+    return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
+
+
 def value_options(model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """The layouts that these values may have. Raises :class:`ShardingError` where none is left."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
-    options = [REPLICATED, *_dims(tie, num_ranks), READ_SHARDED]
+    options = [REPLICATED, *_dims(tie, num_ranks), *_zigzags(tie, num_ranks, rules), READ_SHARDED]
     ends = all(name in outputs and name not in read for name in tie.names)
     if ends or rules.partial_values:
         options.append(PARTIAL)

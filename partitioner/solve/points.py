@@ -10,6 +10,7 @@ from partitioner.errors import PlanError
 from partitioner.solve.pipelines import PIPELINES
 from partitioner.topology.model import Topology
 
+_LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _VIRTUAL = (2, 3, 4, 6, 8, 12)  # virtual stages that are tried
 
 
@@ -144,12 +145,10 @@ def meshes(space: Space) -> list[tuple[int, int, int, int]]:
 
 def _context_axes(space: Space, room: int) -> list[int]:
     """Each rank gets two pieces of the sequence, one from either end, so that causal work is even."""
-    pinned = space.constraints
+    pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
-    if not pinned.ahead:
-        return [1]
-    return [cp for cp in divisors(room) if cp == 1 or (space.length >= 2 * cp and space.length % (2 * cp) == 0)]
+    return [cp for cp in divisors(room) if cp == 1 or (length >= _LEAST_TOKENS * cp and length % (2 * cp) == 0)]
 
 
 def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ from partitioner.solve.ports import BlockValue, Port, Tie, operators_of, tied_st
 from partitioner.solve.presolve import InfeasibleError
 from partitioner.solve.share import matmul_flops
 from passes.blocks import Block, FoldedModel, TensorSpec
-from passes.factors import Strategy, factors_of, operands_of, results_of
+from passes.factors import NO_SIZES, Strategy, factors_of, operands_of, results_of
 from passes.layouts import PARTIAL, REPLICATED, Layout
 from passes.shard import RESHARDS, BlockSharding
 
@@ -88,6 +88,7 @@ def solve_sharding(
     output_layouts: Mapping[str, Collection[Layout]] | None = None,
     pins: Mapping[str, Layout] | None = None,
     whole_states: bool | None = None,
+    lengths: Collection[int] = NO_SIZES,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """The best sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
@@ -98,6 +99,7 @@ def solve_sharding(
             only where no call reads it. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is named.
         pins: value or state -> its layout.
         whole_states: no state is sharded and trained ones have partial-sum gradients; by default on the axis ``data``.
+        lengths: of sequences that the axis shards: dims of these sizes may be zigzag, operators in further forms.
 
     Raises:
         ShardingError: a name is unknown, or what is asked excludes every sharding.
@@ -113,6 +115,7 @@ def solve_sharding(
         pins or {},
         whole_states=axis == DATA if whole_states is None else whole_states,
         partial_values=axis == DATA,
+        lengths=frozenset(lengths),
     )
     rules.check(model)
     if num_ranks == 1:
@@ -155,7 +158,7 @@ class _ShardingProblem:
                 self._connect(name, value)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        found = candidates(values, operators_of(block), self.num_ranks)
+        found = candidates(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
         self.operators[name] = {}
         for node, choices in found.items():

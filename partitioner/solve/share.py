@@ -41,6 +41,7 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _with_addend),
     "addbmm": _batches_added,
     "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("partition::band_attention", "partition::context_attention"), _attention),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
 }
 

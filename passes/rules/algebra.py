@@ -30,17 +30,20 @@ class Strategy:
     """One way to run an operator on one mesh axis.
 
     ``factor`` is the sharded factor, ``None`` where every rank computes the same (or its own addend of) everything.
-    ``sections`` are the parts of the factor that are sharded each on its own, ``()`` for one.
+    ``sections`` are the parts of the factor that are sharded each on its own, ``()`` for one. ``form`` is one of the
+    operator's :attr:`OpFactors.forms`: a way to run it that shards more than one factor.
     """
 
     factor: str | None
     sections: tuple[int, ...]
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    form: str = ""
 
     def __str__(self) -> str:
         sections = f"[{','.join(map(str, self.sections))}]" if self.sections else ""
-        name = f"{self.factor}{sections}: " if self.factor else ""
+        form = f" by {self.form}" if self.form else ""
+        name = f"{self.factor}{sections}{form}: " if self.factor else ""
         return f"{name}{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
 
 
@@ -59,6 +62,19 @@ class Lowering:
     collectives: tuple[tuple[str, int], ...] = ()
     sections: bool = False
     divides_work: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to run an operator over ranks that no single factor gives, as attention whose queries and keys are both
+    sharded. ``operands`` and ``results``: the dim that is sharded of each, ``None`` where it is read whole. ``build``
+    appends the local operators; ``factor`` is the one that is divided, in words.
+    """
+
+    factor: str
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    build: Callable[[Local], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,8 @@ class OpFactors:
 
     ``operands`` and ``results`` have the factors of every dim; a dim larger than 1 without any is never sharded.
     ``linear``: sets of operand positions; if exactly these are partial sums and the others whole, so are the results.
-    ``local`` writes the operator for local shapes where its own arguments do not fit them.
+    ``local`` writes the operator for local shapes where its own arguments do not fit them. ``forms``: further ways to
+    run it along a sequence.
     """
 
     sizes: Mapping[str, int]
@@ -92,6 +109,7 @@ class OpFactors:
     lower: Mapping[str, Lowering] = field(default_factory=dict)
     local: Callable[[Local], fx.Node] | None = None
     spans: Spans | None = None
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     def __str__(self) -> str:
         def dim(factors: tuple[str, ...]) -> str:

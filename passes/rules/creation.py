@@ -51,14 +51,18 @@ def _local_arange(local: Local) -> fx.Node:
     start, step = argument(local.node, "start", 0), argument(local.node, "step", 1)
     options = {**local.node.kwargs, "dtype": val.dtype}
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
+    layout = local.strategy.results[0]
     pieces: list[fx.Node] = []
-    for section in sections_of(local.strategy.results[0], val.shape[0]):
-        length = section // local.num_ranks
-        piece = local.call(aten.arange.default, length, **options)
-        piece = local.call(aten.add.Tensor, piece, local.call(aten.mul.Tensor, rank, length))
-        if step != 1:
-            piece = local.call(aten.mul.Tensor, piece, step)
-        pieces.append(local.call(aten.add.Tensor, piece, start) if start else piece)
+    for section in sections_of(layout, val.shape[0]):
+        length = section // (local.num_ranks * (1 + layout.zigzag))
+        for from_end in (False, True) if layout.zigzag else (False,):
+            piece = local.call(aten.arange.default, length, **options)
+            place = local.call(aten.mul.Tensor, rank, -length if from_end else length)
+            piece = local.call(aten.add.Tensor, piece, place)
+            if step != 1:
+                piece = local.call(aten.mul.Tensor, piece, step)
+            first = start + (section - length) * step if from_end else start
+            pieces.append(local.call(aten.add.Tensor, piece, first) if first else piece)
         start += section * step
     return pieces[0] if len(pieces) == 1 else local.call(aten.cat.default, pieces)
 

@@ -29,10 +29,12 @@ def _input_problem(program: Program, given: InputData) -> str:
         if not 0 <= given.batch_dim < len(shape) or shape[given.batch_dim] % pieces:
             return f"of shape {given.shape} cannot be split into {pieces} microbatches on dim {given.batch_dim}"
         shape[given.batch_dim] //= pieces
-    layout, tp = Layout.parse(value.layout), program.mesh.get("tp", 1)
-    if layout.kind == "P" or not divides(layout, tuple(shape), tp):
-        return f"of shape {tuple(shape)} for one microbatch cannot be {layout} over tp={tp}"
-    part = local_shape(layout, tuple(shape), tp)
+    part = tuple(shape)
+    for axis, layout in (("cp", Layout.parse(value.context)), ("tp", Layout.parse(value.layout))):
+        size = program.mesh.get(axis, 1)
+        if layout.kind == "P" or not divides(layout, part, size):
+            return f"of shape {part} for one microbatch cannot be {layout} over {axis}={size}"
+        part = local_shape(layout, part, size)
     if (part, given.dtype) != (value.shape, value.dtype):
         return f"is {given.dtype}{list(part)} for one microbatch, its value {value.dtype}{list(value.shape)}"
     return ""
@@ -58,6 +60,8 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
     value = program.values[name]
     if output.layout != value.layout:
         return f"is {output.layout} over tp, but its value is {value.layout}"
+    if output.context != value.context:
+        return f"is {output.context} over cp, but its value is {value.context}"
     if output.batch not in ("P", "R", *(f"S{d}" for d in range(len(value.shape)))):
         return f"is {output.batch!r} over the batch; expected P, R or S<dim> of {len(value.shape)} dims"
     if name == program.loss and output.batch != "P":
@@ -71,6 +75,7 @@ def _loss_problem(program: Program) -> str:
     if program.loss not in program.values:
         return f"the loss is the value {program.loss!r}, which does not exist"
     value = program.values[program.loss]
-    if math.prod(value.shape) != 1 or value.layout != "R":
-        return f"the loss {program.loss!r} is {value.layout} of shape {value.shape}; expected one whole number"
+    if math.prod(value.shape) != 1 or value.layout != "R" or value.context != "R":
+        where = value.layout if value.context == "R" else f"{value.context} over cp"
+        return f"the loss {program.loss!r} is {where} of shape {value.shape}; expected one whole number"
     return ""

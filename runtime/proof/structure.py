@@ -139,6 +139,7 @@ def _call(facts: ProgramFacts, stage: int, position: int, call: CallData) -> Non
 def _value_spec(value: Value) -> TensorSpec | None:
     try:
         Layout.parse(value.layout)
+        Layout.parse(value.context)
         return TensorSpec(value.shape, dtype_of(value.dtype))
     except ValueError:
         return None

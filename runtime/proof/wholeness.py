@@ -11,21 +11,22 @@ from torch import fx
 from passes.layouts import Layout
 from passes.variance import Sameness, culprit, misuse, sameness
 from runtime.facts import ProgramFacts
-from runtime.program import CallData, Program
+from runtime.program import CallData, Program, StateData
 from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
 
-TP = "tp"
+AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 
 def check_wholeness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first value, gradient or output that differs where it must not."""
-    _over_tp(facts)
+    for axis in AXES:
+        _over(axis, facts)
     _over_batch(facts)
 
 
-def _over_tp(facts: ProgramFacts) -> None:
-    if facts.program.mesh.get(TP, 1) == 1:
+def _over(axis: str, facts: ProgramFacts) -> None:
+    if facts.program.mesh.get(axis, 1) == 1:
         return
     checked: set[object] = set()
     for stage, position in facts.order:
@@ -35,9 +36,9 @@ def _over_tp(facts: ProgramFacts) -> None:
             continue
         checked.add(key)
         try:
-            _forward(facts, call)
+            _forward(axis, facts, call)
             if any(v in facts.flow.values for v in call.outputs):
-                _backward(facts, call)
+                _backward(axis, facts, call)
         except Refusal as refusal:
             refusal.stage, refusal.call = stage, position
             raise
@@ -48,7 +49,7 @@ def _key(facts: ProgramFacts, call: CallData) -> object:
     program = facts.program
     kept = [program.states[n] for n in call.states]
     states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
-    values = tuple(program.values[n].layout for n in (*call.inputs, *call.outputs))
+    values = tuple((program.values[n].layout, program.values[n].context) for n in (*call.inputs, *call.outputs))
     return call.block, facts.needs(call), states, values
 
 
@@ -56,60 +57,70 @@ _VALUES: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "alike", "
 _GRADIENTS: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "different", "P": "alike"}
 
 
-def _value(layout: str) -> Sameness:
-    return _VALUES[Layout.parse(layout).kind]
+def _layout(axis: str, program: Program, value: str) -> str:
+    return Layout.parse(program.values[value].layout if axis == "tp" else program.values[value].context).kind
 
 
-def _gradient(layout: str) -> Sameness:
-    return _GRADIENTS[Layout.parse(layout).kind]
+def _state_layout(axis: str, state: StateData) -> str:
+    """Over ``cp`` every rank has the whole of a state."""
+    if axis == "tp":
+        return Layout.parse(state.layout).kind
+    return "R'" if axis in state.grad_axes else "R"
 
 
-def _given(facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """A call's states and inputs over ``tp``, in the order of the placeholders."""
+def _given(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
+    """A call's states and inputs over ``axis``, in the order of the placeholders."""
     program = facts.program
-    apart = [_is_apart(program, n) for n in call.states] + [False] * len(call.inputs)
-    layouts = [program.states[n].layout for n in call.states] + [program.values[n].layout for n in call.inputs]
-    return ["different" if a else _value(layout) for a, layout in zip(apart, layouts, strict=True)]
+    states: list[Sameness] = [
+        "different" if _is_apart(axis, program, n) else _VALUES[_state_layout(axis, program.states[n])]
+        for n in call.states
+    ]
+    return states + [_VALUES[_layout(axis, program, n)] for n in call.inputs]
 
 
-def _is_apart(program: Program, state: str) -> bool:
-    """Whether ranks along ``tp`` have the weights of different experts."""
-    return program.experts_span_tp and Layout.parse(program.states[state].expert_layout).is_shard
+def _is_apart(axis: str, program: Program, state: str) -> bool:
+    """Whether ranks along ``axis`` have the weights of different experts."""
+    spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
+    return spread and Layout.parse(program.states[state].expert_layout).is_shard
 
 
-def _forward(facts: ProgramFacts, call: CallData) -> None:
+def _forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     program, block = facts.program, facts.blocks[call.block]
-    given = dict(zip((*block.states, *block.inputs), _given(facts, call), strict=True))
-    known = sameness(block.graph, given, TP, program.mesh[TP])
-    _refuse_misuse(call, block.graph, known)
+    given = dict(zip((*block.states, *block.inputs), _given(axis, facts, call), strict=True))
+    known = sameness(block.graph, given, axis, program.mesh[axis])
+    _refuse_misuse(axis, call, block.graph, known)
     for value, node in zip(call.outputs, block.outputs, strict=True):
-        if _value(program.values[value].layout) == "alike" and known[node.name] == "different":
-            message = f"{call.path!r}: the value {value!r} is said to be whole over tp, but differs from rank to rank"
+        if _VALUES[_layout(axis, program, value)] == "alike" and known[node.name] == "different":
+            message = (
+                f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
+            )
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 
-def _backward(facts: ProgramFacts, call: CallData) -> None:
+def _backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
     program, pieces = facts.program, facts.differentiated(call)
-    size = program.mesh[TP]
+    size = program.mesh[axis]
     forward = sameness(
-        pieces.forward.graph, dict(zip(pieces.forward.inputs, _given(facts, call), strict=True)), TP, size
+        pieces.forward.graph, dict(zip(pieces.forward.inputs, _given(axis, facts, call), strict=True)), axis, size
     )
     saved = _results(pieces.forward.graph)[pieces.num_outputs :]
     given = {name: forward[node.name] for name, node in zip(pieces.saved, saved, strict=True) if node is not None}
     seeds = pieces.backward.inputs[len(pieces.saved) :]
     for name, k in zip(seeds, pieces.grad_outputs, strict=True):
-        given[name] = _gradient(program.values[call.outputs[k]].layout)
-    known = sameness(pieces.backward.graph, given, TP, size)
-    _refuse_misuse(call, pieces.backward.graph, known)
-    whole = [(call.inputs[i], _gradient(program.values[call.inputs[i]].layout)) for i in pieces.grad_inputs]
+        given[name] = _GRADIENTS[_layout(axis, program, call.outputs[k])]
+    known = sameness(pieces.backward.graph, given, axis, size)
+    _refuse_misuse(axis, call, pieces.backward.graph, known)
+    whole = [(call.inputs[i], _GRADIENTS[_layout(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
-        apart = bool({TP, "etp"} & set(state.grad_axes)) or _is_apart(program, call.states[i])
-        whole.append((call.states[i], "different" if apart else _gradient(state.layout)))
+        apart = bool({axis, "etp"} & set(state.grad_axes)) or _is_apart(axis, program, call.states[i])
+        whole.append((call.states[i], "different" if apart else _GRADIENTS[_state_layout(axis, state)]))
     for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
         if wanted == "alike" and node is not None and known[node.name] == "different":
-            message = f"{call.path!r}: the gradient of {name!r} should be whole over tp, but differs from rank to rank"
+            message = (
+                f"{call.path!r}: the gradient of {name!r} should be whole over {axis}, but differs from rank to rank"
+            )
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 
@@ -119,8 +130,8 @@ def _results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
     return results  # type: ignore[return-value]
 
 
-def _refuse_misuse(call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    found = misuse(graph, known, TP)
+def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
+    found = misuse(graph, known, axis)
     if found is not None:
         raise Refusal("structure", f"{call.path!r}: {found[1]}", node=found[0].name)
 

@@ -75,7 +75,7 @@ def partition(
         constraints=constraints,
         estimate=chosen.estimate,
         certificate=certificate,
-        shares=operator_share(job.batch, chosen.local.sharding),
+        shares=operator_share(job.batch, chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=optimizer,

@@ -201,6 +201,8 @@ def _sequence(plan: Plan) -> Iterator[RenderableType]:
             yield _line(f"- {what} would take {seconds_text(way.step_time)}, {_against(way.step_time, chosen)}")
         else:
             yield _line(f"- {what} cannot be: {way.reason}")
+    if plan.constraints.cp is not None:
+        return
     others = [c for c in plan.certificate.candidates if c.mesh.get("cp", 1) == 1]
     solved = [c for c in others if c.step_time is not None]
     if solved:

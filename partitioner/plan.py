@@ -245,6 +245,9 @@ class Plan(Data):
         return export_ranks(self, Path(folder))
 
 
-def operator_share(batch: ShardingSolution, tensor: ShardingSolution) -> OperatorShare:
-    """The shares of a plan: of matrix products that ``tp`` divides, and of operators that no rule covers."""
-    return OperatorShare(matmul_sharded=tensor.matmul_sharded, without_rule=batch.without_rule)
+def operator_share(
+    batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
+) -> OperatorShare:
+    """The shares of a plan: of matrix products that ``tp`` or ``cp`` divides, and of operators that no rule covers."""
+    divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
+    return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

@@ -66,6 +66,7 @@ _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38
 # that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
 _REGATHERS = ("Megatron", "NeMo")
 _USER_BUFFERS = ("NeMo",)
+_PADS = ("Megatron", "NeMo")
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
 
@@ -120,7 +121,7 @@ def _shape(row: Row) -> Shape:
         kv_heads=row.get("kv_heads") or heads,
         head_dim=head_dim - ranks[2] if latent else head_dim,
         ffn=row.get("ffn") or 4 * hidden,
-        vocab=0 if row.get("task") == "layer_microbench" else row.get("vocab") or _VOCAB,
+        vocab=0 if row.get("task") == "layer_microbench" else _vocabulary(row),
         gated=bool(row.get("gated_ffn")),
         tied=bool(row.get("tied_embeddings")),
         fused_attention=fused,
@@ -135,6 +136,14 @@ def _shape(row: Row) -> Shape:
         float_loss=str(row.get("framework", "")).startswith(_UNFUSED),  # their default
         adapters=16 if row.get("task") == "lora" else 0,
     )
+
+
+def _vocabulary(row: Row) -> int:
+    """Rows of the embedding: Megatron-LM and what is built on it pad it to a multiple of 128 for each rank of ``tp``
+    (``make_vocab_size_divisible_by``)."""
+    stated = row.get("vocab") or _VOCAB
+    multiple = 128 * (row.get("tp") or 1) if _is(row, _PADS) else 1
+    return -(-stated // multiple) * multiple
 
 
 def _precision(row: Row) -> str:
@@ -225,7 +234,19 @@ def _constraints(row: Row) -> Constraints:
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
+        stage_of=_stages(row["layers"], pp),
     )
+
+
+def _stages(layers: int, pp: int) -> dict[str, int]:
+    """Stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head besides;
+    where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
+    ``account_for_embedding_in_pipeline_split``). Free where neither does."""
+    ends = 0 if layers % pp == 0 else 1
+    if pp == 1 or (layers + 2 * ends) % pp:
+        return {}
+    per_stage = (layers + 2 * ends) // pp
+    return {f"layers.{i}": (i + ends) // per_stage for i in range(layers)} | {"tokens": 0, "head": -1}
 
 
 def _is(row: Row, frameworks: tuple[str, ...]) -> bool:

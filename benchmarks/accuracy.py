@@ -32,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from partitioner import Constraints, PreparedModel, partition
+from partitioner.topology.groups import num_communicators
 from passes.errors import PartitionError
 from runtime.files import write_text
 
@@ -201,7 +202,9 @@ def _reported(row: Row, found: Prediction) -> float:
     assert found.memory is not None and found.first_memory is not None, found
     if row.get("memory_kind") != "GB":
         return found.memory
-    return found.first_memory + published_job(row).topology.devices[0].reserved
+    job = published_job(row)
+    kept = num_communicators(job.constraints.pinned) * job.topology.device_type(0).communicator
+    return found.first_memory + job.topology.devices[0].reserved + kept
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -1,8 +1,9 @@
 """Captured decoders that many rows share: few layers are traced, the others repeat the last, and files keep what was.
 
-The layers of a decoder of ``published_models`` are alike but for the first ``dense_layers``, and ``fold`` says so: of
-such a model more layers are more calls of the same block. So four are captured and the last one's call is repeated,
-which gives the folded model that all of them would have given (``tests/test_captures.py`` compares the two).
+The layers of a decoder of ``published_models`` are alike but for the first ``dense_layers`` and, where only some of the
+others have experts, in turns; ``fold`` says so: of such a model more layers are more calls of the same blocks. So four
+of a kind are captured and the last ones' calls are repeated, which gives the folded model that all of them would have
+given (``tests/test_captures.py`` compares the two).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import io
 import operator
 import pickle
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -36,10 +36,11 @@ FILES = Path(tempfile.gettempdir()) / "partitioner-captures"
 
 def prepared(shape: Shape, length: int, dtype: torch.dtype, global_batch: int, precision: str | None) -> PreparedModel:
     """The decoder of ``shape``, prepared and already captured at ``global_batch``."""
-    few = replace(shape, layers=min(shape.layers, shape.dense_layers + _LAYERS))
+    some = (shape.layers - shape.dense_layers) % shape.expert_every  # so that the last ones are those of the whole
+    few = replace(shape, layers=min(shape.layers, shape.dense_layers + _LAYERS * shape.expert_every + some))
     model, inputs = build(few, length, dtype)
     made = prepare(model, inputs, precision=precision)
-    return made.captured_as(global_batch, with_layers(_captured(few, length, dtype, global_batch), shape.layers))
+    return made.captured_as(global_batch, with_layers(_captured(few, length, dtype, global_batch), shape))
 
 
 @lru_cache(maxsize=_KNOWN_AT_A_TIME)
@@ -66,49 +67,43 @@ def _version() -> str:
     return digest.hexdigest()
 
 
-def with_layers(model: FoldedModel, layers: int) -> FoldedModel:
-    """``model`` with as many calls of its last layer more as make ``layers``."""
-    numbers = [int(call.path.split(".")[1]) for call in model.calls if call.path.startswith("layers.")]
-    last = max(numbers)
-    if layers == last + 1:
+def with_layers(model: FoldedModel, shape: Shape) -> FoldedModel:
+    """``model``, of the first layers of ``shape``, with as many calls like its last ones' more as there are layers."""
+    of_call = [int(c.path.split(".")[1]) if c.path.startswith("layers.") else None for c in model.calls]
+    last = max(n for n in of_call if n is not None)
+    if shape.layers == last + 1:
         return model
-    assert layers > last, (layers, last)
-    own = f"layers.{last}"
-    body = [call for call in model.calls if call.path == own or call.path.startswith(own + ".")]
-    start = model.calls.index(body[0])
-    assert model.calls[start : start + len(body)] == body, "a layer's calls are not in a row"
-    before = [name for name in body[0].inputs if name not in {i.value for i in model.inputs}]
-    [entry] = before
-    [leaving] = {
-        n for c in model.calls[start + len(body) :] for n in c.inputs if n in {o for b in body for o in b.outputs}
-    }
+    assert shape.layers > last, (shape, last)
+    calls, states, values = list(model.calls), dict(model.states), dict(model.values)
+    end = max(i for i, n in enumerate(of_call) if n is not None) + 1
+    calls, rest = calls[:end], calls[end:]
+    [leaving] = _passed(model, last)
+    for number in range(last + 1, shape.layers):
+        like = number - shape.expert_every * -(-(number - last) // shape.expert_every)  # a layer of the last turn
+        old, new = f"layers.{like}", f"layers.{number}"
+        [entry] = _passed(model, like - 1)
 
-    def at(number: int) -> Callable[[str], str]:
-        """What a name of the last layer, or of what it reads, is in layer ``number``."""
+        def name(text: str, old: str = old, new: str = new, entry: str = entry, number: int = number) -> str:
+            if text == entry:
+                return leaving.replace(f"layers.{last}", f"layers.{number - 1}", 1)
+            return new + text[len(old) :] if text == old or text.startswith((old + ".", old + ":")) else text
 
-        def renamed(name: str) -> str:
-            if name == entry and number > last:
-                return at(number - 1)(leaving)
-            return (
-                f"layers.{number}" + name[len(own) :]
-                if name == own or name.startswith((own + ".", own + ":"))
-                else name
-            )
-
-        return renamed
-
-    calls, states, values = model.calls[: start + len(body)], dict(model.states), dict(model.values)
-    for number in range(last + 1, layers):
-        name = at(number)
-        for call in body:
-            named = {k: tuple(map(name, getattr(call, k))) for k in ("states", "inputs", "outputs")}
-            calls = [*calls, replace(call, path=name(call.path), **named)]
-            states |= {name(s): replace(model.states[s], name=name(s)) for s in call.states}
-            values |= {name(v): model.values[v] for v in call.outputs}
-    for call in model.calls[start + len(body) :]:
-        inputs = tuple(at(layers - 1)(leaving) if n == leaving else n for n in call.inputs)
-        calls.append(replace(call, inputs=inputs))
+        for call, of in zip(model.calls, of_call, strict=True):
+            if of == like:
+                named = {k: tuple(map(name, getattr(call, k))) for k in ("states", "inputs", "outputs")}
+                calls.append(replace(call, path=name(call.path), **named))
+                states |= {name(s): replace(model.states[s], name=name(s)) for s in call.states}
+                values |= {name(v): model.values[v] for v in call.outputs}
+    final = leaving.replace(f"layers.{last}", f"layers.{shape.layers - 1}", 1)
+    calls += [replace(c, inputs=tuple(final if n == leaving else n for n in c.inputs)) for c in rest]
     return model.with_(calls=calls, states=states, values=values)
+
+
+def _passed(model: FoldedModel, layer: int) -> set[str]:
+    """The values that a layer's calls make and later calls read."""
+    own = [i for i, c in enumerate(model.calls) if c.path == f"layers.{layer}" or c.path.startswith(f"layers.{layer}.")]
+    made = {value for i in own for value in model.calls[i].outputs}
+    return made & {value for call in model.calls[own[-1] + 1 :] for value in call.inputs}
 
 
 # --- graphs in files --------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts.
+    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts;
+    of the others the last of each ``expert_every`` has them.
     ``float_loss``: logits are cast to fp32 for the loss."""
 
     layers: int
@@ -32,6 +33,7 @@ class Shape:
     moe_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
+    expert_every: int = 1
     q_rank: int = 0  # multi-head latent attention: ranks of the compressed queries, keys and values, and rotary size
     kv_rank: int = 0
     rope_dim: int = 0
@@ -183,7 +185,8 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = Norm(shape.hidden, shape.gated), Norm(shape.hidden, shape.gated)
         self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
-        has_experts = shape.experts > 0 and index >= shape.dense_layers
+        later = index - shape.dense_layers
+        has_experts = shape.experts > 0 and later >= 0 and later % shape.expert_every == shape.expert_every - 1
         self.mlp = Experts(shape) if has_experts else Mlp(shape, shape.ffn)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ def _shape(row: Row) -> Shape:
     hidden, heads = row["hidden"], row["heads"]
     latent = row.get("attention") == "mla"
     experts = row.get("experts") or 0
+    dense, every = _dense_layers(row) if experts else (0, 1)
     fused = not row.get("framework", "").startswith(_UNFUSED) and "no flash" not in row.get("notes", "")
     ranks = _DEEPSEEK_RANKS if latent else (0, 0, 0)
     head_dim = row.get("head_dim") or hidden // heads
@@ -129,13 +130,21 @@ def _shape(row: Row) -> Shape:
         topk=row.get("topk") or 0,
         moe_ffn=row.get("moe_ffn") or row.get("ffn") or 0,
         shared_ffn=row.get("shared_ffn") or 0,
-        dense_layers=row["layers"] - (row.get("n_moe_layers") or row["layers"]) if experts else 0,
+        dense_layers=dense,
+        expert_every=every,
         q_rank=ranks[0],
         kv_rank=ranks[1],
         rope_dim=ranks[2],
         float_loss=str(row.get("framework", "")).startswith(_UNFUSED),  # their default
         adapters=16 if row.get("task") == "lora" else 0,
     )
+
+
+def _dense_layers(row: Row) -> tuple[int, int]:
+    """How many layers come before those with experts, and every which of the others has them: where rows state only
+    how many have, evenly spread if that comes out even (Llama 4), else the last ones (DeepSeek)."""
+    layers, having = row["layers"], row.get("n_moe_layers") or row["layers"]
+    return (layers - having, 1) if layers % having else (0, layers // having)
 
 
 def _vocabulary(row: Row) -> int:
@@ -229,7 +238,7 @@ def _constraints(row: Row) -> Constraints:
         virtual_stages=virtual,
         recompute=RECOMPUTE.get(str(row.get("recompute"))),
         zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
-        sequence_parallel=False if row.get("sequence_parallel") is False else None,
+        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
         overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021

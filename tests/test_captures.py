@@ -17,7 +17,10 @@ DENSE = Shape(7, 64, 4, 4, 16, 256, 512)
 EXPERTS = Shape(7, 64, 4, 2, 16, 256, 512, gated=True, tied=False, experts=8, topk=2, moe_ffn=64, dense_layers=1)
 
 
-@pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=["dense", "experts"])
+TURNS = Shape(11, 64, 4, 2, 16, 256, 512, gated=True, tied=False, experts=8, topk=1, moe_ffn=64, expert_every=2)
+
+
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS, TURNS], ids=["dense", "experts", "experts in turns"])
 @pytest.mark.parametrize("again", [False, True], ids=["captured", "from a file"])
 def test_a_model_of_repeated_layers_is_the_whole_one(
     shape: Shape, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

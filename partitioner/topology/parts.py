@@ -24,6 +24,7 @@ class DeviceType(Part):
     interpolated likewise, as below the first; empty: the same at all lengths.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
+    ``communicator``: what the communication library keeps for each group of ranks that a device is in.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
     and ``power_idle``: watts of one device. ``None``: not known.
     ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
@@ -32,6 +33,7 @@ class DeviceType(Part):
 
     memory: Bytes
     reserved: BytesOrNone = 0
+    communicator: BytesOrNone = 0
     peak: dict[str, Positive]
     memory_bandwidth: Positive
     launch: NonNegative = 0.0

@@ -69,6 +69,9 @@ _USER_BUFFERS = ("NeMo",)
 _PADS = ("Megatron", "NeMo")
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
+# But the zero-bubble fork of Megatron-LM takes a SentencePiece tokenizer (examples/pretrain_zero_bubble.sh), and its
+# models have the sizes that they are called by (6.2, 14.6 and 28.3 billion) with 32,000 tokens and not with 50,304.
+_VOCABULARIES = {"Megatron-LM fork": 32000}
 
 
 class Unstated(ValueError):
@@ -150,7 +153,7 @@ def _dense_layers(row: Row) -> tuple[int, int]:
 def _vocabulary(row: Row) -> int:
     """Rows of the embedding: Megatron-LM and what is built on it pad it to a multiple of 128 for each rank of ``tp``
     (``make_vocab_size_divisible_by``)."""
-    stated = row.get("vocab") or _VOCAB
+    stated = row.get("vocab") or _VOCABULARIES.get(str(row.get("framework")), _VOCAB)
     multiple = 128 * (row.get("tp") or 1) if _is(row, _PADS) else 1
     return -(-stated // multiple) * multiple
 

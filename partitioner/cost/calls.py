@@ -134,14 +134,15 @@ class _Work:
         ring = context_exchanges(node, self.spread)
         self.comm[0] += hidden(seconds, ring[0], self.device.overlap_slowdown)
         self._send(0, node)
-        self.issued[0] += 1
+        name = collective_name(node.target)
+        self.issued[0] += name != "copy"  # which does nothing on its way forward
         if self.train and needs_gradient(node):
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = in_fp8(kernels, operands, results, True) if self.spread.fp8 else kernels
             seconds = self._run(1, node, kernels, operands)
             self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
             self._send(1, node)
-            self.issued[1] += max(1, len(kernels))
+            self.issued[1] += max(1, len(kernels)) if name is None else len(kernels) + (_transposed(node) is not None)
 
     def _send(self, way: int, node: fx.Node) -> None:
         """A collective of the graph; a gather that is not kept is done again, behind the products of the backward."""
@@ -318,6 +319,11 @@ def _collective(node: fx.Node, groups: Mapping[str, Group], device: DeviceType, 
     if not backward:
         op = "all_to_all" if name in ROUTED else name
         return exchange_time(op, whole, group, device, strided) if name in COMMUNICATING else 0.0
-    grad = str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""
-    back = _TRANSPOSED.get((name, grad))
+    back = _transposed(node)
     return exchange_time(back, whole, group, device, strided) if back else 0.0
+
+
+def _transposed(node: fx.Node) -> str | None:
+    """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
+    name = collective_name(node.target) or ""
+    return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))

@@ -61,7 +61,7 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
     peak = device.peak_of(kernel.precision)
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * length_factor(kernel.smallest, device)
-    return peak * matmul_efficiency(kernel.smallest, device)
+    return peak * matmul_efficiency(kernel.smallest, device) * (1.0 if kernel.aligned else device.unaligned)
 
 
 def length_factor(keys: float, device: DeviceType) -> float:

@@ -28,6 +28,7 @@ class Shape:
     gated: bool = False
     tied: bool = True
     fused_attention: bool = True
+    document: int = 0  # tokens that attention reaches in packed sequences; 0: the whole sequence
     experts: int = 0
     topk: int = 0
     moe_ffn: int = 0
@@ -83,7 +84,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.fused = shape.fused_attention
+        self.fused, self.document = shape.fused_attention, shape.document
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
         self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
@@ -91,9 +92,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        samples, tokens = (batch * length // self.document, self.document) if self.document else (batch, length)
+        q = self.q(x).view(samples, tokens, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:

@@ -67,6 +67,8 @@ _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38
 _REGATHERS = ("Megatron", "NeMo")
 _USER_BUFFERS = ("NeMo",)
 _PADS = ("Megatron", "NeMo")
+# NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
+_DOCUMENT = 256
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
 # But the zero-bubble fork of Megatron-LM takes a SentencePiece tokenizer (examples/pretrain_zero_bubble.sh), and its
@@ -129,6 +131,7 @@ def _shape(row: Row) -> Shape:
         gated=bool(row.get("gated_ffn")),
         tied=bool(row.get("tied_embeddings")),
         fused_attention=fused,
+        document=_DOCUMENT if row.get("task") in ("sft", "lora") and row["seq_len"] % _DOCUMENT == 0 else 0,
         experts=experts,
         topk=row.get("topk") or 0,
         moe_ffn=row.get("moe_ffn") or row.get("ffn") or 0,
@@ -154,7 +157,9 @@ def _vocabulary(row: Row) -> int:
     """Rows of the embedding: Megatron-LM and what is built on it pad it to a multiple of 128 for each rank of ``tp``
     (``make_vocab_size_divisible_by``)."""
     stated = row.get("vocab") or _VOCABULARIES.get(str(row.get("framework")), _VOCAB)
-    multiple = 128 * (row.get("tp") or 1) if _is(row, _PADS) else 1
+    tp = row.get("tp") or 1
+    configured = "vocab 50257" in row.get("notes", "") and "per repo config" in row["notes"]  # as it was run, unpadded
+    multiple = 128 * tp if _is(row, _PADS) and (not configured or stated % tp) else 1
     return -(-stated // multiple) * multiple
 
 

@@ -29,6 +29,7 @@ from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.topology import Topology
 from partitioner.topology.groups import reference_type
 from passes.blocks import FoldedModel
+from passes.errors import UnsupportedError
 from passes.microbatch import split_batch
 
 # What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
@@ -114,6 +115,7 @@ class Solved:
 LocalKey = tuple[int, int, bool, Split]  # tp, parts of the batch, whether one microbatch is all, experts over tp
 
 
+Floor = dict[str, tuple[float, float]]  # by block
 Judged = tuple[StageProblem, StageSplit, Estimate]
 
 
@@ -127,6 +129,7 @@ class Evaluator:
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _seats: dict[int, Seat] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
+    _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point) -> Solved:
@@ -137,8 +140,7 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        by = split_of(point.tp, point.ep, point.etp)
-        key = point.tp, num_microbatches * point.dp, num_microbatches == 1, by
+        key = self._key(point, num_microbatches * point.dp, num_microbatches == 1)
         local = self._local(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)
@@ -176,15 +178,10 @@ class Evaluator:
 
         def least(machine: Machine) -> float:
             """Stages that are all as fast as the best and hold the same share of the work."""
-            by_stage = costs.by_stage(dressed(machine))
-            often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
-            sums = [
-                sum(n * (of[b].forward_total_s + of[b].backward_total_s * job.train) for b, n in often.items())
-                for of in {id(of): of for of in by_stage}.values()
-            ]
             weights_alone = Phases(0.0, 0.0, 1.0)  # the least share of fill and drain
             bubble = PIPELINES[point.schedule].bubble(weights_alone, point.pp, num_microbatches, point.virtual_stages)
-            return min(sums) * ((num_microbatches - bubble) / point.pp + bubble)
+            share = (num_microbatches - bubble) / point.pp + bubble
+            return self._fastest(local, costs, dressed(machine)) * share
 
         found = self.placements.best(point.grid, judge, least)
         problem, split, expected = found.result
@@ -204,6 +201,48 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
             problem.recompute == "selective",
+        )
+
+    def floor(self, point: Point, size: int) -> Floor | None:
+        """Seconds that each block takes a microbatch of ``point`` at least, forward and backward, wherever its ranks
+        are: its share of what one of ``size`` samples takes. ``None`` where nothing can be said.
+
+        Per sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus
+        something that grows no faster than the batch, as long as whatever divides the smaller divides the larger.
+        """
+        if not self.placements.complete(point.grid):
+            return None
+        whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+        key = *point.grid.values(), point.ep, point.etp, point.zero, size, whole
+        if key not in self._floors:
+            self._floors[key] = self._floor(point, size, whole)
+        found, share = self._floors[key], point.microbatch_size / size
+        return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
+
+    def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
+        job = self.job
+        parts = job.global_batch // size
+        key = self._key(point, parts, whole or parts == 1)
+        try:
+            dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
+            local = self._local(key, parts // dp, dp)
+        except UnsupportedError:  # samples that are coupled need not be so in smaller batches
+            return None
+        costs = self._seat_costs(key, local)
+        machines = [job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
+        every = list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
+        return {
+            name: (min(of[name].forward_total_s for of in every), min(of[name].backward_total_s for of in every))
+            for name in every[0]
+        }
+
+    def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> float:
+        """Seconds of a microbatch through all calls, if all stages were as fast as the fastest."""
+        often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
+        train = self.job.train
+        return min(
+            sum(n * (of[b].forward_total_s + of[b].backward_total_s * train) for b, n in often.items())
+            for of in {id(of): of for of in costs.by_stage(machine)}.values()
         )
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
@@ -235,10 +274,6 @@ class Evaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
 
-    def alike(self, tp: int) -> bool:
-        """Whether all ranks are on devices of one kind, and can all be in ``tp`` groups of the best kind."""
-        return self.placements.nested({"dp": self.job.topology.num_devices // tp, "tp": tp})
-
     def _reference_seat(self, tp: int) -> Seat:
         """What decides a sharding: the commonest kind of device, over the best ``tp`` groups that all can have."""
         if tp not in self._seats:
@@ -252,6 +287,9 @@ class Evaluator:
         if key not in self._costs:
             self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
         return self._costs[key]
+
+    def _key(self, point: Point, parts: int, whole: bool) -> LocalKey:
+        return point.tp, parts, whole, split_of(point.tp, point.ep, point.etp)
 
     def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         if key not in self._locals:

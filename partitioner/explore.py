@@ -9,6 +9,7 @@ from partitioner.baselines import compared, standards, unpinned
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
 from partitioner.evaluate import Evaluator, Job, Solved
+from partitioner.floors import Floors
 from partitioner.plan import Certificate
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
@@ -50,12 +51,11 @@ def explore(
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
             found = replace(found, least=min(least, bounds.refine(point)))
-        # a floor for other points only where none of their seats can be better than this one's
-        return found if evaluator.alike(point.tp) else replace(found, microbatch_s=None)
+        return found
 
     result = search(
         candidates,
-        bounds,
+        Floors(bounds, evaluator, candidates),
         evaluate,
         always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
@@ -71,7 +71,7 @@ def evaluated(solved: Solved) -> Evaluated:
     estimate, split = solved.estimate, solved.stages
     least = estimate.step_time - (split.pipeline_s - split.least_s)
     memory = max(estimate.memory)
-    return Evaluated(estimate.step_time, memory, solved, split.microbatch_s, least, estimate.breakdown)
+    return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
 
 
 __all__ = ["Point", "evaluated", "explore", "space_of"]

@@ -21,6 +21,7 @@ from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.evaluate import Evaluator, Job
 from partitioner.explore import explore
+from partitioner.floors import Floors
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.points import Point, Space, baselines, left_out, points
 from partitioner.topology import Topology
@@ -43,8 +44,9 @@ class Table:
     def refine(self, point: Point) -> float:
         return self.real[point] * self.share
 
-    def with_floor(self, point: Point, microbatch_s: float) -> float:
-        return microbatch_s
+    @property
+    def steps(self) -> Sequence[Callable[[Point], float]]:
+        return (self.refine,)
 
     def evaluate(self, point: Point) -> Evaluated:
         self.evaluated.append(point)
@@ -85,16 +87,27 @@ def test_what_is_always_evaluated_is_in_the_report_with_its_time():
     assert result.certificate.candidates[-1].reason == "excluded"
 
 
-def test_a_floor_of_one_point_bounds_smaller_microbatches():
-    large, small = Point(1, 1, 2, 8), Point(1, 1, 2, 2)
-    table = Table({large: 1.0, small: 9.0}, share=0.05)
+def test_each_step_is_taken_only_for_what_the_steps_before_leave():
+    first, second, third = grid(3)
+    table = Table({first: 1.0, second: 4.0, third: 9.0})
+    taken: list[tuple[str, Point]] = []
 
-    def evaluate(point: Point) -> Evaluated:
-        table.evaluated.append(point)
-        return Evaluated(table.real[point], 0, None, microbatch_s=8.0)
+    class Stepwise(Table):
+        @property
+        def steps(self) -> Sequence[Callable[[Point], float]]:
+            return self.rough, self.refine
 
-    assert run(table, evaluate).num_evaluated == 1
-    assert table.evaluated == [large]
+        def rough(self, point: Point) -> float:
+            taken.append(("rough", point))
+            return self.real[point] / 3
+
+        def refine(self, point: Point) -> float:
+            taken.append(("tight", point))
+            return self.real[point]
+
+    result = run(Stepwise(table.real, share=0.1))
+    assert result.num_evaluated == 1
+    assert taken == [("rough", first), ("rough", second), ("tight", first), ("rough", third)]
 
 
 def test_a_tolerance_stops_early_and_is_told():
@@ -260,13 +273,14 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
     space = Space(work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length)
     candidates = points(space)
     evaluator = Evaluator(work)
-    first = bounds.times(candidates)
+    floors = Floors(bounds, evaluator, candidates)
+    first = floors.times(candidates)
     for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
         solved = evaluator.solve(point)
         split, step = solved.stages, solved.estimate.step_time
         least = step - (split.pipeline_s - split.least_s)
         assert quick <= bounds.refine(point) <= least, point
-        assert bounds.with_floor(point, split.microbatch_s) <= least, point
+        assert all(bound(point) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from partitioner.cost.calls import exchange_time, operand_needs
+from partitioner.cost.asked import operand_needs
+from partitioner.cost.calls import exchange_time
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.operators import Operand, backward_kernels, forward_kernels

@@ -11,6 +11,7 @@ of the relaxed problem exactly. Devices, links and groups are the best that any 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from partitioner.constraints import Constraints
-from partitioner.cost.calls import CallCost, fan_out, node_operands, operand_needs
+from partitioner.cost.asked import fan_out, node_operands, operand_needs
+from partitioner.cost.calls import CallCost
 from partitioner.cost.compute import memory_rate, product_rate
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.operators import (
@@ -191,6 +193,10 @@ def _at_speed(cost: CallCost, speed: float) -> CallCost:
     return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
 
 
+def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
+    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
+
+
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
@@ -331,8 +337,10 @@ class ModelBounds:
             shares[name] = cost.scaled(1 / parts).zero(point.zero, replicas)
         return shares
 
-    def refine(self, point: Point) -> float:
+    def refine(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> float:
         """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
+
+        ``floor``: seconds that each block takes at least, forward and backward.
 
         Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
         """
@@ -342,6 +350,8 @@ class ModelBounds:
             self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
         fastest = float(self._speeds([point])[0][0])
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
+        if floor:
+            calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
         candidates = self.placements.candidates(point.grid) if self.placements.complete(point.grid) else None
         machine = relaxed(self.topology, point.grid, candidates)
 
@@ -367,10 +377,13 @@ class ModelBounds:
         least, _ = least_of([partial(seconds, constraints) for constraints in ways])
         return max(float(self.times([point])[0]), least * _ROUNDING)
 
-    def with_floor(self, point: Point, microbatch_s: float) -> float:
-        """The bound of ``point`` where one microbatch takes at least ``microbatch_s`` through all calls."""
-        m = point.num_microbatches(self.global_batch)
-        hidden = np.array([microbatch_s])  # as if all of it were backward
-        after = float(self._after([point], hidden)[0])
-        bubble = self._bubble(point)
-        return ((m - bubble) * microbatch_s / point.pp + bubble * microbatch_s + after) * _ROUNDING
+    def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
+        """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""
+        m, bubble = point.num_microbatches(self.global_batch), self._bubble(point)
+        often = Counter(self._placed)
+        ahead = sum(n * floor[block][0] for block, n in often.items())
+        back = sum(n * floor[block][1] for block, n in often.items()) if self.train else 0.0
+        largest = max((sum(floor[block][: 1 + self.train]) for block in often), default=0.0)
+        after = float(self._after([point], np.array([ahead + back]))[0])  # as if all of it could hide reductions
+        slowest = max((ahead + back) / point.pp, largest)
+        return ((m - bubble) * slowest + bubble * (ahead + back) + after) * _ROUNDING

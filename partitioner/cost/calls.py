@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from torch import Tensor, fx
+import numpy as np
 
+from partitioner.cost.asked import Asked, Columns, Exchange, asked_by
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.compute import kernels_time
-from partitioner.cost.operators import Kernel, Operand, add_kernel, backward_kernels, forward_kernels, is_view
-from partitioner.cost.saved import expanded, gathered, kept_by
+from partitioner.cost.compute import kernel_times
+from partitioner.cost.saved import Kept, expanded, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
     context_exchanges,
-    expected_load,
+    expected_loads,
     expert_exchanges,
-    expert_region,
     hidden,
-    in_fp8,
     in_pieces,
-    spread_kernel,
 )
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
-from passes.collectives import COMMUNICATING, ROUTED, collective_name
-from passes.factors import needs_gradient, operands_of, results_of
-from passes.gradients import differentiable
-
-# The collective that a collective's gradient takes; see the table in passes/collectives.py.
-_TRANSPOSED = {
-    ("all_gather", "reduce"): "reduce_scatter",
-    ("shard_slice", ""): "all_gather",
-    ("copy", ""): "all_reduce",
-    ("reduce_scatter", ""): "all_gather",
-    ("all_reduce", "reduce"): "all_reduce",
-    ("all_to_all", ""): "all_to_all",
-    ("dispatch", ""): "all_to_all",
-    ("combine", ""): "all_to_all",
-}
-# Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
-_FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
+from passes.factors import needs_gradient
 
 
 @dataclass(frozen=True)
@@ -103,146 +84,124 @@ def call_costs(
 
     An axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and nothing is saved.
     """
-    work = _Work(block, device, groups, train, spread)
-    for node in block.graph.nodes:
-        if node.op == "call_function":
-            work.add(node)
-    return work.cost()
+    return CallWork(block, train).cost(device, groups, spread)
 
 
-class _Work:
-    """Adds up a block's operators."""
+@dataclass(frozen=True)
+class _Computed:
+    """Seconds on one kind of device, forward and backward: of all kernels, of those of products, of each attention; of
+    what selective recomputation runs anew. FLOPs of products."""
 
-    def __init__(
-        self, block: Block, device: DeviceType, groups: Mapping[str, Group], train: bool, spread: Spread
-    ) -> None:
-        self.block, self.device, self.groups, self.train, self.spread = block, device, groups, train, spread
-        self.states = set(block.states)
-        self.region = expert_region(block)
-        self.seconds, self.comm, self.flops, self.issued = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0, 0]
-        self.again = 0.0  # seconds of what selective recomputation runs anew
-        self.expanded = expanded(block)
-        self.gathered = gathered(block) if train and spread.software.regather else frozenset()
-        self.pieces, self.products = [0.0, 0.0], [0.0, 0.0]  # seconds of what runs behind products, and of those
+    seconds: tuple[float, float]
+    products: tuple[float, float]
+    rings: tuple[tuple[float, float], ...]
+    again: float
+    flops: tuple[float, float]
 
-    def add(self, node: fx.Node) -> None:
-        operands, results = node_operands(node, self.states)
-        kernels = forward_kernels(node, operands, results)
-        kernels = in_fp8(kernels, operands, results, False) if self.spread.fp8 else kernels
-        seconds = self._run(0, node, kernels, operands)
-        self.again += seconds if node in self.expanded else 0.0
-        ring = context_exchanges(node, self.spread)
-        self.comm[0] += hidden(seconds, ring[0], self.device.overlap_slowdown)
-        self._send(0, node)
-        name = collective_name(node.target)
-        self.issued[0] += name != "copy"  # which does nothing on its way forward
-        if self.train and needs_gradient(node):
-            kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
-            kernels = in_fp8(kernels, operands, results, True) if self.spread.fp8 else kernels
-            seconds = self._run(1, node, kernels, operands)
-            self.comm[1] += hidden(seconds, ring[1], self.device.overlap_slowdown)
-            self._send(1, node)
-            self.issued[1] += max(1, len(kernels)) if name is None else len(kernels) + (_transposed(node) is not None)
 
-    def _send(self, way: int, node: fx.Node) -> None:
-        """A collective of the graph; a gather that is not kept is done again, behind the products of the backward."""
-        share = self._share(node)
-        seconds = _collective(node, self.groups, self.device, backward=way == 1) / share
-        apart = self.spread.software.overlap_tensor and collective_name(node.target) in ("all_gather", "reduce_scatter")
-        (self.pieces if apart else self.comm)[way] += seconds
-        if way == 1 and node in self.gathered:
-            self.pieces[1] += _collective(node, self.groups, self.device, backward=False) / share
+class CallWork:
+    """The work of a call of ``block``, to be priced on any device and over any groups.
 
-    def _share(self, node: fx.Node) -> int:
-        """Collectives on what grows with the batch carry a ``cp``-th of it."""
-        return 1 if any(_is_state(o, self.states) for o in node.all_input_nodes) else self.spread.cp
+    What it computes is priced once for a device and for sizes of groups, whatever their links.
+    """
 
-    def _run(self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand]) -> float:
-        spread = self.spread
-        expert = node in self.region.products
-        if spread is not NO_SPREAD:
-            widest = min((min(o.shape[1:]) for o in operands if o.state and len(o.shape) == 3), default=math.inf)
-            rows = operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0  # else all rows go to all
-            load = expected_load(rows * spread.ep / spread.cp, spread.ep) if expert else 1.0
-            load *= self._local_experts(operands) if expert else 1.0
-            kernels = [spread_kernel(k, spread, expert, widest, load) for k in kernels]
-        seconds = kernels_time(kernels, self.device)
-        self.seconds[way] += seconds
-        self.flops[way] += sum(k.flops for k in kernels)
-        self.products[way] += seconds if any(k.flops for k in kernels) else 0.0
-        return seconds
+    def __init__(self, block: Block, train: bool = True) -> None:
+        self.block, self.train = block, train
+        self._asked: dict[bool, Asked] = {}
+        self._kept: dict[tuple[bool, bool], Kept] = {}
+        self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def _local_experts(self, operands: list[Operand]) -> float:
-        """The share of rows whose expert is in the graph: ``tp`` may have divided the experts."""
-        held = next((o.shape[0] for o in operands if o.state and len(o.shape) == 3), 0)
-        return held / self.spread.num_experts if 0 < held < self.spread.num_experts else 1.0
+    def asked(self, fp8: bool) -> Asked:
+        if fp8 not in self._asked:
+            self._asked[fp8] = asked_by(self.block, self.train, fp8)
+        return self._asked[fp8]
 
-    def cost(self) -> CallCost:
-        block, spread, train = self.block, self.spread, self.train
-        seconds, comm = self.seconds, self.comm
-        if train:
-            for n in block.placeholders:
-                kernels = [
-                    spread_kernel(k, spread, n.name in self.region.states) for k in _accumulation(n, self.states)
-                ]
-                seconds[1] += kernels_time(kernels, self.device)
-                self.issued[1] += len(kernels)
+    def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
+        """Of one call on one rank; see :func:`call_costs`."""
+        asked, train, slowdown = self.asked(spread.fp8), self.train, device.overlap_slowdown
+        computed = self._on(device, spread)
+        seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
+        for (nbytes, back), of_ring in zip(asked.rings if spread.cp > 1 else (), computed.rings, strict=False):
+            ring = context_exchanges(nbytes, spread)
+            for way in range(1 + back):
+                comm[way] += hidden(of_ring[way], ring[way], slowdown)
+        for exchange in asked.exchanges:
+            took = _seconds(exchange, groups, device) / (spread.cp if exchange.of_batch else 1)
+            apart = spread.software.overlap_tensor and exchange.in_pieces
+            (pieces if apart else comm)[exchange.way] += took
+            if exchange.anew and spread.software.regather:  # behind the products of the backward
+                pieces[1] += took
+        exchanged = expert_exchanges(asked.region, spread)
         for way in range(1 + train):
-            comm[way] += in_pieces(self.products[way], self.pieces[way], spread.tp, self.device.overlap_slowdown)
-        exchanged = expert_exchanges(self.region, spread)
-        comm[0] += exchanged
-        comm[1] += exchanged if train else 0.0
-        for way in range(1 + train):
-            issuing = self.issued[way] * self.device.dispatch
+            comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown) + exchanged
+            issuing = asked.issued[way] * device.dispatch
             seconds[way] += max(0.0, issuing - seconds[way] - comm[way])
-        gathers = self._gathers()
+        gathers = self._gathers(asked, spread)
         for way in range(1 + train):
-            comm[way] += hidden(seconds[way], gathers[way], self.device.overlap_slowdown, spread.overlap)
-        kept = kept_by(block, train, self.gathered)
-        slim = kept_by(block, train, self.expanded | self.gathered) if self.expanded else kept
-        placeholders = {n.name: n for n in block.placeholders}
-        part = 1 / spread.cp
-        states = {n: placeholders[n].meta["val"].nbytes * self._part_of(n) for n in block.states}
+            comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
+        return self._cost(asked, spread, computed, seconds, comm)
+
+    def _on(self, device: DeviceType, spread: Spread) -> _Computed:
+        key = id(device), spread.cp, spread.ep, spread.of_experts, spread.num_experts, spread.fp8
+        if key not in self._computed:  # the device is kept: its identity stays its own
+            self._computed[key] = device, _computed(self.asked(spread.fp8), device, spread)
+        return self._computed[key][1]
+
+    def _cost(
+        self, asked: Asked, spread: Spread, computed: _Computed, seconds: list[float], comm: list[float]
+    ) -> CallCost:
+        part, regather = 1 / spread.cp, self.train and spread.software.regather
+        kept, slim = self._keeps(regather, selective=False), self._keeps(regather, selective=True)
+        states = [s.nbytes * (spread.of_experts if s.expert else 1.0) for s in asked.states]
         return CallCost(
             forward_s=seconds[0],
             backward_s=seconds[1],
             forward_comm_s=comm[0],
             backward_comm_s=comm[1],
-            flops=self.flops[0],
-            backward_flops=self.flops[1],
+            flops=computed.flops[0],
+            backward_flops=computed.flops[1],
             saved_bytes=kept.inside * part,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working * part + self._gathered_bytes(list(states.values())),
-            input_bytes=tuple(placeholders[name].meta["val"].nbytes * part for name in block.inputs),
-            output_bytes=tuple(n.meta["val"].nbytes * part for n in block.outputs),
-            output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
-            state_bytes=sum(states.values()),
+            working_bytes=kept.working * part + _gathered_bytes(states, spread),
+            input_bytes=tuple(nbytes * part for nbytes in self._sizes[0]),
+            output_bytes=tuple(nbytes * part for nbytes in self._sizes[1]),
+            output_grads=self._output_grads,
+            state_bytes=sum(states),
             selective_bytes=(kept.inside - slim.inside) * part,
-            selective_s=self.again,
+            selective_s=computed.again,
         )
 
-    def _part_of(self, state: str) -> float:
-        return self.spread.of_experts if state in self.region.states else 1.0
+    @cached_property
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes of the inputs and of the outputs."""
+        placeholders = {n.name: n for n in self.block.placeholders}
+        ahead = [placeholders[name].meta["val"].nbytes for name in self.block.inputs]
+        return ahead, [n.meta["val"].nbytes for n in self.block.outputs]
 
-    def _gathered_bytes(self, sizes: list[float]) -> float:
-        """Bytes of weights that are gathered, and of their gradients, at a time."""
-        if self.spread.shards.size == 1:
-            return 0.0
-        return 2 * (max(sizes, default=0.0) if self.spread.software.by_parameter else sum(sizes))
+    @cached_property
+    def _output_grads(self) -> tuple[bool, ...]:
+        return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
-    def _gathers(self) -> tuple[float, float]:
+    def _keeps(self, regather: bool, selective: bool) -> Kept:
+        """What is kept if activations are gathered again, and if scores are made again."""
+        if (regather, selective) not in self._kept:
+            scores = expanded(self.block) if selective else frozenset()
+            if selective and not scores:
+                return self._keeps(regather, selective=False)
+            gathers = gathered(self.block) if regather else frozenset()
+            self._kept[regather, selective] = kept_by(self.block, self.train, scores | gathers)
+        return self._kept[regather, selective]
+
+    def _gathers(self, asked: Asked, spread: Spread) -> tuple[float, float]:
         """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""
-        spread = self.spread
         if spread.shards.size == 1:
             return 0.0, 0.0
-        placeholders = {n.name: n for n in self.block.placeholders}
         sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: all, and trained
-        for name in self.block.states:
-            nbytes, expert = placeholders[name].meta["val"].nbytes * self._part_of(name), name in self.region.states
-            key = expert, name if spread.software.by_parameter else ""
-            known = sizes.setdefault(key, [0.0, 0.0])
+        for state in asked.states:
+            known = sizes.setdefault((state.expert, state.name if spread.software.by_parameter else ""), [0.0, 0.0])
+            nbytes = state.nbytes * (spread.of_experts if state.expert else 1.0)
             known[0] += nbytes
-            known[1] += nbytes if needs_gradient(placeholders[name]) else 0.0
+            known[1] += nbytes if state.trained else 0.0
         ahead = back = 0.0
         for (expert, _), (size, grads) in sizes.items():
             group = spread.expert_shards if expert else spread.shards
@@ -251,46 +210,51 @@ class _Work:
         return ahead, ahead + back
 
 
-def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that ``node`` reads and makes."""
-    read = [(o.meta["val"], _is_state(o, states)) for o in tensors_of(node)]
-    operands = [Operand(tuple(value.shape), value.dtype, state) for value, state in read]
-    results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
-    return operands, results
+def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
+    columns = _spread_columns(asked.kernels, spread)
+    seconds = kernel_times(columns, device)
+    ahead = columns.way == 0
+    ways = ahead, ~ahead
+
+    def total(
+        values: np.ndarray[tuple[int], np.dtype[np.float64]], *masks: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    ) -> float:
+        return float(values[np.logical_and.reduce(masks)].sum())
+
+    return _Computed(
+        (total(seconds, ways[0]), total(seconds, ways[1])),
+        (total(seconds, ways[0], columns.product), total(seconds, ways[1], columns.product)),
+        tuple(
+            (total(seconds, ways[0], columns.ring == r), total(seconds, ways[1], columns.ring == r))
+            for r in range(len(asked.rings))
+        ),
+        total(seconds, columns.again),
+        (total(columns.flops, ways[0]), total(columns.flops, ways[1])),
+    )
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The operands of ``node`` that are single tensors."""
-    return [o for o in operands_of(node) if isinstance(o.meta["val"], Tensor)]
+def _spread_columns(columns: Columns, spread: Spread) -> Columns:
+    """The kernels as a rank runs them: the batch divided over ``cp``, experts' weights over ``ep``; each expert on a
+    rank gets the rows of ``ep`` ranks."""
+    cp, ep, experts = spread.cp, spread.ep, columns.expert
+    if cp == ep == spread.of_experts == 1 and not experts.any():
+        return columns
+    held = (columns.held > 0) & (columns.held < spread.num_experts)  # tp may have divided the experts
+    load = expected_loads(columns.rows * ep / cp, ep) * np.where(held, columns.held / max(1, spread.num_experts), 1.0)
+    load = np.where(experts, load, 1.0)
+    batch = (columns.num_bytes - columns.state_bytes) / cp * load
+    weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)
+    smallest = np.where(experts, np.minimum(columns.smallest * load * ep / cp, columns.widest), columns.smallest)
+    return replace(
+        columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops / cp * load, smallest=smallest
+    )
 
 
-def operand_needs(node: fx.Node) -> list[bool]:
-    """Which of :func:`tensors_of` need a gradient."""
-    return [needs_gradient(o) for o in tensors_of(node)]
-
-
-def fan_out(node: fx.Node) -> list[Kernel]:
-    """The additions that bring together the gradients of a value with several readers."""
-    value = node.meta["val"]
-    if not isinstance(value, Tensor) or not differentiable(value):
-        return []
-    readers = sum(needs_gradient(user) for user in node.users if user.op == "call_function")
-    return [add_kernel(Operand(tuple(value.shape), value.dtype))] * max(0, readers - 1)
-
-
-def _is_state(node: fx.Node, states: set[str]) -> bool:
-    """A state, or a view of one."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder" and node.name in states
-
-
-def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """A state's gradient is added to that of the microbatches before."""
-    if placeholder.name not in states or not needs_gradient(placeholder):
-        return []
-    value = placeholder.meta["val"]
-    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True))]
+def _gathered_bytes(sizes: list[float], spread: Spread) -> float:
+    """Bytes of weights that are gathered, and of their gradients, at a time."""
+    if spread.shards.size == 1:
+        return 0.0
+    return 2 * (max(sizes, default=0.0) if spread.software.by_parameter else sum(sizes))
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
@@ -301,29 +265,9 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
     return seconds
 
 
-def _collective(node: fx.Node, groups: Mapping[str, Group], device: DeviceType, backward: bool) -> float:
-    name = collective_name(node.target)
-    if name is None:
-        return 0.0
-    axis = next(a for a in node.args if isinstance(a, str))
-    group = groups.get(axis)
+def _seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
+    group = groups.get(exchange.axis)
     if group is None or group.size == 1:
         return 0.0
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return 0.0
-    operand: Tensor = source.meta["val"]
-    whole = operand.nbytes * (group.size if name in _FROM_PART else 1)
-    dim = node.args[1] if isinstance(node.args[1], int) else 0
-    strided = any(size != 1 for size in operand.shape[:dim])
-    if not backward:
-        op = "all_to_all" if name in ROUTED else name
-        return exchange_time(op, whole, group, device, strided) if name in COMMUNICATING else 0.0
-    back = _transposed(node)
-    return exchange_time(back, whole, group, device, strided) if back else 0.0
-
-
-def _transposed(node: fx.Node) -> str | None:
-    """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
-    name = collective_name(node.target) or ""
-    return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
+    whole = exchange.nbytes * (group.size if exchange.from_part else 1)
+    return exchange_time(exchange.op, whole, group, device, exchange.strided)

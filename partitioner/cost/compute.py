@@ -9,9 +9,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from partitioner.cost.operators import Kernel
 from partitioner.topology.parts import DeviceType
+
+if TYPE_CHECKING:
+    from partitioner.cost.asked import Columns
+
+Column = NDArray[np.float64]
+_LEAST = 1e-9  # of sizes whose logarithm is taken
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
@@ -21,6 +31,35 @@ def kernel_time(kernel: Kernel, device: DeviceType) -> float:
     if kernel.flops:
         seconds += kernel.flops / product_rate(kernel, device)
     return seconds
+
+
+def kernel_times(columns: Columns, device: DeviceType) -> Column:
+    """:func:`kernel_time` of many kernels at once, shape ``[kernels]``."""
+    rates = np.array([_best_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
+    if device.memory_sizes:
+        moved = columns.num_bytes / np.maximum(1.0, columns.launches)
+        rates = np.minimum(rates, _along(moved, device.memory_sizes))
+    seconds: Column = columns.launches * device.launch + columns.num_bytes / (device.memory_bandwidth * rates)
+    works = np.nonzero(columns.flops)[0]
+    if works.size:
+        smallest = columns.smallest[works]
+        lowest, share = device.matmul_efficiency[0]
+        below = share * np.maximum(smallest, _LEAST) / lowest
+        efficiency = np.where(smallest < lowest, below, _along(smallest, device.matmul_efficiency))
+        efficiency = efficiency * np.where(columns.aligned[works], 1.0, device.unaligned)
+        attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
+        lengths = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
+        efficiency = np.where(attention, device.attention_efficiency * lengths, efficiency)
+        peaks = np.array([device.peak_of(precision) for precision in columns.precisions])[columns.precision[works]]
+        seconds[works] += columns.flops[works] / (peaks * efficiency)
+    return seconds
+
+
+def _along(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
+    """:func:`interpolated`, as at the ends beyond them."""
+    points, shares = zip(*curve, strict=True)
+    found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
+    return found
 
 
 def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
@@ -33,9 +72,12 @@ _ALIKE = {"optimizer": "pointwise", "special": "pointwise", "softmax": "reductio
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
     """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
+    return device.memory_bandwidth * min(_best_efficiency(kind, device), _largest_factor(num_bytes, device))
+
+
+def _best_efficiency(kind: str, device: DeviceType) -> float:
     table = device.memory_efficiency
-    efficiency = table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
-    return device.memory_bandwidth * min(efficiency, _largest_factor(num_bytes, device))
+    return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
 
 
 def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
@@ -77,5 +119,5 @@ def matmul_efficiency(smallest: float, device: DeviceType) -> float:
     first in proportion to the size, above the last as there."""
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
-        return curve[0][1] * max(smallest, 1e-9) / curve[0][0]
+        return curve[0][1] * max(smallest, _LEAST) / curve[0][0]
     return interpolated(smallest, curve)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from partitioner.topology.groups import (
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class Machine:
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
+
+    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What does not depend on how the machine is used, found once for all copies."""
+        if key not in self.memo:
+            self.memo[key] = find()
+        found: Found = self.memo[key]
+        return found
 
     @cached_property
     def device(self) -> DeviceType:
@@ -76,17 +87,20 @@ class Machine:
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
         """The slowest group over ``axes``, ``pp`` not among them; ``experts`` are the replicas of an expert."""
-        if axes not in self._stage_groups:
-            others = tuple(a for a in axes if a != "experts")
-            found = self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
-            self._stage_groups[axes] = found
-        return self._stage_groups[axes]
+        others = tuple(a for a in axes if a != "experts")
+        return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
 
     def _plain(self, *axes: str) -> tuple[Group, ...]:
-        return stage_groups(self.topology, self.mesh, *axes, devices=self.devices)
+        return self._over(self.mesh, axes)
 
     def _experts(self, *axes: str) -> tuple[Group, ...]:
-        return stage_groups(self.topology, self.expert_mesh, *axes, devices=self.devices)
+        return self._over(self.expert_mesh, axes)
+
+    def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...]) -> tuple[Group, ...]:
+        def find() -> tuple[Group, ...]:
+            return stage_groups(self.topology, mesh, *axes, devices=self.devices)
+
+        return self._once((tuple(mesh.items()), axes), find)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
@@ -110,9 +124,13 @@ class Machine:
         """Ranks that hold the same weights, but for experts."""
         return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
 
-    @cached_property
+    @property
     def spread(self) -> Spread:
         """How calls are spread besides ``tp``, over the slowest groups of any stage."""
+        used = self.ep, self.etp, self.zero, self.overlap, self.num_experts, self.software, self.precision
+        return self._once(("spread", *used), self._spread)
+
+    def _spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
         plain = self.mesh.get("cp", 1) == self.ep == 1 and self.zero < 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
@@ -137,35 +155,37 @@ class Machine:
         held = self.spread.of_experts
         return Sharded(self.zero, self.replicas, experts, held, self.expert_mesh["dp"], self.by_rows)
 
-    @cached_property
-    def _stage_groups(self) -> dict[tuple[str, ...], tuple[Group, ...]]:
-        return {}
-
     @property
     def device_of_rank(self) -> tuple[int, ...]:
         return tuple(placed(self.topology, self.mesh, self.devices).tolist())
 
-    @cached_property
+    @property
     def capacity(self) -> tuple[int, ...]:
         """Bytes that a rank may use."""
-        return stage_capacity(self.topology, self.mesh, self.devices)
+        return self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
 
-    @cached_property
+    @property
     def links(self) -> tuple[Link, ...]:
         """From each stage to the next."""
-        return stage_links(self.topology, self.mesh, self.devices)
+        return self._once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
-    @cached_property
+    @property
     def seats(self) -> tuple[tuple[Seat, ...], ...]:
-        """The different seats; each with the slowest groups of the stage."""
+        """The different seats; each with the slowest groups of the stage. Equal ones are one and the same object."""
+        return self._once(("seats", self.ep, self.expert_tp), self._seats)
+
+    def _seats(self) -> tuple[tuple[Seat, ...], ...]:
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
         if self.ep > 1:
             inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
-        return tuple(
+        known: dict[tuple[Seat, ...], tuple[Seat, ...]] = {}
+        by_stage = zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
+        seats = (
             tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
-            for paces, *groups in zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
+            for paces, *groups in by_stage
         )
+        return tuple(known.setdefault(of_stage, of_stage) for of_stage in seats)
 
     def devices_of(self, stage: int) -> list[DeviceType]:
         """The different kinds of devices, at their speeds."""

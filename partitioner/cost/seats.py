@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from partitioner.cost.calls import CallCost, call_costs
+from partitioner.cost.calls import CallCost, CallWork
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.topology.model import Topology
+from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.collectives import collective_name
 
@@ -23,6 +24,7 @@ class SeatCosts:
     blocks: Mapping[str, Block]
     topology: Topology
     train: bool = True
+    _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[Seat, ...], Spread], Costs] = field(default_factory=dict)
 
@@ -34,15 +36,24 @@ class SeatCosts:
         ]
         return frozenset(a for node in nodes for a in node.args if isinstance(a, str))
 
+    @cached_property
+    def _works(self) -> dict[str, CallWork]:
+        return {name: CallWork(block, self.train) for name, block in self.blocks.items()}
+
+    def _device(self, kind: str, speed: float) -> DeviceType:
+        """One and the same object for the same pace: work is priced once for each."""
+        if (kind, speed) not in self._devices:
+            self._devices[kind, speed] = self.topology.paced_type(kind, speed)
+        return self._devices[kind, speed]
+
     def at(self, seat: Seat, spread: Spread = NO_SPREAD) -> Costs:
         """The costs on one seat, of calls that are spread like this."""
         seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
         if (seat, spread) not in self._of_seat:
-            device = self.topology.paced_type(seat.kind, seat.speed)
+            device = self._device(seat.kind, seat.speed)
             groups = dict(seat.groups)
             self._of_seat[seat, spread] = {
-                name: call_costs(block, device, groups, train=self.train, spread=spread)
-                for name, block in self.blocks.items()
+                name: work.cost(device, groups, spread) for name, work in self._works.items()
             }
         return self._of_seat[seat, spread]
 
@@ -56,7 +67,10 @@ class SeatCosts:
 
     def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
         """For each stage of ``machine``."""
-        return tuple(self.of_stage(seats, machine.spread) for seats in machine.seats)
+        spread = machine.spread
+        different = {id(seats): seats for seats in machine.seats}
+        found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
+        return tuple(found[id(seats)] for seats in machine.seats)
 
 
 def _slowest(costs: list[Costs]) -> Costs:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.operators import Kernel, Operand, is_attention, is_view, operator_name
+from partitioner.cost.operators import Kernel, Operand, is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
 from passes.regions import find_regions
@@ -72,28 +74,14 @@ class Spread:
 NO_SPREAD = Spread()
 
 
-def spread_kernel(kernel: Kernel, spread: Spread, expert: bool, widest: float = math.inf, load: float = 1.0) -> Kernel:
-    """``kernel`` as a rank runs it: batch divided over ``cp``, an expert's weights over ``ep``.
-
-    ``widest``: the smaller side of an expert's matrix; each expert on a rank gets the rows of ``ep`` ranks. ``load``:
-    rows that a rank works on over those of the graph.
-    """
-    batch = (kernel.num_bytes - kernel.state_bytes) / spread.cp
-    weights, flops, smallest = kernel.state_bytes, kernel.flops / spread.cp, kernel.smallest
-    if expert:
-        weights *= spread.of_experts
-        flops, batch = flops * load, batch * load
-        smallest = min(kernel.smallest * load * spread.ep / spread.cp, widest)
-    return replace(kernel, num_bytes=batch + weights, state_bytes=weights, flops=flops, smallest=smallest)
-
-
-def expected_load(tokens: float, ranks: int) -> float:
+def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     """Tokens of the fullest of ``ranks`` over the mean, if each of ``tokens`` goes to any of them.
 
     The expected maximum of a binomial, ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998)."""
-    if ranks <= 1 or tokens <= 0:
-        return 1.0
-    return min(float(ranks), 1.0 + math.sqrt(2 * math.log(ranks) * (ranks - 1) / tokens))
+    if ranks <= 1:
+        return np.ones(len(tokens))
+    unevenness = np.sqrt(2 * math.log(ranks) * (ranks - 1) / np.where(tokens > 0, tokens, np.inf))
+    return np.minimum(float(ranks), 1.0 + unevenness)
 
 
 def in_fp8(kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool) -> list[Kernel]:
@@ -170,14 +158,12 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
 
 
-def context_exchanges(node: fx.Node, spread: Spread) -> tuple[float, float]:
-    """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients)."""
-    if spread.cp == 1 or not is_attention(node):
-        return 0.0, 0.0
-    _, *keys_and_values = [a for a in node.args if isinstance(a, fx.Node)][:3]
-    nbytes = sum(o.meta["val"].nbytes for o in keys_and_values)
-    ring = collective_time("all_gather", nbytes, spread.context)
-    return ring, ring + collective_time("reduce_scatter", nbytes, spread.context)
+def context_exchanges(num_bytes: float, spread: Spread) -> tuple[float, float]:
+    """Seconds of an attention's ring over ``cp``, forward (keys and values) and backward (they and their gradients).
+
+    ``num_bytes``: of the keys and values of the whole sequence."""
+    ring = collective_time("all_gather", num_bytes, spread.context)
+    return ring, ring + collective_time("reduce_scatter", num_bytes, spread.context)
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
@@ -200,8 +186,7 @@ __all__ = [
     "ExpertRegion",
     "Software",
     "Spread",
-    "expected_load",
+    "expected_loads",
     "expert_exchanges",
     "expert_region",
-    "spread_kernel",
 ]

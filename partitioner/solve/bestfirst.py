@@ -1,10 +1,7 @@
 """Best bound first over the points: evaluate until no bound beats the best plan found.
 
 A point's bound is made tighter in steps, each taken only when the point comes up: an estimate of all points at once,
-the stages of a relaxed problem, and a floor under a microbatch's time that takes communication into account. Only then
-is the point evaluated. Floors come from points that were evaluated before: per sample a smaller microbatch takes no
-less time than a larger one, since each cost is a start-up plus something that grows no faster than the batch, and
-whatever divides the smaller batch divides the larger.
+then whatever the caller has, the cheapest first. Only then is the point evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +28,6 @@ _MOST_ROWS = 1000  # of a certificate, besides those that were solved
 class Evaluated:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
-    ``microbatch_s``: seconds of one microbatch through all calls, which points of the same kind and microbatch share.
     ``least``: what no plan of the point can go below, where that is less than ``step_time``. ``breakdown``: seconds by
     kind.
     """
@@ -39,22 +35,19 @@ class Evaluated:
     step_time: float
     memory: int
     payload: Any = None
-    microbatch_s: float | None = None
     least: float | None = None
     breakdown: Mapping[str, float] | None = None
 
 
 class Bounds(Protocol):
-    """Seconds that no plan of a point can go below; see ``cost/bounds.py``."""
+    """Seconds that no plan of a point can go below; see ``partitioner/floors.py``."""
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
         """Of all points at once."""
 
-    def refine(self, point: Point) -> float:
-        """Of one point, tighter. Raises :class:`PartitionError` where it has no plan."""
-
-    def with_floor(self, point: Point, microbatch_s: float) -> float:
-        """Of one point, if a microbatch takes at least ``microbatch_s`` through all calls."""
+    @property
+    def steps(self) -> Sequence[Callable[[Point], float]]:
+        """Bounds of one point, to be tried one after the other. Raise :class:`PartitionError` where it has no plan."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,6 @@ class _Row:
 @dataclass
 class _State:
     rows: dict[Point, _Row]
-    floors: dict[tuple[tuple[int, ...], int], float | None] = field(default_factory=dict)
     best: Point | None = None
     num_evaluated: int = 0
 
@@ -159,22 +151,23 @@ def _best_first(
     tolerance: float,
 ) -> bool:
     """Runs until nothing beats the best plan; whether it stopped before."""
-    heap = [(row.bound, p, False) for p, row in state.rows.items() if row.evaluated is None and row.error is None]
+    open_rows = [row for row in state.rows.values() if row.evaluated is None and row.error is None]
+    heap = [(row.bound, row.point, 0) for row in open_rows]  # with the next step
     heapq.heapify(heap)
     while heap and heap[0][0] < state.best_time * (1 - tolerance):
         if time.monotonic() > deadline:
             return True
-        bound, point, refined = heapq.heappop(heap)
+        bound, point, step = heapq.heappop(heap)
+        if step == len(bounds.steps):
+            _evaluate(state, point, evaluate, progress, len(heap) + 1)
+            continue
         try:
-            tighter = max(bound, _known_floor(state, bounds, point) if refined else bounds.refine(point))
+            tighter = max(bound, bounds.steps[step](point))
         except PartitionError as error:
             _infeasible(state.rows[point], error)
             continue
-        if refined and tighter == bound:
-            _evaluate(state, point, evaluate, progress, len(heap) + 1)
-        else:
-            state.rows[point].bound = tighter
-            heapq.heappush(heap, (tighter, point, True))
+        state.rows[point].bound = tighter
+        heapq.heappush(heap, (tighter, point, step + 1))
     return False
 
 
@@ -197,7 +190,6 @@ def _evaluate(
         return
     row.status = "solved"
     row.bound = min(row.bound, row.evaluated.step_time)
-    state.floors[point.kind, point.microbatch_size] = row.evaluated.microbatch_s
     if row.evaluated.step_time < state.best_time:
         state.best = point
 
@@ -205,22 +197,6 @@ def _evaluate(
 def _infeasible(row: _Row, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
-
-
-def _known_floor(state: _State, bounds: Bounds, point: Point) -> float:
-    """The best bound from the floors that are known so far."""
-    floors = [
-        seconds * point.microbatch_size / size
-        for (kind, size), seconds in state.floors.items()
-        if seconds is not None and kind == point.kind and _says_of(size, point)
-    ]
-    return max((bounds.with_floor(point, seconds) for seconds in floors), default=0.0)
-
-
-def _says_of(size: int, point: Point) -> bool:
-    """Whether a floor for microbatches of ``size`` is one for the point's: a multiple that, like it, can or cannot be
-    divided by ``tp``, which decides whether the batch itself may be sharded."""
-    return size % point.microbatch_size == 0 and (size % point.tp == 0) == (point.microbatch_size % point.tp == 0)
 
 
 def _nothing(state: _State, interrupted: bool) -> InfeasibleError:

@@ -1,0 +1,306 @@
+"""What a call of a block asks of a device and of its groups, read once off the local graph: kernels as columns of
+arrays, so that they are priced together, and the collectives between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from partitioner.cost.operators import (
+    Kernel,
+    Operand,
+    add_kernel,
+    backward_kernels,
+    forward_kernels,
+    is_attention,
+    is_view,
+)
+from partitioner.cost.saved import expanded, gathered
+from partitioner.cost.spread import ExpertRegion, expert_region, in_fp8
+from passes.blocks import Block
+from passes.collectives import COMMUNICATING, ROUTED, collective_name
+from passes.factors import needs_gradient, operands_of, results_of
+from passes.gradients import differentiable
+
+Column = NDArray[np.float64]
+Marks = NDArray[np.bool_]
+Places = NDArray[np.int64]
+
+# The collective that a collective's gradient takes; see the table in passes/collectives.py.
+_TRANSPOSED = {
+    ("all_gather", "reduce"): "reduce_scatter",
+    ("shard_slice", ""): "all_gather",
+    ("copy", ""): "all_reduce",
+    ("reduce_scatter", ""): "all_gather",
+    ("all_reduce", "reduce"): "all_reduce",
+    ("all_to_all", ""): "all_to_all",
+    ("dispatch", ""): "all_to_all",
+    ("combine", ""): "all_to_all",
+}
+# Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
+_FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
+_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the products beside them
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel, and what it is part of. ``way``: 0 forward, 1 backward; ``product``: its operator is a matrix product
+    or an attention; ``again``: selective recomputation runs it once more; ``ring``: the place of its attention.
+
+    Of experts' products, ``widest``: the smaller side of an expert's matrix, ``rows``: of all experts in the graph (0:
+    all rows go to all), ``held``: experts in the graph.
+    """
+
+    kernel: Kernel
+    way: int
+    product: bool = False
+    again: bool = False
+    ring: int = -1
+    expert: bool = False
+    widest: float = math.inf
+    rows: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows as arrays of shape ``[kernels]``; ``kind`` and ``precision`` are places in ``kinds`` and ``precisions``."""
+
+    kinds: tuple[str, ...]
+    precisions: tuple[str, ...]
+    kind: Places
+    precision: Places
+    num_bytes: Column
+    state_bytes: Column
+    flops: Column
+    smallest: Column
+    launches: Column
+    aligned: Marks
+    way: Places
+    product: Marks
+    again: Marks
+    ring: Places
+    expert: Marks
+    widest: Column
+    rows: Column
+    held: Column
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Columns:
+        kernels = [row.kernel for row in rows]
+        kinds = list(dict.fromkeys(k.kind for k in kernels))
+        precisions = list(dict.fromkeys(k.precision for k in kernels))
+        return Columns(
+            kinds=tuple(kinds),
+            precisions=tuple(precisions),
+            kind=np.array([kinds.index(k.kind) for k in kernels], np.int64),
+            precision=np.array([precisions.index(k.precision) for k in kernels], np.int64),
+            num_bytes=np.array([k.num_bytes for k in kernels], np.float64),
+            state_bytes=np.array([k.state_bytes for k in kernels], np.float64),
+            flops=np.array([k.flops for k in kernels], np.float64),
+            smallest=np.array([k.smallest for k in kernels], np.float64),
+            launches=np.array([k.launches for k in kernels], np.float64),
+            aligned=np.array([k.aligned for k in kernels], np.bool_),
+            way=np.array([row.way for row in rows], np.int64),
+            product=np.array([row.product for row in rows], np.bool_),
+            again=np.array([row.again for row in rows], np.bool_),
+            ring=np.array([row.ring for row in rows], np.int64),
+            expert=np.array([row.expert for row in rows], np.bool_),
+            widest=np.array([row.widest for row in rows], np.float64),
+            rows=np.array([row.rows for row in rows], np.float64),
+            held=np.array([row.held for row in rows], np.float64),
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective over a mesh axis. ``nbytes``: of its operand, which may be one rank's part (``from_part``).
+
+    ``strided``: the dim that it joins or parts is not outermost in memory. ``of_batch``: carries what grows with the
+    batch. ``in_pieces``: may run behind products. ``anew``: a gather that is done again backward where its result is
+    not kept.
+    """
+
+    way: int
+    op: str
+    axis: str
+    nbytes: int
+    from_part: bool
+    strided: bool
+    of_batch: bool
+    in_pieces: bool
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class StateRead:
+    """A state that the call reads, and of what size the graph has it."""
+
+    name: str
+    nbytes: int
+    trained: bool
+    expert: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one call asks. ``issued``: operators that the host issues forward and backward; ``rings``: bytes of the keys
+    and values of each attention, and whether it runs backward."""
+
+    kernels: Columns
+    issued: tuple[int, int]
+    exchanges: tuple[Exchange, ...]
+    rings: tuple[tuple[int, bool], ...]
+    states: tuple[StateRead, ...]
+    region: ExpertRegion
+
+
+def asked_by(block: Block, train: bool, fp8: bool = False) -> Asked:
+    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8."""
+    return _Reader(block, train, fp8).read()
+
+
+class _Reader:
+    """Goes through a block's operators."""
+
+    def __init__(self, block: Block, train: bool, fp8: bool) -> None:
+        self.block, self.train, self.fp8 = block, train, fp8
+        self.names = set(block.states)
+        self.region = expert_region(block)
+        self.scores = expanded(block)
+        self.gathers = gathered(block) if train else frozenset[fx.Node]()
+        self.rows: list[Row] = []
+        self.exchanges: list[Exchange] = []
+        self.rings: list[tuple[int, bool]] = []
+        self.issued = [0, 0]
+
+    def read(self) -> Asked:
+        for node in self.block.graph.nodes:
+            if node.op == "call_function":
+                self._operator(node)
+        placeholders = {n.name: n for n in self.block.placeholders}
+        experts = self.region.states
+        for node in self.block.placeholders if self.train else ():
+            for kernel in _accumulation(node, self.names):
+                self.rows.append(Row(kernel, 1, expert=node.name in experts))
+                self.issued[1] += 1
+        states = tuple(
+            StateRead(name, node.meta["val"].nbytes, needs_gradient(node), name in experts)
+            for name, node in ((name, placeholders[name]) for name in self.block.states)
+        )
+        columns, (ahead, back) = Columns.of(self.rows), self.issued
+        return Asked(columns, (ahead, back), tuple(self.exchanges), tuple(self.rings), states, self.region)
+
+    def _operator(self, node: fx.Node) -> None:
+        operands, results = node_operands(node, self.names)
+        backward = self.train and needs_gradient(node)
+        kernels = forward_kernels(node, operands, results)
+        place = -1
+        if is_attention(node):
+            place = len(self.rings)
+            _, *keys_and_values = [a for a in node.args if isinstance(a, fx.Node)][:3]
+            self.rings.append((sum(o.meta["val"].nbytes for o in keys_and_values), backward))
+        self._add(0, node, in_fp8(kernels, operands, results, False) if self.fp8 else kernels, operands, place)
+        self._exchange(node, backward)
+        name = collective_name(node.target)
+        self.issued[0] += name != "copy"  # which does nothing on its way forward
+        if backward:
+            kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            kernels = in_fp8(kernels, operands, results, True) if self.fp8 else kernels
+            self._add(1, node, kernels, operands, place)
+            self.issued[1] += max(1, len(kernels)) if name is None else len(kernels) + (_transposed(node) is not None)
+
+    def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
+        expert, product = node in self.region.products, any(k.flops for k in kernels)
+        matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
+        for kernel in kernels:
+            self.rows.append(
+                Row(
+                    kernel,
+                    way,
+                    product,
+                    again=way == 0 and node in self.scores,
+                    ring=ring,
+                    expert=expert,
+                    widest=min((min(shape[1:]) for shape in matrices), default=math.inf),
+                    rows=operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0,
+                    held=matrices[0][0] if matrices else 0,
+                )
+            )
+
+    def _exchange(self, node: fx.Node, backward: bool) -> None:
+        name = collective_name(node.target)
+        source = node.args[0] if node.args else None
+        if name is None or not isinstance(source, fx.Node):
+            return
+        operand: Tensor = source.meta["val"]
+        dim = node.args[1] if isinstance(node.args[1], int) else 0
+        common = partial(
+            Exchange,
+            axis=next(a for a in node.args if isinstance(a, str)),
+            nbytes=operand.nbytes,
+            from_part=name in _FROM_PART,
+            strided=any(size != 1 for size in operand.shape[:dim]),
+            of_batch=not any(is_state(o, self.names) for o in node.all_input_nodes),
+            in_pieces=name in _IN_PIECES,
+        )
+        op = "all_to_all" if name in ROUTED else name
+        if name in COMMUNICATING:
+            self.exchanges.append(common(way=0, op=op, anew=backward and node in self.gathers))
+        back = _transposed(node)
+        if backward and back:
+            self.exchanges.append(common(way=1, op=back))
+
+
+def _transposed(node: fx.Node) -> str | None:
+    """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
+    name = collective_name(node.target) or ""
+    return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
+
+
+def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:
+    """The tensors that ``node`` reads and makes."""
+    read = [(o.meta["val"], is_state(o, states)) for o in tensors_of(node)]
+    operands = [Operand(tuple(value.shape), value.dtype, state) for value, state in read]
+    results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
+    return operands, results
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of ``node`` that are single tensors."""
+    return [o for o in operands_of(node) if isinstance(o.meta["val"], Tensor)]
+
+
+def operand_needs(node: fx.Node) -> list[bool]:
+    """Which of :func:`tensors_of` need a gradient."""
+    return [needs_gradient(o) for o in tensors_of(node)]
+
+
+def fan_out(node: fx.Node) -> list[Kernel]:
+    """The additions that bring together the gradients of a value with several readers."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or not differentiable(value):
+        return []
+    readers = sum(needs_gradient(user) for user in node.users if user.op == "call_function")
+    return [add_kernel(Operand(tuple(value.shape), value.dtype))] * max(0, readers - 1)
+
+
+def is_state(node: fx.Node, states: set[str]) -> bool:
+    """A state, or a view of one."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and node.name in states
+
+
+def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
+    """A state's gradient is added to that of the microbatches before."""
+    if placeholder.name not in states or not needs_gradient(placeholder):
+        return []
+    value = placeholder.meta["val"]
+    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True))]

@@ -1,0 +1,60 @@
+"""Lower bounds of the points of a search, the cheapest first: the relaxed model's, and those of actual shardings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.bounds import ModelBounds
+from partitioner.evaluate import Evaluator, Floor
+from partitioner.solve.points import Point
+
+
+class Floors:
+    """What the search asks of bounds, for ``points``.
+
+    The relaxed model knows no collectives. A sharding that is solved for the largest microbatch says what they take at
+    least in smaller ones too, so that one sharding bounds all points of a width of ``tp``; the point's own says more.
+    """
+
+    def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point]) -> None:
+        self.bounds, self.evaluator = bounds, evaluator
+        self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
+        for point in points:
+            self._sizes[point.tp].add(point.microbatch_size)
+        # kernels that fit in caches are faster than their share of larger ones
+        self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
+
+    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """Of all points at once."""
+        return self.bounds.times(points)
+
+    @cached_property
+    def steps(self) -> Sequence[Callable[[Point], float]]:
+        """Bounds of one point, one tighter than the other: even stages, then the best ones, by the largest microbatch's
+        sharding; then those by its own."""
+        return self._even, self._staged, self._own
+
+    def _even(self, point: Point) -> float:
+        floor = self._of_largest(point)
+        return self.bounds.with_floor(point, floor) if floor else 0.0
+
+    def _staged(self, point: Point) -> float:
+        return self.bounds.refine(point, self._of_largest(point))
+
+    def _own(self, point: Point) -> float:
+        floor = self.evaluator.floor(point, point.microbatch_size)
+        return self.bounds.with_floor(point, floor) if floor else 0.0
+
+    def _of_largest(self, point: Point) -> Floor | None:
+        return self.evaluator.floor(point, self._largest(point)) if self._scales else None
+
+    def _largest(self, point: Point) -> int:
+        """The largest microbatch that says something of the point's: a multiple that, like it, can or cannot be divided
+        by ``tp``, which decides whether the batch itself may be sharded."""
+        size, tp = point.microbatch_size, point.tp
+        return max(s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0))

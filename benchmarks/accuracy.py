@@ -32,6 +32,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from partitioner import Constraints, PreparedModel, partition
+from partitioner.compare import time_changes
+from partitioner.draw.figures import mesh_text
 from partitioner.topology.groups import num_communicators
 from passes.errors import PartitionError
 from runtime.files import write_text
@@ -86,12 +88,14 @@ def predict(row: Row) -> Prediction:
 
 @dataclass(frozen=True)
 class Freed:
-    """A published plan and the free plan of its job under the same model: step times, and what either is."""
+    """A published plan and the free plan of its job under the same model: step times, what the free one is, and which
+    parts of its time make the difference."""
 
     id: str
     pinned: float
     free: float
     chosen: str
+    why: str
     explanation: str
 
 
@@ -109,7 +113,9 @@ def freed(row: Row) -> Freed | None:
         return None
     kept = {name: getattr(job.constraints, name) for name in _SOFTWARE}
     plan = partition(model, job.topology, constraints=Constraints(ahead=True, **kept), estimate_only=True, **ask)
-    return Freed(row["id"], pinned.estimate.step_time, plan.estimate.step_time, str(plan.chosen.mesh), plan.explain())
+    changes = " ".join(time_changes(pinned.estimate.breakdown, plan.estimate.breakdown))
+    times = pinned.estimate.step_time, plan.estimate.step_time
+    return Freed(row["id"], *times, mesh_text(plan.mesh), changes, plan.explain())
 
 
 _SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather")
@@ -318,7 +324,7 @@ def _free(rows: Iterable[Row]) -> None:
     for row in rows:
         if (found := freed(row)) is not None:
             slower += found.free > found.pinned * (1 + 1e-9)
-            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}")
+            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}. {found.why}")
     print(f"{slower} free plans are slower than the published ones")
     sys.exit(slower > 0)
 

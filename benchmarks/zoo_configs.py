@@ -2,12 +2,13 @@
 
 No architecture is known by name. A table says what a field is by how it is called: a count of layers, a width, a
 vocabulary, a window. Widths keep their proportions, counts of heads their ratio, lists of stages their length; of
-layers of several types each type stays. Where a model cannot be built so, single kinds of fields are left as they are
-by default, until it can.
+layers of several types each type stays. Where a model cannot be built so, fields are left as they are by default, those
+that its error names and then single kinds of them, until it can.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -124,17 +125,40 @@ def _kind_of(name: str) -> tuple[str, Callable[[int, Scale], int]] | None:
 
 
 def tiny_config(model_type: str, keep: Keep = frozenset()) -> PreTrainedConfig:
-    """The architecture's configuration with small dims; fields of the kinds in ``keep`` are as by default.
+    """The architecture's configuration with small dims.
+
+    ``keep``: kinds and names of fields that are as by default, and ``name=value`` for what fields are to be.
 
     Raises whatever the configuration raises where it does not accept them.
     """
-    return _tiny(CONFIG_MAPPING[model_type](), keep)
+    return _tiny(_default(CONFIG_MAPPING[model_type], _asked(keep)), keep)
+
+
+def _asked(keep: Keep) -> dict[str, Any]:
+    return {n: ast.literal_eval(v) for n, v in (entry.split("=") for entry in keep if "=" in entry)}
+
+
+def _default(kind: Any, asked: dict[str, Any]) -> PreTrainedConfig:
+    """The default configuration but for what is asked of it or of its parts."""
+    given = {name: asked[name] for name in _fields(kind) if name in asked}
+    for name, part in kind.sub_configs.items():
+        if found := {n: asked[n] for n in _fields(part) if n in asked}:
+            given[name] = part(**found)
+    return kind(**given)
+
+
+def repaired(keep: Keep, error: str) -> Keep:
+    """``keep``, and the fields that an error names, or asks to have a value."""
+    asked = re.findall(r"\b(\w+)`? ?(?:must be|==?) ?`?(True|False|None|\d+)\b", error)
+    named = set(re.findall(r"[a-z]+(?:_[a-z0-9]+)+", error))
+    return keep | {f"{name}={value}" for name, value in asked} | (named - {name for name, _ in asked})
 
 
 def attempts() -> Iterator[Keep]:
     """What to keep, the smallest model first."""
     yield frozenset()
     yield frozenset(("fill",))
+    yield frozenset(("fill", "pad_token_id=1"))
     singles = [frozenset((kind,)) for kind in KINDS]
     yield from singles
     yield frozenset(("first", "period", "offset", "layers"))
@@ -152,11 +176,12 @@ def _tiny(default: PreTrainedConfig, keep: Keep) -> PreTrainedConfig:
             given[name] = _tiny(value, keep)
         elif value is None and "fill" in keep and _filled(name, scale) is not None:
             given[name] = _filled(name, scale)
-        elif value is not None and not isinstance(value, bool | str):
+        elif value is not None and not isinstance(value, bool | str) and name not in keep:
             new = _small(name, value, scale, keep)
             if new is not value:
                 given[name] = new
     given |= _tokens(default, keep) | _matched(default, given, scale, keep)
+    given |= {name: value for name, value in _asked(keep).items() if name in _fields(type(default))}
     if "use_cache" in vars(default):
         given["use_cache"] = False
     return type(default)(**given)
@@ -265,15 +290,12 @@ _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims",
 
 
 def _scale_of(default: PreTrainedConfig, keep: Keep) -> Scale:
-    hidden = _first(
-        default, ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims", "hidden_sizes"), 768
-    )
+    hidden = _first(default, _HIDDEN, 768)
     heads = _first(default, ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"), 8)
     head_dim = _first(default, ("head_dim", "v_head_dim", "attention_head_size", "d_kv"), 0)
     layers = _first(default, ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2)
     if _stages(default):
         hidden = hidden * 4  # the first of several stages is the narrowest
-    if _stages(default):
         layers = 0  # lists have an entry per stage
     kept = range(layers) if "layers" in keep else _layers_left(default, layers)
     vocab = _first(default, ("vocab_size",), VOCAB)

@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
-from benchmarks.zoo_configs import IMAGE, VOCAB, attempts, tiny_config
+from benchmarks.zoo_configs import IMAGE, VOCAB, attempts, repaired, tiny_config
 
 BATCH, SEQ, IGNORED = 4, 8, -100
 _MOST_PARAMETERS = 40_000_000
 _MOST_TRIALS = 24
+_MOST_REPAIRS = 4
 
 # kind of task -> what transformers calls its mapping, the labels to try, whether its tokens are padded
 KINDS: dict[str, tuple[str, tuple[str, ...], bool]] = {
@@ -73,13 +74,18 @@ def build(name: str) -> Sample:
     if cls is None:
         raise ZooError("build", f"transformers has no {architectures()[name]} to import here")
     first: ZooError | None = None
-    for keep in attempts():
-        try:
-            return _build(cls, model_type, kind, keep)
-        except ZooError as error:
-            first = first or error
-            if "requires the" in str(error) or "not installed" in str(error).lower():
+    for attempt in attempts():
+        keep = attempt
+        for _ in range(_MOST_REPAIRS):
+            try:
+                return _build(cls, model_type, kind, keep)
+            except ZooError as error:
+                first = first or error
+                before, keep = keep, repaired(keep, str(error))
+            if keep == before:
                 break
+        if "requires the" in str(first) or "not installed" in str(first).lower():
+            break
     assert first is not None
     raise first
 

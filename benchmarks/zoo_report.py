@@ -50,7 +50,7 @@ def summary(known: Known) -> dict[str, Any]:
             "exported": len(exported),
             "model types exported": len({r["name"].split(":")[1] for r in exported}),
             "statuses": {s: counts[s] for s in STATUSES if counts[s]},
-            "shares": _distribution(r["share"] for r in planned),
+            "shares": _distribution(r["share"] for r in planned) if mesh[2] > 1 else {},
             "largest error of equal": max((max(r["errors"].values()) for r in equal), default=0.0),
             "causal masks left": sorted(r["name"] for r in planned if "is causal" in r.get("masks", {})),
             "without rule": {n: [len(s), max(s)] for n, s in sorted(operators.items(), key=lambda i: -max(i[1]))},
@@ -84,7 +84,8 @@ def print_report(known: Known) -> None:
 
 
 def _is_fine(result: Result) -> bool:
-    return result["status"] == "equal" and result.get("share", 1.0) >= 0.95 and not result.get("without_rule")
+    sharded = result["mesh"][2] == 1 or result.get("share", 1.0) >= 0.95
+    return result["status"] == "equal" and sharded and not result.get("without_rule")
 
 
 def _table(mesh: Mesh, results: list[Result]) -> Table:
@@ -101,7 +102,7 @@ def _row(result: Result) -> tuple[str, ...]:
     operators = ", ".join(f"{n} {s:.0%}" for n, s in result.get("without_rule", {}).items())
     why = " ".join(filter(None, (result.get("reason", ""), result.get("export", ""))))
     worst = f"{max(errors.values()):.0e}" if errors else ""
-    share = f"{result['share']:.0%}" if "share" in result else ""
+    share = f"{result['share']:.0%}" if "share" in result and result["mesh"][2] > 1 else ""
     return result["name"], result["status"], worst, share, operators, why[:160]
 
 
@@ -125,9 +126,8 @@ def _page(known: Known) -> Iterable[str]:
     )
     yield ""
     yield (
-        "The planner has 20 s here for one sharding problem, where users give it 60, and looks for no baselines; "
-        "models are in eval mode. Where only a model's own loss does not export, the loss is the mean square of what "
-        "it gives first."
+        "The planner looks for no baselines here; models are in eval mode. Where only a model's own loss does not "
+        "export, the loss is the mean square of what it gives first."
     )
     yield ""
     for status in STATUSES:
@@ -139,8 +139,9 @@ def _page(known: Known) -> Iterable[str]:
         yield f"of {counts['model types exported']} model types."
         yield from ("", "| status | architectures |", "|---|---|")
         yield from (f"| {s} | {n} |" for s, n in counts["statuses"].items())
-        yield from ("", "| share of matmul work sharded over tp | architectures |", "|---|---|")
-        yield from (f"| {s} | {n} |" for s, n in counts["shares"].items())
+        if counts["shares"]:
+            yield from ("", "| share of matmul work sharded over tp | architectures |", "|---|---|")
+            yield from (f"| {s} | {n} |" for s, n in counts["shares"].items())
         yield ""
         yield f"Largest relative error of those equal: {counts['largest error of equal']:.1e}. Causal masks that are "
         yield f"materialised: {', '.join(counts['causal masks left']) or 'none'}."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -17,56 +17,79 @@ from torch import Tensor, fx
 
 from benchmarks.zoo_models import Sample, ZooError, build, without_labels
 from partitioner import Constraints, Topology, explore, partition, prepared
-from partitioner.solve import sharding
+from partitioner.reference import Reference, run_reference
+from partitioner.verify import TOLERANCE, compare
 from passes.assemble import Captured
 from passes.errors import PartitionError
 from passes.normalize import normalize
+from runtime.local import run_threads
 
 Mesh = tuple[int, int, int]  # ranks of pp, dp, tp
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_SOLVER_S = 20.0  # for one sharding problem
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
-def examine(name: str, meshes: list[Mesh], connection: Connection) -> None:
-    """Send one result for every mesh; the first sends what ends the rest, too."""
+def results(name: str, meshes: list[Mesh]) -> Iterator[dict[str, Any]]:
+    """A result per mesh: ``status``, ``reason``, and for what was planned its errors, shares and masks.
+
+    The model is built, captured and run by itself once for all meshes; the first mesh's seconds have that in them.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    for result in results(name, meshes):
-        connection.send(result)
-    connection.send(None)
-
-
-def results(name: str, meshes: list[Mesh]) -> Iterator[dict[str, Any]]:
-    """A result per mesh: ``status``, ``reason``, and for what was planned its errors, shares and masks."""
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         sample = build(name)
     except ZooError as error:
         for mesh in meshes:
             yield _result(name, mesh, start, status="unbuilt", reason=f"{error.step}: {error}")
         return
-    for mesh in meshes:
-        start = time.perf_counter()
-        found = _examine(sample, mesh)
-        if found["status"] == "unexported" and "labels" in sample.inputs:
-            sample = without_labels(sample)  # the loss may be all that does not export
-            found = _examine(sample, mesh) | dict(note=f"without labels: {found['export']}")
+    subject = _Subject(sample)
+    for i, mesh in enumerate(meshes):
+        found = _examine(subject, mesh)
+        if found["status"] == "unexported" and "labels" in subject.sample.inputs:
+            note = found["export"]
+            subject = _Subject(without_labels(sample), f"without labels: {note}")  # only the loss may not export
+            found = _examine(subject, mesh)
+        if found["status"] == "unexported":
+            for other in meshes[i:]:
+                yield _result(name, other, start, **found)
+            return
         yield _result(name, mesh, start, **found)
+        start = time.process_time()
 
 
-def _examine(sample: Sample, mesh: Mesh) -> dict[str, Any]:
+class _Subject:
+    """A model under examination, and what is the same for all meshes."""
+
+    def __init__(self, sample: Sample, note: str = "") -> None:
+        self.sample = sample
+        self.seen: dict[str, Any] = {"note": note} if note else {}
+        self.prepared = prepared.prepare(sample.model, sample.inputs, loss=sample.loss)
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        return run_reference(self.sample.model, self.sample.inputs, self.sample.loss)
+
+    def normalize(self, captured: Captured) -> Captured:
+        """The pass, and what it shows of the model."""
+        normal = normalize(captured)
+        self.seen.update(masks=_masks(normal), grouped=any(n.target is _GROUPED for n in normal.graph.nodes))
+        return normal
+
+
+def _examine(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
     try:
-        return _plan_and_verify(sample, mesh)
+        return _plan_and_verify(subject, mesh) | subject.seen
     except PartitionError as error:
-        return dict(status="refused", reason=f"{type(error).__name__}: {_line(error)}") | _refusal(sample, error)
+        found = dict(status="refused", reason=f"{type(error).__name__}: {_line(error)}")
+        return found | _refusal(subject.sample, error) | subject.seen
     except Exception as error:
         return dict(status="crashed", reason=f"{type(error).__name__}: {_line(error)}", trace=_frames(error))
 
 
 def _result(name: str, mesh: Mesh, start: float, **found: Any) -> dict[str, Any]:
-    return dict(name=name, mesh=list(mesh), seconds=round(time.perf_counter() - start, 2), **found)
+    return dict(name=name, mesh=list(mesh), seconds=round(time.process_time() - start, 2), **found)
 
 
 def _line(error: BaseException) -> str:
@@ -89,36 +112,26 @@ def _refusal(sample: Sample, error: PartitionError) -> dict[str, Any]:
     return dict(trace=_frames(error.__cause__ or error))
 
 
-def _plan_and_verify(sample: Sample, mesh: Mesh) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-
-    def noted(captured: Captured) -> Captured:
-        normal = normalize(captured)
-        seen.update(masks=_masks(normal), grouped=any(n.target is _GROUPED for n in normal.graph.nodes))
-        return normal
-
+def _plan_and_verify(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
     pp, dp, tp = mesh
-    constraints = Constraints(pp=pp, dp=dp, tp=tp)
-    # Neither what others would plan is looked for, nor the last percent of a large sharding problem.
-    with (
-        mock.patch.object(prepared, "normalize", noted),
+    with (  # what others would plan is not looked for
+        mock.patch.object(prepared, "normalize", subject.normalize),
         mock.patch.object(explore, "standards", return_value=[]),
         mock.patch.object(explore, "compared", return_value=()),
-        mock.patch.dict(sharding.solve_sharding.__kwdefaults__, time_limit_s=_SOLVER_S),
     ):
         plan = partition(
-            sample.model, Topology.local(math.prod(mesh)), sample.inputs, loss=sample.loss, constraints=constraints
+            subject.prepared, Topology.local(math.prod(mesh)), constraints=Constraints(pp=pp, dp=dp, tp=tp)
         )
-    report = plan.verify(sample.model, sample.inputs, sample.loss)
-    errors = _by_part(report.errors)
-    worst = sorted(report.errors.items(), key=lambda item: -item[1])[:3]
+    # As plan.verify() does.
+    run = run_threads(plan.program, subject.sample.model, subject.sample.inputs, precision="fp64")
+    errors = compare(run, subject.reference, plan.program)
+    wrong = sorted((item for item in errors.items() if not item[1] <= TOLERANCE), key=lambda item: -item[1])
     return dict(
-        status="equal" if report.ok else "unequal",
-        reason="" if report.ok else ", ".join(f"{k} {v:.1e}" for k, v in worst),
-        errors=errors,
+        status="unequal" if wrong else "equal",
+        reason=", ".join(f"{k} {v:.1e}" for k, v in wrong[:3]),
+        errors=_by_part(errors),
         share=plan.shares.matmul_sharded,
         without_rule=plan.shares.without_rule,
-        **seen,
     )
 
 

@@ -1,16 +1,22 @@
 """From an unmodified model and a description of the hardware to proven programs for every rank."""
 
-from partitioner.api import partition
-from partitioner.constraints import Constraints
-from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
-from partitioner.plan import Candidate, Certificate, Estimate, Plan
-from partitioner.planfile import PlanFileError
-from partitioner.prepared import PreparedModel, prepare
-from partitioner.reference import Reference, run_reference
-from partitioner.sizing import Size, Sizing, size_cluster
-from partitioner.topology import Topology
-from partitioner.verify import Verification
-from passes.errors import CaptureError, InputsError, PartitionError, RuleError, UnsupportedError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from partitioner.api import partition
+    from partitioner.constraints import Constraints
+    from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
+    from partitioner.plan import Candidate, Certificate, Estimate, Plan
+    from partitioner.planfile import PlanFileError
+    from partitioner.prepared import PreparedModel, prepare
+    from partitioner.reference import Reference, run_reference
+    from partitioner.sizing import Size, Sizing, size_cluster
+    from partitioner.topology import Topology
+    from partitioner.verify import Verification
+    from passes.errors import CaptureError, InputsError, PartitionError, RuleError, UnsupportedError
 
 __all__ = [
     "Candidate",
@@ -39,3 +45,30 @@ __all__ = [
     "run_reference",
     "size_cluster",
 ]
+
+# A name is imported when it is first used: the solver alone then starts without PyTorch, which takes seconds.
+_HOMES = {
+    "partitioner.api": ("partition",),
+    "partitioner.constraints": ("Constraints",),
+    "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
+    "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
+    "partitioner.planfile": ("PlanFileError",),
+    "partitioner.prepared": ("PreparedModel", "prepare"),
+    "partitioner.reference": ("Reference", "run_reference"),
+    "partitioner.sizing": ("Size", "Sizing", "size_cluster"),
+    "partitioner.topology": ("Topology",),
+    "partitioner.verify": ("Verification",),
+    "passes.errors": ("CaptureError", "InputsError", "PartitionError", "RuleError", "UnsupportedError"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

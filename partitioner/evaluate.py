@@ -231,10 +231,16 @@ class Evaluator:
         costs = self._seat_costs(key, local)
         machines = [job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
         every = list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
-        return {
+        least = {
             name: (min(of[name].forward_total_s for of in every), min(of[name].backward_total_s for of in every))
             for name in every[0]
         }
+        of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
+        floor: Floor = {}
+        for call in job.model.calls:  # whose blocks may be others than the local model's
+            found = of_path.get(call.path, (0.0, 0.0))
+            floor[call.block] = min(floor.get(call.block, found), found)
+        return floor
 
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> float:
         """Seconds of a microbatch through all calls, if all stages were as fast as the fastest."""

@@ -20,6 +20,7 @@ from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
 from passes.infer import META
+from passes.selected import SelectedRows, Unselectable
 
 _KINDS: dict[InputKind, StateKind] = {
     InputKind.PARAMETER: "parameter",
@@ -31,6 +32,8 @@ _STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
+
+_SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Captured:
 def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: bool) -> Captured:
     """The program as one graph; ``canonical``: for every name of a state the one that it goes by."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
+    env: dict[fx.Node, Any] = {}
     states = _states(program, canonical)
     nodes = list(program.graph.nodes)
     sources = dict(zip([n for n in nodes if n.op == "placeholder"], program.graph_signature.input_specs, strict=True))
@@ -82,8 +85,11 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
                 f"the model holds {spec.target!r}, which is not a tensor ({spec.kind.name}): pass it as an argument"
             )
     classes: dict[str, str] = {}
+    selected = SelectedRows(graph)
     for node in nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and selected.concerns(node, env):
+            env[node] = _select(selected, node, env, classes)
+        elif node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
             env[node].target = _STRIDE_FREE.get(node.target, node.target)
             env[node].meta = _clean_meta(node, classes)
@@ -96,7 +102,19 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
     graph.eliminate_dead_code()
     constants = _constants(program, set(placeholders.values()))
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
-    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, classes=classes)
+    notes = (_SELECTS,) if selected.rows else ()
+    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes)
+
+
+def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
+    try:
+        return selected.copy(node, env, _place(node, classes))
+    except Unselectable:
+        _check_static(node, node.meta.get("val"))
+        raise UnsupportedError(
+            f"{node.target} ({_where(node)}) reads rows that a mask selects, of which there is no fixed number; "
+            "write it with a fixed size (torch.where, a mask) instead"
+        ) from None
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
@@ -117,15 +135,24 @@ def _spec(node: fx.Node) -> TensorSpec:
 
 def _check_static(node: fx.Node, value: Any) -> None:
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
-        stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
-        where = f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
         raise UnsupportedError(
-            f"{node.target} ({where}) has a shape that depends on tensors' numbers: "
+            f"{node.target} ({_where(node)}) has a shape that depends on tensors' numbers: "
             f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
         )
 
 
+def _where(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
+    return f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
+
+
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+    value = pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val"))
+    return {"val": value, **_place(node, classes)}
+
+
+def _place(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+    """Where in the model a node is; ``classes`` gets the classes of its modules."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
@@ -133,7 +160,6 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
         calls.append(f"{path}@{count}" if count.isdigit() else path)
         classes[path] = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
     return {
-        "val": pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val")),
         "path": next(reversed(stack.values()))[0] if stack else "",
         "source": source_of(node.meta.get("stack_trace")),
         "stack": tuple(c for c in calls if c),
@@ -198,6 +224,8 @@ def _outputs(
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
     for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            _check_static(result, result.meta.get("val"))
         if spec.kind is OutputKind.USER_OUTPUT:
             leaves.append(env[result] if isinstance(result, fx.Node) else result)
         else:

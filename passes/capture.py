@@ -20,13 +20,14 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
-from passes.blocks import TensorSpec
+from passes.blocks import State, TensorSpec
 from passes.errors import InputsError
-from passes.expand import Unrepeated, expand
+from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
 from passes.infer import propagate
 from passes.inputs import Inputs, bind_inputs, without_numbers
+from passes.putaway import PutAway
 from passes.repeats import Repeats
 from passes.retype import retype
 
@@ -77,8 +78,8 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
-        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical)
-    captured = captured.with_(notes=notes, constants=captured.constants | kept)
+        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
+    captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
         retype(captured.graph, torch.float64)
@@ -96,16 +97,21 @@ def _trace(
     dtype: torch.dtype | None,
     loss: Callable[[Any], Tensor] | None,
     canonical: Mapping[str, str],
+    train: bool,
 ) -> Captured:
     """The twin's graph: of layers that are alike two are traced, or all where that fails."""
     if loss is not None:
         _append_loss(twin.module, loss)
-    repeats = Repeats.of(twin.module)
+    repeats = Repeats.of(twin.module).put_away(twin.module)
     while repeats.groups:
+        away = repeats.away
         try:
             with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, diagnose=False))
-            return expand(assemble(program, canonical, with_loss=loss is not None))
+                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
+            captured = assemble(program, canonical, with_loss=loss is not None)
+            if away is None:
+                return expand(captured)
+            return in_order(expand(captured, _states_of(away, canonical)), canonical.values())
         except Unrepeated as error:
             repeats.refuse(error.number)
         except Exception:  # the shortcut's or the model's own: the full trace will tell
@@ -114,8 +120,28 @@ def _trace(
         twin = make_twin(model, dtype, twin.mode)  # what forward did to the other is not to be seen
         if loss is not None:
             _append_loss(twin.module, loss)
-        repeats = Repeats.of(twin.module).without(refused)
-    return assemble(flatten_program(export(twin, args, kwargs)), canonical, with_loss=loss is not None)
+        repeats = Repeats.of(twin.module)
+        if away is None or refused:  # else the weights that were put away may have been missed
+            repeats = repeats.without(refused)
+            repeats = repeats.put_away(twin.module) if away is not None else repeats
+    return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
+
+
+def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:
+    """The states of modules whose parameters the trace did not see, by number of the module."""
+    names: dict[str, list[str]] = {}
+    for alias, name in canonical.items():
+        names.setdefault(name, []).append(alias)
+
+    def state(alias: str) -> State:
+        name, parameter = canonical[alias], away.parameters[alias]
+        others = tuple(n for n in names[name] if n != name)
+        return State(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
+
+    return {
+        number: [state(name) if name is not None else None for name in of_module]
+        for number, of_module in away.by_number().items()
+    }
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

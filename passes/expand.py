@@ -7,13 +7,14 @@ given, without them; raises :class:`Unrepeated` where that cannot be shown.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, fx
 
 from passes.assemble import Captured
+from passes.blocks import State
 from passes.repeats import LAYER
 
 
@@ -40,9 +41,13 @@ class _Body:
         return self.stack[-1]
 
 
-def expand(captured: Captured) -> Captured:
-    """``captured`` without layer operators; its graph is changed in place."""
+def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None = None) -> Captured:
+    """``captured`` without layer operators; its graph is changed in place.
+
+    ``away``: by number of a module whose parameters the trace did not see, its states; ``None`` for those that it saw.
+    """
     graph = captured.graph
+    restored = _Restored(captured, away or {})
     found = [n for n in graph.nodes if n.target is LAYER]
     if not found:
         return captured
@@ -52,7 +57,7 @@ def expand(captured: Captured) -> Captured:
     classes = dict(captured.classes)
     moved: dict[str, str] = {}
     for node in found:
-        _, results, number = _parts(node)
+        operands, results, number, member = _parts(node)
         stack = node.meta["stack"]
         if not stack or "@" in stack[-1]:
             raise Unrepeated(number)
@@ -62,7 +67,7 @@ def expand(captured: Captured) -> Captured:
                 raise Unrepeated(number)
             made = body.results
         else:
-            made = _copy(graph, node, bodies[number], classes)
+            made = _copy(graph, node, restored.operands(member, operands), bodies[number], classes)
         for user in list(node.users):
             assert user.target is operator.getitem, user
             result = made[_place(user)]
@@ -71,9 +76,9 @@ def expand(captured: Captured) -> Captured:
             graph.erase_node(user)
         graph.erase_node(node)
     graph.eliminate_dead_code()
-    placeholders = dict(captured.placeholders)
-    for node in only_marked:
-        if not node.users and placeholders[node.name] in captured.states:
+    placeholders, states = captured.placeholders | restored.placeholders, captured.states | restored.states
+    for node in (*only_marked, *restored.nodes):
+        if not node.users and placeholders[node.name] in states:
             del placeholders[node.name]
             graph.erase_node(node)
 
@@ -83,15 +88,60 @@ def expand(captured: Captured) -> Captured:
     return captured.with_(
         outputs=[replace(o, value=name_of(o.value)) for o in captured.outputs],
         loss=name_of(captured.loss),
+        states=states,
         placeholders=placeholders,
         classes=classes,
     )
 
 
-def _parts(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int]:
-    """The operands, results and memo of a layer operator."""
-    operands, results, number = cast(Any, call.args)
-    return list(operands), list(results), int(number)
+def in_order(captured: Captured, names: Iterable[str]) -> Captured:
+    """``captured`` with its states, and their placeholders, in the order of ``names`` as far as these are in it."""
+    place = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    last = len(place)
+    nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    nodes.sort(key=lambda n: place.get(captured.placeholders[n.name], last))
+    for node in reversed(nodes):
+        first = next(iter(captured.graph.nodes))
+        if first is not node:
+            first.prepend(node)
+    states = dict(sorted(captured.states.items(), key=lambda item: place.get(item[0], last)))
+    return captured.with_(states=states, placeholders={n.name: captured.placeholders[n.name] for n in nodes})
+
+
+class _Restored:
+    """Placeholders for states that the trace did not see."""
+
+    def __init__(self, captured: Captured, away: Mapping[int, Sequence[State | None]]) -> None:
+        self.graph, self.away = captured.graph, away
+        self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
+        self.placeholders: dict[str, str] = {}
+        self.nodes: list[fx.Node] = []
+        self._nodes: dict[str, fx.Node] = {}
+        self._first = next(iter(captured.graph.nodes))
+
+    def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
+        """All operands of a call of ``member``, of which the trace has ``seen`` some."""
+        left = iter(seen)
+        states = self.away[member] if member >= 0 else ()
+        return [*(next(left) if state is None else self._placeholder(state) for state in states), *left]
+
+    def _placeholder(self, state: State) -> fx.Node:
+        if state.name not in self._nodes:
+            with self.graph.inserting_before(self._first):
+                name = "p_" + state.name.replace(".", "_").lower()
+                made = self.graph.create_node("placeholder", name, name=name)
+            made.meta["val"] = state.spec.meta()
+            made.target = made.name
+            self._nodes[state.name] = made
+            self.placeholders[made.name] = state.name
+            self.nodes.append(made)
+        return self._nodes[state.name]
+
+
+def _parts(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
+    """The operands, results, memo and member of a layer operator."""
+    operands, results, number, member = cast(Any, call.args)
+    return list(operands), list(results), int(number), int(member)
 
 
 def _place(item: fx.Node) -> int:
@@ -101,7 +151,7 @@ def _place(item: fx.Node) -> int:
 
 def _body(call: fx.Node) -> _Body:
     """The operators between a call's operands and its results. All of them must be the call's own."""
-    operands, results, number = _parts(call)
+    operands, results, number, _ = _parts(call)
     stack = call.meta["stack"]
     ends = set(operands)
     inside: set[fx.Node] = set()
@@ -166,9 +216,11 @@ def _spec(value: Any) -> Any:
     return tuple([_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
 
 
-def _copy(graph: fx.Graph, call: fx.Node, body: _Body, classes: dict[str, str]) -> list[fx.Node]:
-    """Append the operators of ``body`` before ``call``, on its operands; the results."""
-    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, _parts(call)[0], strict=True))
+def _copy(
+    graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
+) -> list[fx.Node]:
+    """Append the operators of ``body`` before ``call``, on ``operands``; the results."""
+    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]
     with graph.inserting_before(call):
         for node in body.nodes:

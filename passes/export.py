@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from passes.errors import CaptureError, InputsError, PartitionError
+from passes.own_gradients import traced_with_own_gradients
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -100,14 +101,16 @@ def _drop_caches(model: nn.Module) -> Iterator[str]:
         yield "generation caches are left out: use_cache is off in the plan"
 
 
-def export(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, diagnose: bool = True) -> ExportedProgram:
-    """Export the twin. Without ``diagnose``, what goes wrong is raised as it comes.
+def export(
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
+) -> ExportedProgram:
+    """Export the twin, to ``train`` it or not. Without ``diagnose``, what goes wrong is raised as it comes.
 
     Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
     and torch.export's reason where it cannot be traced.
     """
     try:
-        with _quiet():
+        with _quiet(), traced_with_own_gradients() if train else contextlib.nullcontext():
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise

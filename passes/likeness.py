@@ -167,8 +167,14 @@ def _frozen(value: Any, inside: dict[int, str]) -> Any:
     if type(value) is functools.partial:
         return "partial", *(_frozen(v, inside) for v in (value.func, value.args, value.keywords))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), _frozen(tuple([getattr(value, f.name) for f in dataclasses.fields(value)]), inside)
+        return type(value), _frozen(tuple([_field(value, f.name) for f in dataclasses.fields(value)]), inside)
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
         return type(value), id(value), tuple([(k, id(v)) for k, v in held.items()])
     return type(value), id(value)
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field as it is held: some cannot be read from outside (a width that differs by layer)."""
+    held = getattr(value, "__dict__", {})
+    return held[name] if name in held else getattr(value, name)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from passes.likeness import Group, Unlike, alike, hooked, is_simple, state_of, tensor_spec
+from passes.putaway import Missing, PutAway
 
 _LEAST = 4  # members of a group that are worth it: two are traced
 _TRACED = 2
@@ -36,13 +37,16 @@ _numbers = itertools.count()
 
 
 @torch.library.custom_op("partition::layer", mutates_args=())
-def layer(operands: list[Tensor], results: list[Tensor], memo: int) -> list[Tensor]:
-    """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run."""
+def layer(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
+    """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run.
+
+    ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are.
+    """
     raise NotImplementedError("partition::layer stands for a module in a graph that is being captured")
 
 
 @layer.register_fake
-def _(operands: list[Tensor], results: list[Tensor], memo: int) -> list[Tensor]:
+def _(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
 
@@ -85,6 +89,7 @@ class Repeats:
     """The modules of a twin that are alike, and what a trace found of them."""
 
     groups: list[Group]
+    away: PutAway | None = None
     memos: dict[Any, _Memo] = field(default_factory=dict)
     refused: list[Group] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
@@ -92,6 +97,17 @@ class Repeats:
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
         return cls(alike(model, _LEAST))
+
+    def put_away(self, model: nn.Module) -> Repeats:
+        """With the parameters of all members put away that are not traced, if calls come in the order of names."""
+        self.away = PutAway(model)
+        outer = {name for group in self.groups for name in group.names}
+        for group in self.groups:
+            # the first call may be of another kind: its input needs no gradient
+            for module, name in list(zip(group.members, group.names, strict=True))[_TRACED + 1 :]:
+                if not any(name.startswith(other + ".") for other in outer):
+                    self.away.put(module, name, group.members[0])
+        return self
 
     def without(self, refused: Sequence[Group]) -> Repeats:
         """For a trace of another twin, after one failed: without the groups that it gave up, or without any."""
@@ -107,13 +123,23 @@ class Repeats:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Inside, members of the groups run as this module says."""
+        root = self.away.model if self.away is not None else None
+        before = root.__dict__.get("forward") if root is not None else None
         try:
             for index, group in enumerate(self.groups):
                 for module in group.members:
                     run = functools.partial(self._run, index, module, module.forward)
                     module.__dict__["forward"] = run
+            if self.away is not None and root is not None:
+                root.__dict__["forward"] = functools.wraps(root.forward)(self.away.watched(root.forward))
+                self.away.close()
             yield
         finally:
+            if self.away is not None and root is not None:
+                self.away.open()
+                root.__dict__.pop("forward", None)
+                if before is not None:
+                    root.__dict__["forward"] = before
             for group in self.groups:
                 for module in group.members:
                     module.__dict__.pop("forward", None)
@@ -121,6 +147,8 @@ class Repeats:
                 _made_by.pop(memo.number, None)
 
     def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.away is not None and id(module) in self.away.names:
+            return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
         self._called.add(id(module))
         with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
@@ -129,7 +157,7 @@ class Repeats:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
         if memo.traced == _TRACED:
-            return _result(memo, call.operands, LAYER(call.operands, [], memo.number))
+            return _result(memo, call.operands, LAYER(call.operands, [], memo.number, -1))
         if memo.alone:
             return forward(*args, **kwargs)
         group = self.groups[index]
@@ -152,7 +180,27 @@ class Repeats:
             self.refused.append(group)
             raise
         memo.traced += 1
-        return _result(memo, call.operands, LAYER(call.operands, results, memo.number))
+        return _result(memo, call.operands, LAYER(call.operands, results, memo.number, -1))
+
+    def _stand_in(self, away: PutAway, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a module without its parameters, which must be like one that was traced."""
+        again = id(module) in self._called
+        self._called.add(id(module))
+        lent = away.lend(module)
+        try:
+            with torch._C.DisableTorchFunction():
+                call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+        finally:
+            away.take_back(lent)
+        memo = self.memos.get((index, call.key)) if call is not None else None
+        if call is None or memo is None or memo.traced < _TRACED:
+            raise Missing("a layer whose weights are put away is to be traced")
+        names = away.names[id(module)]
+        here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]
+        if not here or any(kind == "operand" and what not in here for kind, what in memo.leaves):
+            raise Missing("a layer reads or gives nothing but its weights")
+        made = LAYER([call.operands[i] for i in here], [], memo.number, away.numbers[id(module)])
+        return _result(memo, call.operands, made)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.solve import assignment
@@ -37,6 +37,7 @@ def optima(given: AssignmentProblem) -> tuple[float, list[tuple[int, ...]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.0, 0.2, 0.6]))
+@example(66564, 5, 4, 0.2)  # the first assignments that are looked at are all forbidden
 def test_an_optimum_is_kept_and_the_bound_is_one(seed: int, nodes: int, most: int, forbidden: float):
     given_problem = problem(seed, nodes, most, forbidden)
     least, best = optima(given_problem)

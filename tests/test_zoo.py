@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ pytest.importorskip("transformers")
 
 import runtime
 from benchmarks import zoo
-from benchmarks.zoo_configs import attempts, tiny_config
+from benchmarks.zoo_configs import attempts, repaired, tiny_config
 from benchmarks.zoo_models import ZooError, architectures, build, without_labels
 from benchmarks.zoo_report import summary, write_docs
 from partitioner import Constraints, Topology, partition, run_reference
@@ -23,7 +25,6 @@ from passes.errors import CaptureError
 
 # Bias by distance and fused qkv; disentangled attention; windows of pixels; convolutions over sound, weight norm.
 SAMPLE = ["causal:bloom", "masked:deberta-v2", "image:swin", "ctc:wav2vec2", "speech:whisper"]
-MESHES = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +68,16 @@ def test_architectures_of_other_kinds(name: str, ranks: runtime.LocalRanks):
     check(name, (1, 1, 2), ranks)
 
 
+def drawn(seed: str, number: int) -> list[tuple[str, zoo.Mesh]]:
+    names = random.Random(f"zoo {seed}").sample(sorted(architectures()), number)
+    return [(name, zoo.MESHES[i % len(zoo.MESHES)]) for i, name in enumerate(names)]
+
+
+# Others every day, and the same for all processes of a run; ZOO_SEED=2026-11-21 draws those of that day again.
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", range(20))
-def test_architectures_drawn_by_chance(draw: int, ranks: runtime.LocalRanks):
-    names = random.Random(f"zoo {torch.__version__}").sample(sorted(architectures()), 20)
-    check(names[draw], MESHES[draw % len(MESHES)], ranks)
+@pytest.mark.parametrize(("name", "mesh"), drawn(os.environ.get("ZOO_SEED") or f"{datetime.now(UTC):%Y-%m-%d}", 20))
+def test_architectures_drawn_by_chance(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks):
+    check(name, mesh, ranks)
 
 
 # --- small configurations ---------------------------------------------------------------------------------------------
@@ -92,6 +98,13 @@ def test_each_type_of_layer_stays():
 
 def test_what_is_kept_is_as_by_default():
     assert tiny_config("llama", frozenset(("vocab",))).vocab_size == 32000
+
+
+def test_what_an_error_names_is_as_by_default_and_what_it_asks_for_is_given():
+    keep = repaired(frozenset(), "Make sure that `is_decoder=True`; hidden_size (64) must be a multiple of num_heads")
+    assert keep == {"is_decoder=True", "hidden_size", "num_heads"}
+    config = tiny_config("bert", keep)
+    assert config.is_decoder and config.hidden_size == 768 and config.intermediate_size < 3072
 
 
 def test_the_smallest_is_tried_first():

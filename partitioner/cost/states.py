@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
@@ -63,7 +64,7 @@ class StateCost:
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         return {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
 
-    @property
+    @cached_property
     def total(self) -> float:
         """What stays on the rank."""
         return sum(self.kept.values())

@@ -108,9 +108,11 @@ def allowed_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int]
             cost = dual.cost(choice)
             if cost < least:
                 best, least = choice, cost
+            if best is None:  # no allowed assignment yet, and nothing to compare with
+                continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return {node: _only(len(costs[node]), (best or {})[node]) for node in costs}
+                return {node: _only(len(costs[node]), best[node]) for node in costs}
             if raised - bound <= 1e-3 * (least - raised):  # no use going on
                 break
             bound = raised

@@ -78,6 +78,25 @@ class Flat:
         total: Vector = self.cost + tables
         return total
 
+    def descend(self, choice: Choices, extra: Vector, rounds: int = 30) -> Choices:
+        """Nodes take their best choices, none together with a neighbour of more gain; ``extra`` adds to all costs."""
+        choice = choice.copy()
+        for _ in range(rounds):
+            cost = self.conditional(choice) + extra
+            best = self.best(cost)
+            gain = cost[self.start + choice] - cost[self.start + best]
+            gain[gain <= 1e-9 * np.abs(cost[self.start + best])] = 0.0
+            rank = np.empty(len(gain), np.intp)
+            rank[np.argsort(gain, kind="stable")] = np.arange(len(gain))
+            rival = np.full(len(gain), -1)
+            np.maximum.at(rival, self.first, rank[self.second])
+            np.maximum.at(rival, self.second, rank[self.first])
+            moves = (gain > 0.0) & (rank > rival)
+            if not moves.any():
+                break
+            choice[moves] = best[moves]
+        return choice
+
     def table_costs(self, choice: Choices) -> Vector:
         """What each table costs in an assignment."""
         found: Vector = self._pool[self._offset + choice[self.first] * self._columns + choice[self.second]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from partitioner.solve.memory import Stretch, Usage
 from partitioner.solve.presolve import Table, Vector
+
+_LEAST_EXCESS = 1e-6  # of memory over all rows, in parts of the largest limit
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,12 @@ class Dual:
         chosen = np.array([a + int(belief[a:b].argmin()) for a, b in itertools.pairwise(edges)])
         return bound, chosen
 
-    def ascend(self, upper: float, until: float, rounds: int = 10_000) -> float:
+    def ascend(
+        self, upper: float, until: float, rounds: int = 10_000, report: Callable[[float], None] = lambda _: None
+    ) -> float:
         """Raises the bound, at most to ``upper``, the cost of a known assignment; keeps the best prices. The bound.
+
+        ``report`` is told of every higher one.
 
         Prices move along a smoothed subgradient by Polyak's step, towards a target above the best bound that grows
         while bounds do and shrinks where they do not.
@@ -98,16 +104,19 @@ class Dual:
         best, best_prices, stale = -np.inf, self.prices.copy(), 0
         smooth = np.zeros_like(self.prices)
         ahead = 0.0
+        least = (_LEAST_EXCESS * (float(np.max(self.room, initial=0.0)) or 1.0)) ** 2  # below, steps have no end
         for count in range(rounds):
             if time.perf_counter() > until:
                 break
             bound, chosen = self.pass_messages()
             if count < 20:  # tables first
                 best, ahead = max(best, bound), max(0.5 * abs(bound), 1e-4 * upper)
+                report(best)
                 continue
             if bound > best:
                 best, best_prices, stale = bound, self.prices.copy(), 0
                 ahead *= 1.1
+                report(best)
             else:
                 stale += 1
             if stale >= 8:
@@ -117,7 +126,7 @@ class Dual:
             smooth = 0.6 * smooth + 0.4 * (self._usage.profile(chosen) - self.room)
             direction = np.where((self.prices > 0) | (smooth > 0), smooth, 0.0)
             length = float(direction @ direction)
-            if length > 0.0 and best < upper:
+            if length > least and best < upper:
                 target = min(best + ahead, upper)
                 if not math.isfinite(target - min(bound, best)):  # no choice is known yet, or there is none
                     break

@@ -1,9 +1,9 @@
 """Prices of memory per row, which rise where an assignment takes too much and fall where it leaves room.
 
-A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for a search that only
-approximates the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and the
-step grows while the rows keep their signs and shrinks when they change them. The step is taken from the best of all
-assignments that are known, so that a poor one does not lead the prices astray.
+A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for assignments that
+only approximate the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and
+each such group of rows has a step of its own that grows while the excess lasts and shrinks when its sign changes (as
+in Rprop; Riedmiller and Braun, 1993).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from partitioner.solve.presolve import Choices, Vector
 _WINDOWS = 128
 _START = 0.05
 _LOWER = 0.3  # of the present prices
-_FIRST_STEP, _LEAST_STEP, _MOST_STEP = 0.05, 0.01, 0.5
-_DECAY = 2.0  # of a price in one step, per part of the limit that is left free in its row
-_MOST_RISE = 0.2  # of the Lagrangian in one step, in parts of the cost
+_STEP, _LEAST_RATE, _MOST_RATE = 0.02, 0.5, 40.0
+_FASTER, _SLOWER = 1.05, 0.7
+_NEAR, _FAR = (0.0, 0.1, 0.5), (0.0, 0.01, 0.05, 0.2, 1.0)  # of disturbed prices: spread, and more, in parts of a scale
+_MOST_DECAY = 0.7  # of a price in one step, else one per part of the limit that is left free in its row
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +39,9 @@ class Prices:
         self.room = room
         self.values = np.zeros(len(room))
         self.unit = float(room.max(initial=0.0)) or 1.0
-        self._windows = np.array_split(np.arange(len(room)), min(_WINDOWS, max(1, len(room))))
-        self._step, self._before = _FIRST_STEP, np.zeros(len(room))
+        number = min(_WINDOWS, len(room))
+        self._begins = np.arange(number) * len(room) // max(number, 1)
+        self._rates, self._signs = np.ones(number), np.zeros(number)
 
     def excess(self, profile: Vector) -> Vector:
         """By how much each row exceeds its limit, in parts of the largest limit."""
@@ -49,27 +51,35 @@ class Prices:
         """Equal prices of all rows that are small beside ``scale``: of equal choices the least memory is taken."""
         self.values[:] = _START * scale / (self.unit * max(1, len(self.room)))
 
+    def disturbed(self, scale: float, rng: np.random.Generator) -> Vector:
+        """Other prices, near these or far from them, that change slowly from row to row."""
+        rows = len(self.values)
+        knots = np.linspace(0, rows, len(self._begins) + 1)
+        factor, more = rng.normal(0.0, rng.choice(_NEAR), len(knots)), rng.random(len(knots)) ** 4
+        more *= rng.choice(_FAR) * scale / (self.unit * max(1, rows))
+        places = np.arange(rows)
+        return self.values * np.exp(np.interp(places, knots, factor)) + np.interp(places, knots, more)
+
     def update(self, profile: Vector, scale: float) -> None:
         """One step from the memory of an assignment; ``scale`` is what an assignment costs, or so."""
+        if not len(self.room):
+            return
         over = self.excess(profile)
-        step = np.where((self.values > 0.0) & (over < 0.0), over, 0.0)
-        for window in self._windows:
-            if len(window):
-                fullest = window[over[window].argmax()]
-                step[fullest] = max(step[fullest], over[fullest]) if over[fullest] > 0.0 else step[fullest]
-        lengths = float(np.linalg.norm(step) * np.linalg.norm(self._before))
-        if lengths > 0.0:
-            agree = float(step @ self._before) / lengths
-            self._step *= 1.15 if agree > 0.1 else 0.85 if agree < -0.1 else 1.0
-            self._step = min(max(self._step, _LEAST_STEP), _MOST_STEP)
-        self._before = 0.5 * (self._before + step)
-        most = _MOST_RISE / max(float(step @ step), 1e-30)
-        self.values *= np.clip(1.0 + _DECAY * over, 0.5, 1.0)
-        self.values = np.maximum(self.values + min(self._step, most) * scale / self.unit * step, 0.0)
+        most = np.maximum.reduceat(over, self._begins)
+        signs = np.sign(most)
+        rates = np.where(signs != self._signs, _SLOWER * self._rates, np.where(signs > 0, _FASTER, 1.0) * self._rates)
+        self._rates, self._signs = np.clip(rates, _LEAST_RATE, _MOST_RATE), signs
+        step = np.where((self.values > 0.0) & (over < 0.0), 0.5 * over, 0.0)
+        ends = np.append(self._begins[1:], len(over))
+        for w in (most > 0.0).nonzero()[0].tolist():
+            fullest = self._begins[w] + int(over[self._begins[w] : ends[w]].argmax())
+            step[fullest] = self._rates[w] * over[fullest]
+        self.values *= np.clip(1.0 + over, _MOST_DECAY, 1.0)
+        self.values = np.maximum(self.values + _STEP * scale / self.unit * np.clip(step, -1.0, 1.0), 0.0)
 
     def lagrangian(self, known: Known, share: float = 1.0) -> float:
         """The cost of an assignment and of what it takes beyond the limits, at ``share`` of the present prices."""
-        return known.cost + share * float(self.values @ (known.profile - self.room))
+        return known.cost + share * float((self.values * (known.profile - self.room)).sum())  # no threads as in BLAS
 
 
 class Pool:
@@ -91,3 +101,7 @@ class Pool:
     def least(self, prices: Prices) -> tuple[float, Known]:
         """The least Lagrangian, and the assignment that has it."""
         return min(((prices.lagrangian(k), k) for k in self._known), key=lambda pair: pair[0])
+
+    def cheaper(self, prices: Prices, cost: float, most: float) -> list[Known]:
+        """Those of less ``cost`` that exceed a limit, but by no more than ``most``."""
+        return [k for k in self._known if k.cost < cost and 0.0 < prices.excess(k.profile).max(initial=0.0) <= most]

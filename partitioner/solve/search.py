@@ -1,39 +1,59 @@
-"""Search of a large problem: solve as much of the graph as is narrow enough, exactly, again and again.
+"""Search of a large problem: propagate beliefs at prices of memory, then solve large parts of the graph exactly.
 
-Each step fixes a random cutset at its present choices and solves the rest by dynamic programming (``cutset.py``,
-``elimination.py``), over all choices of each node or over a few that are proposed (``proposals.py``). Memory enters by
-prices per row that follow the assignment (``prices.py``); what exceeds a limit is repaired (``repair.py``), and the
+Memory enters by prices per row that follow the assignments (``prices.py``). First beliefs are propagated while prices
+follow what they decide, until both have settled (``beliefs.py``). Then steps of several kinds take turns, the more
+often the more they gained: more of that; a random cutset stays at its present choices and the rest is solved by dynamic
+programming (``cutset.py``, ``elimination.py``), over all choices of each node or over a few that are proposed
+(``proposals.py``), for the whole graph or for a region; a small part is solved with its memory rows by an exact solver
+(``parts.py``). What exceeds a limit is repaired (``repair.py``), and the
 cheapest assignment that fits is kept.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.solve.beliefs import Beliefs
 from partitioner.solve.cutset import conditioned_order
 from partitioner.solve.elimination import eliminate
 from partitioner.solve.flat import Flat
+from partitioner.solve.helper import Finding
 from partitioner.solve.memory import Usage
+from partitioner.solve.parts import Parts
 from partitioner.solve.presolve import Choices, Table, Vector
 from partitioner.solve.prices import Known, Pool, Prices
 from partitioner.solve.proposals import Proposals
+from partitioner.solve.regions import Regions
 from partitioner.solve.repair import Repair
 
-_WARM_UP = 4  # steps over all choices
-_UNPRICED, _SLOW = 25, 0.03  # steps at most before prices rise, and the progress of four below which they do
+_PASSES, _UNPRICED = 20, 8  # of messages in a step, and before there are prices
+_SMOOTH = 0.7  # of the memory profile that prices follow, from one pass to the next
+_SETTLED, _SETTLED_SHARE = 8, 0.35  # steps without progress, or the part of the time, that beliefs have for themselves
+_PROGRESS = 1e-3  # of the cost
+_DAMPING, _DAMPINGS = 0.5, (0.3, 0.5, 0.8)
+_ASTRAY = (0.2, 0.4, 0.4)  # how often settled beliefs are in part forgotten, at other prices, or held
+_FORGET_SHARES = (0.1, 0.5, 1.0)
+_HELD_NODES, _RANKS, _SAME = (
+    100,
+    12,
+    1e-5,
+)  # nodes and choices that are held, unless they are as good, in parts of a cost
 _FIRST_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 1e5, 5e4, 1e7  # entries of the largest table
 _FIRST_STEP = 2e-4  # seconds per node, a guess at the time of the first step
 _STEP_SECONDS = 1.0  # of a step, which the width follows
+_BELIEVING = 0.5  # the share of beliefs, beside 1 for all kinds together and 1 for those that gain
+_SMALL = 1e-4  # of the cost, a gain per second that does not count
+_LEAST_S = 0.01  # of a step, as far as shares of time go
 _PATIENCE = 15  # steps without progress, after which the search is kicked
 _MENDABLE = 0.15  # parts of the limit
-_EARLY, _LATE = 0.1, 0.7  # of the time: when prices rise in any case, and when everything is mended
+_LATE = 0.7  # of the time, after which everything is mended
 _DESCENT = 8  # steps after a kick before it is judged
-_REGION = (200, 1000, 4000)  # nodes
-_HUB = 30  # neighbours of which a region follows no more
+_REGION, _PART = (200, 1000, 4000), 60  # nodes
 
 
 @dataclass
@@ -47,6 +67,7 @@ class Search:
     usage: Usage
     room: Vector
     seed: int = 0
+    parts: Parts | None = None
     best: Choices = field(init=False)
     cost: float = field(init=False, default=np.inf)
     overflow: float = field(init=False, default=np.inf)
@@ -59,35 +80,63 @@ class Search:
         self.prices = Prices(self.room)
         self._proposals = Proposals(self.flat, self._rng)
         self._isolated = self.flat.num_sides == 0
+        self._regions = Regions(self.flat, self._rng)
         self._pool = Pool()
+        self._beliefs: Beliefs | None = None  # made when first needed: some problems never do
+        self._believed, self._turns, self._half = self.flat.cost, list[tuple[int, int, int]](), self.seed
+        self._smooth, self._scale = np.zeros(len(self.room)), 0.0
         self.keep(self.flat.best(self.usage.total()))
         self._now, self._stale, self._away, self._until = self.best, 0, 0, np.inf
         self._mendable = _MENDABLE
-        self._width, self._history, self._priced = _FIRST_WIDTH, list[float](), False
+        self._width = _FIRST_WIDTH
 
-    def run(self, until: float) -> None:
-        """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit."""
+    def run(self, until: float, exchange: Callable[[], None] = lambda: None) -> None:
+        """Searches until ``until`` of ``time.perf_counter``; a step is only begun if the last ones would fit.
+
+        ``exchange`` is called between steps, and may :meth:`keep` what was found elsewhere.
+        """
         kinds = [lambda: self._widely(0), lambda: self._widely(2), lambda: self._widely(4), self._locally]
+        kinds += [self._exactly] if self.parts is not None else []
+        kinds.append(lambda: self._believe(settled=settled))
         worth, longest = np.zeros(len(kinds)), np.full(len(kinds), _FIRST_STEP * float((~self._isolated).sum()))
-        self._until = until
-        early, late = (time.perf_counter() * (1 - share) + until * share for share in (_EARLY, _LATE))
-        while self.overflow > 0.0 or self.bound < self.cost * (1.0 - 1e-8):
-            chance = worth / (worth.sum() or 1.0) + 0.5 / len(kinds)
-            kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if self.steps > _WARM_UP else 0
-            begin, before = time.perf_counter(), self._value()
+        usual, base = np.full(len(kinds), _STEP_SECONDS), np.full(len(kinds), 1.0 / len(kinds))
+        base[-1] = _BELIEVING
+        self._until, settled, waiting, reached = until, False, 0, np.inf
+        start = time.perf_counter()
+        alone, late = (start * (1 - share) + until * share for share in (_SETTLED_SHARE, _LATE))
+        while not self.proven:
+            begin, before = time.perf_counter(), self.cost
+            waiting = 0 if self.cost < reached * (1.0 - _PROGRESS) else waiting + 1
+            reached = min(reached, self.cost)
+            settled |= begin > alone or waiting > _SETTLED
+            chance = (worth / (worth.sum() + _SMALL) + base) / usual  # shares of time
+            kind = int(self._rng.choice(len(kinds), p=chance / chance.sum())) if settled else len(kinds) - 1
+            if self.steps == 0:
+                kind = 0  # solves what is narrow, and says so
             if begin + longest[kind] > until:
                 return
-            self._priced |= begin > early
             self._mendable = _MENDABLE if begin < late else np.inf
             kinds[kind]()
+            exchange()
+            self.steps += 1
             took = time.perf_counter() - begin
-            if self.steps > _WARM_UP:
-                worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self._value() / before) / took
-            if took < 0.5 * _STEP_SECONDS:
+            usual[kind] = 0.8 * usual[kind] + 0.2 * max(took, _LEAST_S)
+            if settled and before > 0.0:
+                worth[kind] = 0.9 * worth[kind] + 0.1 * max(0.0, 1.0 - self.cost / before) / max(took, _LEAST_S)
+            if kind < len(kinds) - 1 and took < 0.5 * _STEP_SECONDS:
                 self._width = min(1.1 * self._width, _MOST_WIDTH)
-            elif took > _STEP_SECONDS:
+            elif kind < len(kinds) - 1 and took > _STEP_SECONDS:
                 self._width = max(0.8 * self._width, _LEAST_WIDTH)
             longest[kind] = max(0.8 * longest[kind], 1.1 * took)
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing is cheaper than the best assignment, which fits."""
+        return self.overflow <= 0.0 and self.bound >= self.cost * (1.0 - 1e-8)
+
+    @property
+    def finding(self) -> Finding:
+        return Finding(self.best, self.cost, self.overflow, self.bound)
 
     def _value(self) -> float:
         """What steps shall make smaller: the cost of the best assignment and the least Lagrangian of the known ones."""
@@ -102,28 +151,109 @@ class Search:
         else:
             self._away -= 1
         before = self._value()
-        centres = self._regions(int(self._rng.integers(0, 4)), 1)
+        centres = self._regions.around(self.best, int(self._rng.integers(0, 4)), 1)
         self._now = choice = self._solve(self._now, self.prices.values, few, centres)
         if not self.keep(choice):
             self._mend(choice)
         self._stale = 0 if self._value() < before * (1.0 - 1e-6) else self._stale + 1
-        self.steps += 1
-        self._history.append(self._pool.least(self.prices)[0])
-        recent = self._history[-5:]
-        self._priced |= self.steps >= _UNPRICED or (self.steps > _WARM_UP and recent[-1] > recent[0] * (1.0 - _SLOW))
-        if not self._priced:
-            self.prices.start(self._pool.least(self.prices)[1].cost)
-        elif self._away == 0:
+        if self._away == 0:
             known = self._pool.least(self.prices)[1]
             self.prices.update(known.profile, min(known.cost, self.cost))
+
+    def _believe(self, settled: bool) -> None:
+        """Passes of messages at prices that follow, and the assignment that the beliefs give.
+
+        Once that has settled, from beliefs that are led astray first: in part forgotten, at other prices, or with a
+        node that joins many others kept from what is believed best of it, of which beliefs are too sure.
+        """
+        rng, beliefs = self._rng, self._beliefs or Beliefs(self.flat)
+        self._beliefs, damping = beliefs, _DAMPING
+        if settled:
+            damping, kind = float(rng.choice(_DAMPINGS)), rng.choice(3, p=_ASTRAY)
+            if kind == 0:
+                beliefs.forget(float(rng.choice(_FORGET_SHARES)), rng)
+            else:
+                prices = self.prices.disturbed(self._scale, rng) if kind == 1 else self.prices.values
+                extra = self.usage.priced(prices)
+                if kind == 2:
+                    extra += self._held()
+                    beliefs.forget(1.0, rng)
+                for _ in range(kind * _PASSES):
+                    self._believed = beliefs.propagate(self.flat.cost + extra, damping)
+                self._decide(extra, settled)
+        for _ in range(_PASSES if self._scale else _UNPRICED):
+            priced = self.usage.priced(self.prices.values)
+            self._believed = beliefs.propagate(self.flat.cost + priced, damping)
+            if self._scale:
+                profile = self.usage.profile(self.flat.start + self.flat.best(self._believed))
+                self._smooth = _SMOOTH * self._smooth + (1.0 - _SMOOTH) * profile
+                self.prices.update(self._smooth, self._scale)
+            if time.perf_counter() > self._until:
+                break
+        self._decide(self.usage.priced(self.prices.values), settled)
+
+    def _held(self) -> Vector:
+        """What keeps one node, that has many neighbours, at a choice that is believed good but not best.
+
+        In turn, the second best choice of the node of most neighbours first; two searches begin with half each.
+        """
+        flat = self.flat
+        if not self._turns:
+            joined = np.where(flat.sizes > 1, flat.num_sides, 0)
+            nodes = np.argsort(-joined, kind="stable")[: min(_HELD_NODES, int((joined > 0).sum()))]
+            turns = [(rank * (k + 1), node, rank) for k, node in enumerate(nodes.tolist()) for rank in range(1, _RANKS)]
+            self._turns = sorted((t for t in turns if t[2] < flat.sizes[t[1]]), reverse=True)[self._half % 2 :: 2]
+            self._half += 1
+        held = np.zeros(len(flat.cost))
+        while self._turns:
+            _, node, rank = self._turns.pop()
+            choices = slice(flat.start[node], flat.start[node] + flat.sizes[node])
+            order = np.argsort(self._believed[choices])
+            if np.ptp(self._believed[choices][order[[0, rank]]]) > _SAME * self._scale:
+                held[choices] = flat.forbidden
+                held[choices][order[rank]] = 0.0
+                break
+        return held
+
+    def _decide(self, extra: Vector, settled: bool) -> None:
+        """Tries the assignment that is believed best and, once settled, the best mixture of it and the best known."""
+        choice = self.flat.descend(self.flat.best(self._believed), extra)
+        known = self._known(choice)
+        if not self._scale:
+            self._smooth = known.profile
+            if self.prices.excess(known.profile).max(initial=0.0) > 0.0:
+                self.prices.start(known.cost)
+        self._scale = min(known.cost, self.cost) or 1.0
+        mixed = [self._solve(self.best, self.prices.values, 0, {}, other=choice)] if settled else []
+        for tried in (choice, *mixed):
+            if not self.keep(tried):
+                self._mend(tried)
 
     def _locally(self) -> None:
         """A step from the best assignment, over one region in which all choices are allowed."""
         factor = float(self._rng.choice([0.0, 0.5, 1.0, 1.0, 2.0]))
-        region = self._regions(1, int(self._rng.choice(_REGION)))
+        region = self._regions.around(self.best, 1, int(self._rng.choice(_REGION)))
         choice = self._solve(self.best, factor * self.prices.values, 0, region, only=True)
         if not np.array_equal(choice, self.best) and not self.keep(choice):
             self._mend(choice)
+
+    def _exactly(self) -> None:
+        """Solves a part of the best assignment, or of one that exceeds the limit, with the memory rows that bind."""
+        assert self.parts is not None
+        number = int(self._rng.integers(1, 4))
+        kind = self._rng.random()
+        base = self.best
+        if kind < 0.4:
+            over = self._pool.cheaper(self.prices, self.cost, self._mendable)
+            base = over[int(self._rng.integers(len(over)))].choice if over else base
+        spare = self.room - self.usage.profile(self.flat.start + base)
+        if kind < 0.7:
+            region = self._regions.at_row(self.usage, spare, number, _PART)
+        else:
+            region = self._regions.around(base, number, _PART)
+        choice = self.parts.improve(base, sorted(region, key=region.__getitem__), self._until)
+        if choice is not None:
+            self.keep(choice)
 
     def _kicked(self) -> Choices:
         """An assignment near the present one: some nodes, chosen at random, have random choices."""
@@ -133,7 +263,8 @@ class Search:
     def _mend(self, choice: Choices) -> bool:
         """Whether a repair of an assignment makes it the best. Not tried on what is far from the limit."""
         known = self._known(choice)
-        if not self._priced or known.cost >= self.cost or self.prices.excess(known.profile).max() > self._mendable:
+        dearer = self.overflow <= 0.0 and known.cost >= self.cost
+        if dearer or self.prices.excess(known.profile).max(initial=0.0) > self._mendable:
             return False
         repair = Repair(self.flat, self.usage, self.room, choice)
         repair.run(self._until)
@@ -150,7 +281,14 @@ class Search:
         return True
 
     def _solve(
-        self, choice: Choices, prices: Vector, few: int, centres: dict[int, float], *, only: bool = False
+        self,
+        choice: Choices,
+        prices: Vector,
+        few: int,
+        centres: dict[int, float],
+        *,
+        only: bool = False,
+        other: Choices | None = None,
     ) -> Choices:
         """The best assignment at ``prices`` that keeps a random cutset of ``choice``.
 
@@ -158,6 +296,7 @@ class Search:
             few: how many choices per node are looked at, but for ``centres`` and their neighbours; 0 means all.
             centres: nodes that shall rather stay out of the cutset, and how much.
             only: whether all nodes but ``centres`` keep their choices.
+            other: if given, each node keeps its choice or takes that of this assignment.
         """
         flat, rng = self.flat, self._rng
         priced = self.usage.priced(prices)
@@ -166,6 +305,9 @@ class Search:
         if only:
             allowed = np.zeros(len(flat.cost), bool)
             result = choice.copy()
+        elif other is not None:
+            allowed = np.zeros(len(flat.cost), bool)
+            allowed[flat.start + choice] = allowed[flat.start + other] = True
         elif few:
             allowed = self._proposals.draw(choice, priced, few, self.best)
         if allowed is not None:
@@ -195,48 +337,6 @@ class Search:
 
     def _known(self, choice: Choices) -> Known:
         return Known(choice, self.flat.total(choice), self.usage.profile(self.flat.start + choice))
-
-    def _regions(self, number: int, most: int) -> dict[int, float]:
-        """Nodes around ``number`` centres, ``most`` for each, and weights that grow with their distance.
-
-        Centres are drawn by how many neighbours they have or by how far they cost more than they must: what is dear
-        or joins much would else never change.
-        """
-        flat, rng = self.flat, self._rng
-        degree = flat.num_sides.astype(np.float64)
-        if not degree.any():
-            return {}
-        found = dict[int, float]()
-        for _ in range(number):
-            weight = degree if rng.random() < 0.4 else self._regret(self.best) * (degree > 0.0)
-            weight = weight if weight.any() else degree
-            if rng.random() < 0.3:
-                weight = np.sqrt(weight)
-            edge, distance = [int(rng.choice(len(weight), p=weight / weight.sum()))], 0
-            taken = dict.fromkeys(edge, 1e-9)
-            while edge and len(taken) < most:
-                distance += 1
-                after = list[int]()
-                for node in edge:
-                    around = [j for j in flat.near[node] if j not in taken]
-                    if len(around) > _HUB:
-                        around = rng.choice(around, _HUB, replace=False).tolist()
-                    for j in around[: most - len(taken)]:
-                        taken[j] = 1e-9 * 4.0**distance
-                        after.append(j)
-                edge = [after[k] for k in rng.permutation(len(after)).tolist()]
-            found = taken | found
-        return found
-
-    def _regret(self, choice: Choices) -> Vector:
-        """Per node, its cost above its least, and half of what its tables cost."""
-        flat = self.flat
-        own = flat.cost[flat.start + choice] - np.minimum.reduceat(flat.cost, flat.start)
-        tables = 0.5 * flat.table_costs(choice)
-        for ends in (flat.first, flat.second):
-            own += np.bincount(ends, tables, minlength=len(own))
-        regret: Vector = np.maximum(own, 0.0)
-        return regret
 
     def _domains(self, allowed: NDArray[np.bool_] | None) -> dict[int, Choices]:
         """Per node that has a table and more than one choice, the choices that are allowed."""

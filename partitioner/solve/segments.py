@@ -6,7 +6,7 @@ What several calls of a run share (a tied weight, a rotary table that every laye
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,12 +97,11 @@ class Segments:
     def _union(self, items: Sequence[Sequence[Item]]) -> Table:
         """Row ``i`` counts, from call ``i`` on, the items that no call from ``i`` to there has had before."""
         n = len(items)
-        first = np.zeros((n, n))  # [i, k]: bytes that call k adds to a run that starts at i
-        previous: dict[str, int] = {}
-        for k, own in enumerate(items):
-            for name, size in dict(own).items():
-                first[previous.get(name, -1) + 1 : k + 1, k] += size
-                previous[name] = k
+        names = tuple(tuple(name for name, _ in own) for own in items)
+        places, counted = _places(names)
+        sizes = np.array([size for own in items for _, size in own], dtype=np.float64)[counted]
+        added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
+        first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
         table = np.zeros((n + 1, n + 1))
         table[:n, 1:] = np.cumsum(first, axis=1)
         return table
@@ -116,3 +115,21 @@ class Segments:
                 if name not in self.local and (grad or not gradients):
                     passing[k + 1 : last.get(name, k) + 1] += size
         return passing
+
+
+@lru_cache(maxsize=256)
+def _places(names: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For the items of calls, by name: the start from which on a call adds each (behind the last call before that has
+    the same), as a flat place in ``[start, call]``; and their numbers, since what a call has twice counts once."""
+    n, previous = len(names), dict[str, int]()
+    places: list[int] = []
+    counted: list[int] = []
+    number = 0
+    for k, own in enumerate(names):
+        for name in own:
+            if previous.get(name, -1) != k:
+                places.append((previous.get(name, -1) + 1) * n + k)
+                counted.append(number)
+                previous[name] = k
+            number += 1
+    return np.array(places, dtype=np.int64), np.array(counted, dtype=np.int64)

@@ -1,0 +1,133 @@
+"""Functions that define their own gradient: plans have it, whatever the true one is, or refuse it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from partitioner import Constraints, Topology, partition
+from passes.errors import UnsupportedError
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, its gradient reversed and scaled; in the newer style."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -ctx.scale * grad, None
+
+
+class Product(torch.autograd.Function):
+    """A matrix product and the sum of its rows, with gradients that are not theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        y = x @ weight
+        largest = y.argmax(-1)
+        ctx.mark_non_differentiable(largest)
+        return y, y.sum(-1), largest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_sum: Tensor, _: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = torch.tanh(x @ weight) * (grad + grad_sum[..., None])
+        return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2) / 3
+
+
+class Recomputed(torch.autograd.Function):
+    """Its backward runs forward again, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            return torch.autograd.grad(torch.sin(again), again, 2 * grad)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1, 1)
+
+
+def product(x: Tensor) -> Tensor:
+    y, total, largest = Product.apply(x, torch.linspace(-1, 1, 64, dtype=x.dtype).reshape(8, 8) + 0 * x.mean())
+    return y + total[..., None] * (largest > 3)[..., None]
+
+
+FUNCTIONS = {
+    "straight through": lambda x: StraightThrough.apply(3 * x),
+    "reversed": lambda x: Reversed.apply(x, 0.5),
+    "product": product,
+    "recomputed": Recomputed.apply,
+    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    "checkpoint without reentry": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.after(self.function(self.before(x))) ** 2).mean()
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_those_that_the_function_defines(name: str, mesh: tuple[int, int, int]):
+    torch.manual_seed(0)
+    model, x = Model(FUNCTIONS[name]), torch.randn(4, 3, 8)
+    pp, dp, tp = mesh
+    plan = partition(model, Topology.local(2), (x,), constraints=Constraints(pp=pp, dp=dp, tp=tp))
+    report = plan.verify(model, (x,))
+    assert report.ok, str(report)
+
+
+def test_a_function_of_the_model_is_left_as_it_was():
+    apply = StraightThrough.apply
+    torch.manual_seed(0)
+    partition(Model(FUNCTIONS["straight through"]), Topology.local(2), (torch.randn(4, 8),))
+    assert StraightThrough.apply == apply
+
+
+def test_a_gradient_that_is_not_linear_is_refused():
+    with pytest.raises(UnsupportedError, match=r"Clipped\.backward is not linear"):
+        partition(Model(Clipped.apply), Topology.local(2), (torch.randn(4, 8),))

@@ -24,14 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_models import Shape, build
+from captures import prepared
+from published_models import Shape
 from published_rows import Row, Unstated, published_job
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from partitioner import Constraints, PreparedModel, partition, prepare
+from partitioner import Constraints, PreparedModel, partition
+from partitioner.compare import time_changes
+from partitioner.draw.figures import mesh_text
+from partitioner.topology.groups import num_communicators
 from passes.errors import PartitionError
+from runtime.files import write_text
 
 ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
@@ -52,10 +57,9 @@ class Prediction:
     breakdown: dict[str, float] | None = None
 
 
-@lru_cache(maxsize=1)
-def _prepared(shape: Shape, length: int, precision: str) -> PreparedModel:
-    model, inputs = build(shape, length, _TYPES[precision])
-    return prepare(model, inputs, precision="fp8" if precision == "fp8" else None)
+@lru_cache(maxsize=4)
+def _prepared(shape: Shape, length: int, precision: str, global_batch: int) -> PreparedModel:
+    return prepared(shape, length, _TYPES[precision], global_batch, "fp8" if precision == "fp8" else None)
 
 
 def predict(row: Row) -> Prediction:
@@ -64,7 +68,7 @@ def predict(row: Row) -> Prediction:
         job = published_job(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
-    model = _prepared(job.shape, job.length, job.precision)
+    model = _prepared(job.shape, job.length, job.precision, job.global_batch)
     try:
         plan = partition(
             model,
@@ -84,12 +88,14 @@ def predict(row: Row) -> Prediction:
 
 @dataclass(frozen=True)
 class Freed:
-    """A published plan and the free plan of its job under the same model: step times, and what either is."""
+    """A published plan and the free plan of its job under the same model: step times, what the free one is, and which
+    parts of its time make the difference."""
 
     id: str
     pinned: float
     free: float
     chosen: str
+    why: str
     explanation: str
 
 
@@ -100,22 +106,24 @@ def freed(row: Row) -> Freed | None:
     """
     try:
         job = published_job(row)
-        model = _prepared(job.shape, job.length, job.precision)
+        model = _prepared(job.shape, job.length, job.precision, job.global_batch)
         ask = dict(global_batch=job.global_batch, optimizer=job.optimizer)
         pinned = partition(model, job.topology, constraints=job.constraints, estimate_only=True, **ask)
     except (Unstated, PartitionError):
         return None
     kept = {name: getattr(job.constraints, name) for name in _SOFTWARE}
     plan = partition(model, job.topology, constraints=Constraints(ahead=True, **kept), estimate_only=True, **ask)
-    return Freed(row["id"], pinned.estimate.step_time, plan.estimate.step_time, str(plan.chosen.mesh), plan.explain())
+    changes = " ".join(time_changes(pinned.estimate.breakdown, plan.estimate.breakdown))
+    times = pinned.estimate.step_time, plan.estimate.step_time
+    return Freed(row["id"], *times, mesh_text(plan.mesh), changes, plan.explain())
 
 
 _SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather")
 
 
 def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:
-    """All rows, those of one model after each other."""
-    ordered = sorted(rows, key=lambda r: json.dumps([r.get(k) for k in _MODEL_KEYS], default=str))
+    """All rows, those of one model, and of them those of one batch, after each other."""
+    ordered = sorted(rows, key=lambda r: json.dumps([r.get(k) for k in (*_MODEL_KEYS, "gbs")], default=str))
     chunks: dict[str, list[Row]] = defaultdict(list)
     for row in ordered:
         chunks[json.dumps([row.get(k) for k in _MODEL_KEYS], default=str)].append(row)
@@ -200,7 +208,9 @@ def _reported(row: Row, found: Prediction) -> float:
     assert found.memory is not None and found.first_memory is not None, found
     if row.get("memory_kind") != "GB":
         return found.memory
-    return found.first_memory + published_job(row).topology.devices[0].reserved
+    job = published_job(row)
+    kept = num_communicators(job.constraints.pinned) * job.topology.device_type(0).communicator
+    return found.first_memory + job.topology.devices[0].reserved + kept
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -242,7 +252,10 @@ def main() -> None:
     parser.add_argument("--family", action="append", help="only this family; may be given again")
     parser.add_argument("--every", type=int, default=1, help="only every so many rows of a family")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--details", type=Path, help="write every row's prediction to this file")
+    parser.add_argument("--details", type=Path, help="write every row's prediction to this file as it is found")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the predictions of --details and plan only the rows it lacks"
+    )
     parser.add_argument(
         "--free", action="store_true", help="instead: plan each row's job with nothing pinned beside it"
     )
@@ -259,12 +272,15 @@ def main() -> None:
         _free(kept)
         return
     started = time.monotonic()
-    found: dict[str, Prediction] = {}
     console = Console(file=sys.stderr)
     of = {row["id"]: row for row in kept}
-    with Progress(console=console) as progress, _lines(options.details) as write:
-        task = progress.add_task("planning published runs", total=len(kept))
-        for prediction in predictions(kept, options.processes):
+    if options.resume and options.details is None:
+        parser.error("--resume continues the file of --details: give that too")
+    known = _read(options.details) if options.resume else {}
+    found = {name: prediction for name, prediction in known.items() if name in of}
+    with Progress(console=console) as progress, _lines(options.details, options.resume) as write:
+        task = progress.add_task("planning published runs", total=len(kept), completed=len(found))
+        for prediction in predictions([row for row in kept if row["id"] not in found], options.processes):
             found[prediction.id] = prediction
             write({**of[prediction.id], **{f"predicted_{k}": v for k, v in asdict(prediction).items()}})
             progress.advance(task)
@@ -277,13 +293,29 @@ def main() -> None:
 
 
 @contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[Row], None]]:
-    """Inside, each call adds a line of JSON to the file; without one it does nothing."""
+def _lines(path: Path | None, add: bool) -> Iterator[Callable[[Row], None]]:
+    """Inside, each call adds a line of JSON to the file, which ``add`` keeps; without a file it does nothing."""
     if path is None:
         yield lambda row: None
         return
-    with path.open("w", encoding="utf-8", buffering=1) as file:
+    with path.open("a" if add else "w", encoding="utf-8", buffering=1) as file:
         yield lambda row: print(json.dumps(row), file=file)
+
+
+def _read(path: Path) -> dict[str, Prediction]:
+    """The predictions in a file of ``--details`` by row; a last line that was cut off is not one."""
+    found = {}
+    if not path.exists():
+        return found
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    for line in whole.splitlines():
+        row = json.loads(line)
+        prediction = Prediction(**{k: row[f"predicted_{k}"] for k in Prediction.__dataclass_fields__})
+        found[prediction.id] = prediction
+    return found
 
 
 def _free(rows: Iterable[Row]) -> None:
@@ -292,7 +324,7 @@ def _free(rows: Iterable[Row]) -> None:
     for row in rows:
         if (found := freed(row)) is not None:
             slower += found.free > found.pinned * (1 + 1e-9)
-            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}")
+            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}. {found.why}")
     print(f"{slower} free plans are slower than the published ones")
     sys.exit(slower > 0)
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts.
+    """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts;
+    of the others the last of each ``expert_every`` has them.
     ``float_loss``: logits are cast to fp32 for the loss."""
 
     layers: int
@@ -27,11 +28,13 @@ class Shape:
     gated: bool = False
     tied: bool = True
     fused_attention: bool = True
+    document: int = 0  # tokens that attention reaches in packed sequences; 0: the whole sequence
     experts: int = 0
     topk: int = 0
     moe_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
+    expert_every: int = 1
     q_rank: int = 0  # multi-head latent attention: ranks of the compressed queries, keys and values, and rotary size
     kv_rank: int = 0
     rope_dim: int = 0
@@ -81,7 +84,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.fused = shape.fused_attention
+        self.fused, self.document = shape.fused_attention, shape.document
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
         self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
@@ -89,9 +92,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        samples, tokens = (batch * length // self.document, self.document) if self.document else (batch, length)
+        q = self.q(x).view(samples, tokens, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:
@@ -183,7 +187,8 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = Norm(shape.hidden, shape.gated), Norm(shape.hidden, shape.gated)
         self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
-        has_experts = shape.experts > 0 and index >= shape.dense_layers
+        later = index - shape.dense_layers
+        has_experts = shape.experts > 0 and later >= 0 and later % shape.expert_every == shape.expert_every - 1
         self.mlp = Experts(shape) if has_experts else Mlp(shape, shape.ffn)
 
     def forward(self, x: Tensor) -> Tensor:

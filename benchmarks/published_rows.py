@@ -66,8 +66,14 @@ _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38
 # that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
 _REGATHERS = ("Megatron", "NeMo")
 _USER_BUFFERS = ("NeMo",)
+_PADS = ("Megatron", "NeMo")
+# NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
+_DOCUMENT = 256
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
+# But the zero-bubble fork of Megatron-LM takes a SentencePiece tokenizer (examples/pretrain_zero_bubble.sh), and its
+# models have the sizes that they are called by (6.2, 14.6 and 28.3 billion) with 32,000 tokens and not with 50,304.
+_VOCABULARIES = {"Megatron-LM fork": 32000}
 
 
 class Unstated(ValueError):
@@ -110,6 +116,7 @@ def _shape(row: Row) -> Shape:
     hidden, heads = row["hidden"], row["heads"]
     latent = row.get("attention") == "mla"
     experts = row.get("experts") or 0
+    dense, every = _dense_layers(row) if experts else (0, 1)
     fused = not row.get("framework", "").startswith(_UNFUSED) and "no flash" not in row.get("notes", "")
     ranks = _DEEPSEEK_RANKS if latent else (0, 0, 0)
     head_dim = row.get("head_dim") or hidden // heads
@@ -120,21 +127,40 @@ def _shape(row: Row) -> Shape:
         kv_heads=row.get("kv_heads") or heads,
         head_dim=head_dim - ranks[2] if latent else head_dim,
         ffn=row.get("ffn") or 4 * hidden,
-        vocab=0 if row.get("task") == "layer_microbench" else row.get("vocab") or _VOCAB,
+        vocab=0 if row.get("task") == "layer_microbench" else _vocabulary(row),
         gated=bool(row.get("gated_ffn")),
         tied=bool(row.get("tied_embeddings")),
         fused_attention=fused,
+        document=_DOCUMENT if row.get("task") in ("sft", "lora") and row["seq_len"] % _DOCUMENT == 0 else 0,
         experts=experts,
         topk=row.get("topk") or 0,
         moe_ffn=row.get("moe_ffn") or row.get("ffn") or 0,
         shared_ffn=row.get("shared_ffn") or 0,
-        dense_layers=row["layers"] - (row.get("n_moe_layers") or row["layers"]) if experts else 0,
+        dense_layers=dense,
+        expert_every=every,
         q_rank=ranks[0],
         kv_rank=ranks[1],
         rope_dim=ranks[2],
         float_loss=str(row.get("framework", "")).startswith(_UNFUSED),  # their default
         adapters=16 if row.get("task") == "lora" else 0,
     )
+
+
+def _dense_layers(row: Row) -> tuple[int, int]:
+    """How many layers come before those with experts, and every which of the others has them: where rows state only
+    how many have, evenly spread if that comes out even (Llama 4), else the last ones (DeepSeek)."""
+    layers, having = row["layers"], row.get("n_moe_layers") or row["layers"]
+    return (layers - having, 1) if layers % having else (0, layers // having)
+
+
+def _vocabulary(row: Row) -> int:
+    """Rows of the embedding: Megatron-LM and what is built on it pad it to a multiple of 128 for each rank of ``tp``
+    (``make_vocab_size_divisible_by``)."""
+    stated = row.get("vocab") or _VOCABULARIES.get(str(row.get("framework")), _VOCAB)
+    tp = row.get("tp") or 1
+    configured = "vocab 50257" in row.get("notes", "") and "per repo config" in row["notes"]  # as it was run, unpadded
+    multiple = 128 * tp if _is(row, _PADS) and (not configured or stated % tp) else 1
+    return -(-stated // multiple) * multiple
 
 
 def _precision(row: Row) -> str:
@@ -220,12 +246,24 @@ def _constraints(row: Row) -> Constraints:
         virtual_stages=virtual,
         recompute=RECOMPUTE.get(str(row.get("recompute"))),
         zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
-        sequence_parallel=False if row.get("sequence_parallel") is False else None,
+        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
         overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
+        stage_of=_stages(row["layers"], pp),
     )
+
+
+def _stages(layers: int, pp: int) -> dict[str, int]:
+    """Stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head besides;
+    where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
+    ``account_for_embedding_in_pipeline_split``). Free where neither does."""
+    ends = 0 if layers % pp == 0 else 1
+    if pp == 1 or (layers + 2 * ends) % pp:
+        return {}
+    per_stage = (layers + 2 * ends) // pp
+    return {f"layers.{i}": (i + ends) // per_stage for i in range(layers)} | {"tokens": 0, "head": -1}
 
 
 def _is(row: Row, frameworks: tuple[str, ...]) -> bool:

@@ -53,9 +53,14 @@ class PreparedModel:
             train = self.objective == "train"
             check_work(folded, train)
             mark_gradients(folded, train)
-            batch = batch_size(folded, global_batch)
-            self._known[global_batch] = folded, shard_batch(folded, batch), batch
+            self.captured_as(global_batch, folded)
         return self._known[global_batch]
+
+    def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
+        """Take ``folded``, marked with its gradients, as what capture gives at ``global_batch``; this model."""
+        batch = batch_size(folded, global_batch)
+        self._known[global_batch] = folded, shard_batch(folded, batch), batch
+        return self
 
 
 def prepare(

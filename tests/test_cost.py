@@ -23,6 +23,7 @@ from partitioner.cost.saved import kept_by
 from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
 from partitioner.errors import ConstraintError
 from partitioner.topology import Topology, axis_group
+from partitioner.topology.groups import stage_capacity
 from passes.blocks import Block, State, TensorSpec
 from passes.capture import capture
 from passes.collectives import ops
@@ -296,3 +297,36 @@ def test_a_share_of_a_block_costs_no_less_than_its_bound(batch: int):
         if batch == 8:
             assert bound.forward_s == pytest.approx(cost.forward_s)
             assert bound.backward_s == pytest.approx(cost.backward_s)
+
+
+def test_rows_that_are_not_whole_sixteen_bytes_halve_a_product():
+    def product(columns: int) -> Block:
+        weight, x = torch.empty(columns, 512, dtype=BF16), torch.empty(1024, 512, dtype=BF16)
+        return block(lambda run, w, x: run(aten.linear.default, x, w), {"w": weight}, {"x": x})
+
+    work_alone = DEVICE.model_copy(update={"launch": 0.0, "memory_bandwidth": 1e30})
+    whole, odd = (call_costs(product(n), work_alone, {}) for n in (4096, 4095))
+    assert odd.forward_s / odd.flops == pytest.approx(2 * whole.forward_s / whole.flops)
+    assert odd.backward_s / odd.flops == pytest.approx(2 * whole.backward_s / whole.flops)
+
+
+def test_groups_of_ranks_take_room():
+    device = H100.device_type(0)
+    alone, inside, both = (
+        stage_capacity(H100, mesh)[0] for mesh in ({"pp": 1}, {"dp": 8, "cp": 2}, {"dp": 2, "tp": 8})
+    )
+    assert alone == H100.devices[0].usable
+    assert (alone - inside, alone - both) == (device.communicator, 2 * device.communicator)
+    assert device.communicator > 0
+
+
+def test_the_host_issues_a_copy_over_tp_only_backward():
+    slow = DEVICE.model_copy(update={"dispatch": 1.0})
+
+    def cost(target: Callable[..., object], *args: object) -> tuple[float, float]:
+        made = block(lambda run, x: run(aten.relu.default, run(target, x, *args)), {}, {"x": torch.empty(8, 8)})
+        found = call_costs(made, slow, {})
+        return found.forward_total_s, found.backward_total_s
+
+    assert cost(ops.copy.default, "tp", 8) == pytest.approx((1, 2))  # an all-reduce backward
+    assert cost(ops.all_reduce.default, "tp", 8, "copy") == pytest.approx((2, 1))

@@ -81,6 +81,7 @@ class Columns:
     flops: Column
     smallest: Column
     launches: Column
+    aligned: Marks
     way: Places
     product: Marks
     again: Marks
@@ -105,6 +106,7 @@ class Columns:
             flops=np.array([k.flops for k in kernels], np.float64),
             smallest=np.array([k.smallest for k in kernels], np.float64),
             launches=np.array([k.launches for k in kernels], np.float64),
+            aligned=np.array([k.aligned for k in kernels], np.bool_),
             way=np.array([row.way for row in rows], np.int64),
             product=np.array([row.product for row in rows], np.bool_),
             again=np.array([row.again for row in rows], np.bool_),
@@ -203,12 +205,13 @@ class _Reader:
             self.rings.append((node, backward))
         self._add(0, node, in_fp8(kernels, operands, results, False) if self.fp8 else kernels, operands, place)
         self._exchange(node, backward)
-        self.issued[0] += 1
+        name = collective_name(node.target)
+        self.issued[0] += name != "copy"  # which does nothing on its way forward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = in_fp8(kernels, operands, results, True) if self.fp8 else kernels
             self._add(1, node, kernels, operands, place)
-            self.issued[1] += max(1, len(kernels))
+            self.issued[1] += max(1, len(kernels)) if name is None else len(kernels) + (_transposed(node) is not None)
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
         expert, product = node in self.region.products, any(k.flops for k in kernels)
@@ -246,10 +249,15 @@ class _Reader:
         op = "all_to_all" if name in ROUTED else name
         if name in COMMUNICATING:
             self.exchanges.append(common(way=0, op=op, anew=backward and node in self.gathers))
-        grad = str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""
-        back = _TRANSPOSED.get((name, grad))
+        back = _transposed(node)
         if backward and back:
             self.exchanges.append(common(way=1, op=back))
+
+
+def _transposed(node: fx.Node) -> str | None:
+    """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
+    name = collective_name(node.target) or ""
+    return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
 
 def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:

@@ -46,6 +46,7 @@ def kernel_times(columns: Columns, device: DeviceType) -> Column:
         lowest, share = device.matmul_efficiency[0]
         below = share * np.maximum(smallest, _LEAST) / lowest
         efficiency = np.where(smallest < lowest, below, _along(smallest, device.matmul_efficiency))
+        efficiency = efficiency * np.where(columns.aligned[works], 1.0, device.unaligned)
         attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
         lengths = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
         efficiency = np.where(attention, device.attention_efficiency * lengths, efficiency)
@@ -102,7 +103,7 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
     peak = device.peak_of(kernel.precision)
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * length_factor(kernel.smallest, device)
-    return peak * matmul_efficiency(kernel.smallest, device)
+    return peak * matmul_efficiency(kernel.smallest, device) * (1.0 if kernel.aligned else device.unaligned)
 
 
 def length_factor(keys: float, device: DeviceType) -> float:

@@ -46,8 +46,8 @@ class Kernel:
     """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
 
     ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product; of an attention its keys.
-    ``kind``: the row of the device's
-    table of memory efficiencies.
+    ``kind``: the row of the device's table of memory efficiencies. ``aligned``: whether every row of a product's
+    matrices is a multiple of 16 bytes, as matrix units want it.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class Kernel:
     smallest: float = math.inf
     precision: str = "fp32"
     launches: int = 1
+    aligned: bool = True
 
 
 PRECISIONS: dict[torch.dtype, str] = {
@@ -108,6 +109,8 @@ _ATTENTION = frozenset(
 # Products in a fused attention's backward over those forward: scores again, and four more of the same size, over two
 # (Dao et al. 2022, FlashAttention).
 _ATTENTION_BACKWARD = 2.5
+
+_ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 16 bytes cuBLAS takes tensor cores best)
 
 _Product = tuple[float, float]  # FLOPs, the smallest of M, N and K
 
@@ -355,6 +358,7 @@ def _kernel(
     precision: str = "fp32",
     launches: int = 1,
 ) -> Kernel:
+    rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]
     return Kernel(
         kind,
         float(sum(o.nbytes for o in traffic)),
@@ -363,4 +367,5 @@ def _kernel(
         smallest,
         precision,
         launches,
+        all(row % _ALIGNMENT == 0 for row in rows),
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from partitioner.cost.compute import matmul_efficiency
 from partitioner.cost.machine import Machine
-from partitioner.topology.groups import Group, Tier
+from partitioner.topology.groups import Group, Tier, num_communicators
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Level, Link
 
@@ -42,6 +42,7 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
             "memory_sizes": (),
             "attention_lengths": (),
             "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
+            "unaligned": max(kind.unaligned for kind in types),
             "attention_efficiency": max(kind.attention_efficiency for kind in types),
             "memory_efficiency": {
                 name: max(
@@ -70,7 +71,9 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
         latency = topology.patterns[name].latency
         links.append(Link(name=name, bandwidth=float(matrix.max()), latency=latency, level=-1))
     links += topology.own_links.values()
-    return Relaxed(mesh, (int(largest[per_stage - 1]),) * stages, (_best_link(links),) * (stages - 1))
+    least = min(topology.types[kind].communicator for kind, _ in topology.paces[0])
+    room = max(0, int(largest[per_stage - 1]) - num_communicators(mesh) * int(least))
+    return Relaxed(mesh, (room,) * stages, (_best_link(links),) * (stages - 1))
 
 
 def _most_share(topology: Topology) -> float:

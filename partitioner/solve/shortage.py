@@ -5,16 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from partitioner.errors import CapacityError, PlanError
-from partitioner.solve.tables import StageTables, min_max
+from partitioner.solve.tables import StageTables, Table, min_max
 from partitioner.units import bytes_text
+
+_HOW = {"none": "without recomputation", "full": "with repeated layers recomputed"}
 
 
 def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
-    excess = [m - c for m, c in zip(tables.least_memory, tables.problem.capacity, strict=True)]
+    least = [_pinned(tables, stage) for stage in range(len(tables.allowed))]
+    excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
     lacking = [float(excess[s][cuts[s], cuts[s + 1]]) for s in range(len(excess))]
     return worst, int(np.argmax(lacking)), cuts
+
+
+def _pinned(tables: StageTables, stage: int) -> Table:
+    """The least peak bytes of every segment: where "full" is asked for, with just that recomputed."""
+    if tables.problem.recompute != "full" or not tables.problem.train:
+        return tables.least_memory[stage]
+    start, stop = np.nonzero(tables.allowed[stage])
+    found = np.full(tables.allowed[stage].shape, np.inf)
+    found[start, stop] = tables.memory(stage, start, stop, tables.recomputed(stage, start, stop))
+    return found
 
 
 def capacity_error(tables: StageTables) -> PlanError:
@@ -27,7 +40,7 @@ def capacity_error(tables: StageTables) -> PlanError:
     capacity = problem.capacity[stage]
     first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
     where = f"{first} to {last}" if first != last else first
-    how = "without recomputation" if problem.recompute == "none" else "even with everything recomputed"
+    how = _HOW.get(problem.recompute or "", "even with everything recomputed")
     return CapacityError(
         f"stage {stage} of {problem.num_stages} ({where}) needs {bytes_text(capacity + missing)} of the "
         f"{bytes_text(capacity)} of a device {how}: {bytes_text(missing)} too much",

@@ -329,9 +329,18 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
-    """Bytes that a rank of each stage may use: its smallest device's."""
+    """Bytes that a rank of each stage may use: its smallest device's, without what its groups take."""
     grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
-    return tuple(int(n) for n in topology.usable[grid].min(axis=1))
+    paces, of_device = topology.paces
+    each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
+    free = topology.usable - num_communicators(mesh) * each
+    return tuple(int(n) for n in np.maximum(free, 0)[grid].min(axis=1))
+
+
+def num_communicators(mesh: Mapping[str, int]) -> int:
+    """Groups that a rank is in: along ``tp``, of the ranks that add up gradients, and between stages."""
+    sizes = mesh.get("tp", 1), mesh.get("dp", 1) * mesh.get("cp", 1), mesh.get("pp", 1)
+    return sum(size > 1 for size in sizes)
 
 
 def stage_paces(

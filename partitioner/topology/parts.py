@@ -20,10 +20,12 @@ class DeviceType(Part):
     """What a kind of device can do. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
+    ``unaligned``: how many times that where rows of 16-bit matrices are not multiples of 16 bytes.
     ``attention_efficiency``: of a fused attention over long sequences; ``attention_lengths``: (keys; fraction of that),
     interpolated likewise, as below the first; empty: the same at all lengths.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
+    ``communicator``: what the communication library keeps for each group of ranks that a device is in.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
     and ``power_idle``: watts of one device. ``None``: not known.
     ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
@@ -32,11 +34,13 @@ class DeviceType(Part):
 
     memory: Bytes
     reserved: BytesOrNone = 0
+    communicator: BytesOrNone = 0
     peak: dict[str, Positive]
     memory_bandwidth: Positive
     launch: NonNegative = 0.0
     dispatch: NonNegative = 0.0
     matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
+    unaligned: float = Field(default=1.0, gt=0, le=1)
     attention_efficiency: Positive = 1.0
     attention_lengths: tuple[tuple[Positive, Positive], ...] = ()
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})

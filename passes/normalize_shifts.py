@@ -7,12 +7,15 @@ nothing to the sum, to the count or to a gradient.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from passes.rewrite import Builder, aten, shape
 
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # of a slice
 _SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*_CASTS, *_KEEPS, *_SWAPS)
 
@@ -32,7 +35,8 @@ def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: in
         node = node.args[0]
     if node.target != aten.slice.Tensor or len(shape(node)) != 3 or swaps > 1:
         return logits, target
-    whole, dim, start, _, step = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    given: list[Any] = [*node.args, *_DEFAULTS[len(node.args) :]]
+    whole, dim, start, _, step = given
     assert isinstance(whole, fx.Node)
     batch, length, classes = shape(whole)
     kept = shape(node)[1]

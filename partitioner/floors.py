@@ -47,11 +47,15 @@ class Floors:
         return self.bounds.refine(point, self._of_largest(point))
 
     def _own(self, point: Point) -> float:
+        if self._scales and point.microbatch_size == self._largest(point):
+            return 0.0  # said before
         floor = self.evaluator.floor(point, point.microbatch_size)
         return self.bounds.with_floor(point, floor) if floor else 0.0
 
     def _of_largest(self, point: Point) -> Floor | None:
-        return self.evaluator.floor(point, self._largest(point)) if self._scales else None
+        if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained
+            return None
+        return self.evaluator.floor(point, self._largest(point))
 
     def _largest(self, point: Point) -> int:
         """The largest microbatch that says something of the point's: a multiple that, like it, can or cannot be divided

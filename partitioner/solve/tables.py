@@ -5,6 +5,7 @@ Tables have a row for each start and a column for each end of a run, ``[calls + 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
 TINY = 1e-12  # of sums of seconds
 _ROUNDING_BYTES = 0.01  # of sums of sizes
+_MOST_ENTRIES = 1 << 21  # of tables that are made together
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,19 @@ class StageTables:
                 "model be split more finely"
             )
         self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
-        self._seconds: dict[int, tuple[Table, Table]] = {}  # by the identity of a pace
+        self._capacity = np.array(problem.capacity, dtype=np.float64)
+        self._flying = np.array([problem.in_flight(stage) for stage in range(p)], dtype=np.float64)
+        paces = [problem.pace(stage) for stage in range(p)]
+        places = {id(pace): place for place, pace in enumerate({id(pace): pace for pace in paces}.values())}
+        self._pace_of = np.array([places[id(pace)] for pace in paces])
+        different = list({id(pace): pace for pace in paces}.values())
+        sums = self.segments.sums
+        self._forward = np.stack([sums([c.forward_total_s for c in pace.costs]) for pace in different])
+        self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
+        self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed()
-        self.times = [self._times(stage) for stage in range(p)]
+        chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
+        self.times: list[Table] = [table for stages in chunks for table in self._times(stages)]
 
     @cached_property
     def least_memory(self) -> list[Table]:
@@ -125,24 +137,30 @@ class StageTables:
             tables.append(np.where(allowed, least, np.inf))
         return tables
 
-    def _times(self, stage: int) -> Table:
-        """Seconds of every segment, with as few calls recomputed as memory demands; infinite where it does not fit."""
-        problem, capacity = self.problem, self.problem.capacity[stage] + _ROUNDING_BYTES
-        forward, backward = self.seconds(stage)
-        before, after = self.transfers(stage)
-        time = forward + (problem.pace(stage).overhead.forward_total_s + before + after)
+    def _times(self, stages: Counts) -> Table:
+        """Seconds of every segment on ``stages``, with as few calls recomputed as memory demands; infinite where it is
+        too large. Shape ``[stages, calls + 1, calls + 1]``."""
+        problem, pace = self.problem, self._pace_of[stages]
+        usable = self._capacity[stages][:, None, None]
+        ends = [self.transfers(stage) for stage in stages.tolist()]
+        before, after = np.stack([b for b, _ in ends]), np.stack([a for _, a in ends])
+        time: Table = self._forward[pace] + self._overhead[stages][:, None, None] + before + after
+        plain = self.fixed_memory[None]
         if problem.train:
-            time = time + backward
-        plain = self._plain(stage) if problem.train else self.fixed_memory
-        fits = self.allowed[stage] & (plain <= capacity)
+            time += self._backward[pace]
+            plain = plain + self._flying[stages][:, None, None] * self._kept
+        allowed = np.stack([self.allowed[stage] for stage in stages.tolist()])
+        fits = allowed & (plain <= usable + _ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
-            again = self.allowed[stage] & (self.most_recomputed > 0)
+            again = allowed & (self.most_recomputed > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                again &= ~(plain <= problem.capacity[stage]) & (self._again(stage) <= capacity)
-            start, stop = np.nonzero(again)
-            count = self.recomputed(stage, start, stop)
-            time[start, stop] += self.again(stage, start, count)
-            fits[start, stop] = self.memory(stage, start, stop, count) <= capacity
+                least = self._fixed_again + self._flying[stages][:, None, None] * self.segments.all_inputs
+                again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
+            here, start, stop = np.nonzero(again)
+            count = self.recomputed(stages[here], start, stop)
+            time[here, start, stop] += self.again(stages[here], start, count)
+            memory = self.memory(stages[here], start, stop, count)
+            fits[here, start, stop] = memory <= self._capacity[stages[here]] + _ROUNDING_BYTES
         return np.where(fits, time, np.inf)
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
@@ -160,12 +178,7 @@ class StageTables:
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
         """Of every segment on a stage's devices: forward and backward, without the calls that all stages run."""
-        pace = self.problem.pace(stage)
-        if id(pace) not in self._seconds:
-            forward = self.segments.sums([cost.forward_total_s for cost in pace.costs])
-            backward = self.segments.sums([cost.backward_total_s for cost in pace.costs])
-            self._seconds[id(pace)] = forward, backward
-        return self._seconds[id(pace)]
+        return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
@@ -188,26 +201,28 @@ class StageTables:
         length = np.maximum(0, stop - np.arange(n + 1)[:, None])
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
-    def recomputed(self, stage: int, start: Counts, stop: Counts) -> Counts:
+    def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
         """How many of its first calls each segment ``[start, stop)`` recomputes: all if that is pinned, else as few as
-        memory allows.
+        memory allows. ``stage``: of all segments, or of each.
 
         What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
         calls save says how many must go.
         """
-        most, capacity = self.most_recomputed[start, stop], self.problem.capacity[stage]
+        most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
             return most
-        flying, saved, prefix = self.problem.in_flight(stage), self.segments.saved[start, stop], self.segments.saved[0]
-        excess = (self._again(stage)[start, stop] + flying * saved - capacity) / flying
+        flying, saved, prefix = self._flying[stage], self.segments.saved[start, stop], self.segments.saved[0]
+        excess = (self._again(stage, start, stop) + flying * saved - capacity) / flying
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
-        return np.where(self._plain(stage)[start, stop] <= capacity, 0, np.minimum(count, most))
+        plain = self.fixed_memory[start, stop] + flying * self._kept[start, stop]
+        return np.where(plain <= capacity, 0, np.minimum(count, most))
 
-    def again(self, stage: int, start: Counts, recomputed: Counts) -> Table:
+    def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Seconds of the forward of the first ``recomputed`` calls from ``start`` on."""
-        prefix = self.seconds(stage)[0][0]
-        seconds: Table = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        prefix, pace = self._forward[:, 0], self._pace_of[stage]
+        stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
+        seconds: Table = prefix[pace, stop] - prefix[pace, start]
         return seconds
 
     @cached_property
@@ -216,48 +231,42 @@ class StageTables:
         cut = self.segments
         return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
-    def _plain(self, stage: int) -> Table:
-        """Peak bytes where nothing is recomputed."""
-        flying = self.problem.in_flight(stage)
-        if flying not in self._plain_of:
-            self._plain_of[flying] = self.fixed_memory + flying * self._kept
-        return self._plain_of[flying]
-
-    def _again(self, stage: int) -> Table:
-        """Peak bytes where calls are recomputed, besides what the others save."""
-        flying = self.problem.in_flight(stage)
-        if flying not in self._again_of:
-            self._again_of[flying] = self.fixed_memory + self.segments.largest_saved + flying * self.segments.all_inputs
-        return self._again_of[flying]
+    @cached_property
+    def _fixed_again(self) -> Table:
+        """Bytes besides inputs where calls are recomputed: one at a time keeps what it saves."""
+        return self.fixed_memory + self.segments.largest_saved
 
     @cached_property
     def _kept(self) -> Table:
         return self.segments.saved + self.segments.saved_inputs
 
-    @cached_property
-    def _plain_of(self) -> dict[float, Table]:
-        return {}
+    def _plain(self, stage: int) -> Table:
+        """Peak bytes where nothing is recomputed."""
+        return self.fixed_memory + float(self._flying[stage]) * self._kept
 
-    @cached_property
-    def _again_of(self) -> dict[float, Table]:
-        return {}
+    def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+        """Peak bytes where calls are recomputed, besides what the others save."""
+        inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
+        return inputs
 
     def _most_saved(self, stage: int) -> Table:
         """Peak bytes where all calls are recomputed that may be."""
         if not self.problem.train:
             return self.fixed_memory
-        return np.where(self.most_recomputed > 0, self._again(stage), self._plain(stage))
+        again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
+        return np.where(self.most_recomputed > 0, again, self._plain(stage))
 
-    def memory(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
+    def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Peak bytes of a rank that holds the segments ``[start, stop)``."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
-        prefix = self.segments.saved[0]
+        prefix, flying = self.segments.saved[0], self._flying[stage]
         kept = self.segments.saved[start, stop] - (
             prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         )
-        again = self._again(stage)[start, stop] + self.problem.in_flight(stage) * np.maximum(0.0, kept)
-        return np.where(recomputed > 0, again, self._plain(stage)[start, stop])
+        again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept)
+        plain = self.fixed_memory[start, stop] + flying * self._kept[start, stop]
+        return np.where(recomputed > 0, again, plain)
 
 
 def _message_times(num_bytes: Table, link: Link) -> Table:

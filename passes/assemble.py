@@ -20,7 +20,8 @@ from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
 from passes.infer import META
-from passes.selected import SelectedRows, Unselectable
+from passes.selected import SelectedRows
+from passes.selected_rules import Unselectable
 
 _KINDS: dict[InputKind, StateKind] = {
     InputKind.PARAMETER: "parameter",

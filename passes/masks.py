@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from passes.band import Band, limits_of
+from passes.band import limits_of
 from passes.constants import LIMIT, Choice, Evaluator, Term, Value
 from passes.infer import call
 from passes.rewrite import aten, shape
+from passes.tiles import Band
 
 _MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
 

@@ -17,7 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from passes.band import Attention, Band, Gradients, Part, Tile, by_position, parts_of, ring_steps, ring_tiles, tiles_of
+from passes.band import Attention, Gradients, by_position
+from passes.tiles import Band, Part, Tile, parts_of, ring_steps, ring_tiles, tiles_of
 from runtime.groups import Group, Pending
 
 

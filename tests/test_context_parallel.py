@@ -18,8 +18,8 @@ import passes.band  # noqa: F401 - defines the operator
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
 from partitioner.verify import TOLERANCE, compare
-from passes.band import Band, most_pairs, ring_steps
 from passes.layouts import Layout, join_shards, shard, shard_slices, take_shard
+from passes.tiles import Band, most_pairs, ring_steps
 from runtime.calls import BoundCall
 from runtime.context import ContextAttention
 from runtime.execute import _BACKWARD

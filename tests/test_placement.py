@@ -321,7 +321,7 @@ def times_of_all(work: Job, point: Point) -> list[float]:
 def grid(nodes: int, devices: int) -> str:
     """Nodes whose hosts take no time: a model as small as the tests' would be bound by nothing else."""
     return f"""
-types: {{a100-80gb: {{like: a100-80gb, dispatch: 0}}}}
+types: {{a100-80gb: {{like: a100-80gb, dispatch: 0, communicator: 0}}}}
 nodes: [{{type: a100-80gb, devices: {devices}, count: {nodes}}}]
 levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 5 GB/s, latency: 19 us}}]
 """

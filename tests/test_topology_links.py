@@ -115,7 +115,8 @@ def test_nodes_and_devices_that_differ_set_speed_and_memory():
     lab = loads(ISLANDS + "types: {old: {like: v100-16gb}}\n".replace("old", "spare"))
     assert [lab.devices[i].speed for i in (0, 4, 15)] == [1.0, 0.9, 0.5]
     few = loads("machine: dgx-h100\nnodes: 2\nnode_overrides: {1: {memory: 40 GB, speed: 0.5}}")
-    assert stage_capacity(few, {"pp": 2, "dp": 8})[1] == few.devices[8].usable < few.devices[0].usable
+    groups = 2 * few.device_type(8).communicator  # along pp and dp
+    assert stage_capacity(few, {"pp": 2, "dp": 8})[1] == few.devices[8].usable - groups < few.devices[0].usable - groups
     assert [{speed for _, speed in paces} for paces in stage_paces(few, {"pp": 2, "dp": 8})] == [{1.0}, {0.5}]
 
 

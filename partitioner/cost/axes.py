@@ -22,13 +22,13 @@ from partitioner.cost.spread import hidden
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
-from passes.band import Band
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
 from passes.rules.attention import band
 from passes.shard import RESHARDS
+from passes.tiles import Band
 
 
 @dataclass

@@ -9,10 +9,10 @@ from torch import fx
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.operators import Operand
 from partitioner.topology.groups import Group
-from passes.band import Band, ring_steps
 from passes.collectives import CONTEXT, collective_name
 from passes.rules.algebra import argument
 from passes.rules.attention import band
+from passes.tiles import Band, ring_steps
 
 Seconds = tuple[float, float]  # forward and backward
 _WIDE_BYTES = 4  # gradients of narrow types travel in float32

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from passes.band import Band, most_pairs
 from passes.collectives import CONTEXT, collective_name
 from passes.factors import factors_of
 from passes.rules.algebra import argument
 from passes.rules.attention import band
+from passes.tiles import Band, most_pairs
 
 Shape = tuple[int, ...]
 

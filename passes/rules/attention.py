@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import fx
 
-from passes.band import Band, band_of, limits_of
+from passes.band import band_of, limits_of
 from passes.collectives import ops
 from passes.rules.algebra import (
     NAMES,
@@ -26,6 +26,7 @@ from passes.rules.algebra import (
     shape,
 )
 from passes.rules.registry import family
+from passes.tiles import Band
 
 CONTEXT_FORMS = ("all_gather", "ring")
 

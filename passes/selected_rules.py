@@ -1,0 +1,248 @@
+"""Operators that select rows, put them back, count or ignore them, with every row kept and a mask beside it.
+
+Requires and provides: see ``passes/selected.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.infer import META
+
+if TYPE_CHECKING:
+    from passes.selected import SelectedRows
+
+aten = torch.ops.aten
+_IGNORED = -100
+ITEMS = {aten.item.default, aten._local_scalar_dense.default}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Dim ``dim`` of a value has all rows; those of which ``mask`` (bool, one per row) is true are the model's."""
+
+    mask: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of rows that ``mask`` selects, where the model asks for a size."""
+
+    mask: fx.Node
+
+    def __int__(self) -> int:
+        return int(self.mask.meta["val"].shape[0])
+
+
+class Unselectable(Exception):
+    """An operator that cannot work on rows with a mask beside them."""
+
+
+def _nonzero(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
+    if condition in build.rows:
+        raise Unselectable
+    mask = build.mask_of(condition)
+    shape, number = build.shapes[mask], int(mask.meta["val"].shape[0])
+    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    found, inner = [], number
+    for i, size in enumerate(shape):
+        inner //= size
+        place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
+        place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
+        found.append(place if place is not every else build.call(aten.clone.default, every))
+        build.places[found[-1]] = mask, i
+    if as_tuple:
+        build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
+        return tuple(found)
+    table = build.call(aten.stack.default, found, -1)
+    build.rows[table] = Rows(mask, 0)
+    if len(found) == 1:
+        build.places[table] = mask, 0
+    return table
+
+
+def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    first, index = given[0]
+    if index.meta["val"].dtype == torch.bool and index not in build.rows:
+        if len(given) != 1 or x in build.rows:
+            raise Unselectable
+        mask = build.mask_of(index)
+        shape = list(x.meta["val"].shape)
+        covered = index.meta["val"].dim()
+        flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
+        made = build.call(aten.reshape.default, x, flat)
+        build.rows[made] = Rows(mask, first)
+        return build.harmless(made)
+    if x not in build.rows and not any(i in build.rows for _, i in given):
+        return None
+    if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+        raise Unselectable
+    rows = build.same(*(i for _, i in given))
+    if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
+        raise Unselectable
+    made = build.call(aten.index.Tensor, x, list(indices))
+    build.rows[made] = Rows(rows.mask, first)
+    return build.harmless(made)
+
+
+def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    rows = build.rows.get(values)
+    if rows is None or x in build.rows:
+        raise Unselectable
+    first, index = given[0]
+    if index.meta["val"].dtype == torch.bool:
+        mask, whole = build.mask_of(index), True
+    else:
+        mask = build.same(*(i for _, i in given)).mask
+        places = [build.places.get(i) for _, i in given]
+        whole = places == [(mask, k) for k in range(len(build.shapes[mask]))] and first == 0
+    if rows.mask is not mask or rows.dim != first:
+        raise Unselectable
+    shape = list(x.meta["val"].shape)
+    if accumulate and not whole:
+        return build.call(aten.index_put.default, x, list(indices), build.zeroed(values), True)
+    covered = build.shapes[mask]
+    if not whole or tuple(shape[first : first + len(covered)]) != covered:
+        raise Unselectable
+    put = build.zeroed(values) if accumulate else values
+    rest = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + len(covered) :]]
+    put = build.call(aten.reshape.default, build.call(aten.expand.default, put, rest), shape)
+    if accumulate:
+        return build.call(aten.add.Tensor, x, put)
+    chosen = build.call(
+        aten.reshape.default, mask, [1] * first + list(covered) + [1] * (len(shape) - first - len(covered))
+    )
+    return build.call(aten.where.self, chosen, put, x)
+
+
+def _index_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
+    if x in build.rows or build.same(index).mask is not build.same(source).mask:
+        raise Unselectable
+    if build.same(source).dim != dim % x.meta["val"].dim():
+        raise Unselectable
+    return build.call(aten.index_add.default, x, dim, index, build.zeroed(source), **kwargs)
+
+
+def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    if x in build.rows or build.same(index, source).dim != dim % x.meta["val"].dim():
+        raise Unselectable
+    return build.call(aten.scatter_add.default, x, dim, index, build.zeroed(source))
+
+
+def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
+    """The source's rows are taken in order: those that are selected come first."""
+    rows = build.same(source)
+    if x in build.rows or mask in build.rows or rows.dim != 0:
+        raise Unselectable
+    left_out = build.call(aten.to.dtype, build.call(aten.logical_not.default, rows.mask), torch.int64)
+    ordered = build.call(aten.sort.stable, left_out, stable=True, dim=0)
+    order = build.call(operator.getitem, ordered, 1)
+    return build.call(aten.masked_scatter.default, x, mask, build.call(aten.index_select.default, source, 0, order))
+
+
+def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    """Pieces of as many rows as is counted: the piece of each row is told by the running sum of the counts."""
+    counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
+    if x in build.rows or len(counts) != len(sizes):
+        raise Unselectable
+    dim %= x.meta["val"].dim()
+    number = int(x.meta["val"].shape[dim])
+    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    end, masks = None, list[fx.Node]()
+    before: fx.Node | None = None
+    for count in counts:
+        scalar = build.call(aten.reshape.default, count, [1])
+        end = scalar if end is None else build.call(aten.add.Tensor, end, scalar)
+        below = build.call(aten.lt.Tensor, every, end)
+        inside = below if before is None else build.call(aten.logical_and.default, below, before)
+        before = build.call(aten.logical_not.default, below)
+        masks.append(inside)
+    found = []
+    for i, mask in enumerate(masks):
+        build.pieces[mask] = x, i, len(masks)
+        build.shapes[mask] = (number,)
+        piece = build.call(aten.alias.default, x)
+        build.rows[piece] = Rows(mask, dim)
+        found.append(piece)
+    return tuple(found)
+
+
+def _cat(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
+    """Pieces that are put together in the order in which they were cut."""
+    rows = [build.rows.get(part) for part in parts]
+    cut = [build.pieces.get(r.mask) for r in rows if r is not None]
+    if (
+        not cut
+        or len(cut) != len(parts)
+        or cut[0] is None
+        or cut != [(cut[0][0], i, len(parts)) for i in range(len(cut))]
+    ):
+        raise Unselectable
+    if any(r is None or r.dim != dim % parts[0].meta["val"].dim() for r in rows):
+        raise Unselectable
+    whole = parts[-1]
+    for part in reversed(parts[:-1]):
+        whole = build.call(aten.where.self, build.unselected(part), whole, part)
+    return whole
+
+
+def _mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
+    return _mean_over(build, x, list(range(x.meta["val"].dim())), dtype=dtype)
+
+
+def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    rows, value = build.same(x), x.meta["val"]
+    dims = [d % value.dim() for d in (dims if dims else range(value.dim()))]
+    if rows.dim not in dims:
+        return None
+    total = build.call(aten.sum.dim_IntList, build.zeroed(x), dims, keepdim, dtype=dtype)
+    others = 1
+    for d in dims:
+        others *= value.shape[d] if d != rows.dim else 1
+    number = build.call(aten.mul.Tensor, build.call(aten.sum.default, rows.mask), others)
+    return build.call(aten.div.Tensor, total, number)
+
+
+def _cross_entropy(
+    build: SelectedRows,
+    x: fx.Node,
+    target: fx.Node,
+    weight: Any = None,
+    reduction: int = 1,
+    ignored: int = _IGNORED,
+    *more: Any,
+) -> Any:
+    """What is not selected has a target that is ignored."""
+    value: Tensor = target.meta["val"]
+    rows = build.same(target)
+    if value.is_floating_point() or (x in build.rows and build.rows[x] != rows) or reduction == 0:
+        raise Unselectable
+    kept = build.call(aten.masked_fill.Scalar, target, build.unselected(target), ignored)
+    return build.call(aten.cross_entropy_loss.default, x, kept, weight, reduction, ignored, *more)
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.split_with_sizes.default: _split,
+    aten.split.sizes: _split,
+    aten.cat.default: _cat,
+    aten.where.default: _nonzero,
+    aten.nonzero_numpy.default: _nonzero,
+    aten.nonzero.default: lambda build, condition: _nonzero(build, condition, as_tuple=False),
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten.index_add.default: _index_add,
+    aten.scatter_add.default: _scatter_add,
+    aten.masked_scatter.default: _masked_scatter,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean_over,
+    aten.cross_entropy_loss.default: _cross_entropy,
+}

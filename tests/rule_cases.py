@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import passes.experts  # noqa: F401  (registers its operators)
+import passes.experts
+import passes.random  # noqa: F401
 
 aten = torch.ops.aten
+torch.manual_seed(0)  # the same numbers in every run
 
 
 def operator(name: str) -> Any:

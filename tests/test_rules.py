@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_cases import CASES, aten, f, i, operator, positive
+from rule_cases_more import MORE
 
 from passes.factors import factors_of, strategies
 from passes.layouts import PARTIAL, REPLICATED, Layout
@@ -25,7 +26,10 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("name", "args", "kwargs", "grad"), CASES)
+FURTHER = [pytest.param(*c.values, id=f"{family}-{c.id}") for family, cases in MORE.items() for c in cases]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "grad"), [*CASES, *FURTHER])
 def test_strategies_compute_the_operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Any):
     assert check_strategies(operator(name), args, kwargs, grad=grad) == []
 

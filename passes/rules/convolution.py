@@ -62,7 +62,8 @@ def _leading(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
 
 
 for _places in (1, 2, 3):
-    _averages = [f"avg_pool{_places}d", f"adaptive_avg_pool{_places}d", f"_adaptive_avg_pool{_places}d"]
+    _averages = [f"avg_pool{_places}d", f"adaptive_avg_pool{_places}d"]
+    _averages += [f"_adaptive_avg_pool{_places}d"] if _places > 1 else []
     _largest = [f"max_pool{_places}d", f"max_pool{_places}d_with_indices", f"adaptive_max_pool{_places}d"]
     family(*_averages)(lambda node, n=_places: _leading(node, n, True))
     family(*_largest)(lambda node, n=_places: _leading(node, n, False))

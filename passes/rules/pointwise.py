@@ -59,13 +59,13 @@ def linear(node: fx.Node) -> OpFactors:
     return elementwise(node, FIRST)
 
 
-@family("add", "sub", "subtract", "rsub", "__add__", "__sub__")
+@family("add", "sub", "subtract", "rsub")
 def add(node: fx.Node) -> OpFactors:
     """Linear in both operands together; a number that is added would be added by every rank."""
     return elementwise(node, together(2) if len(operands_of(node)) == 2 else ())
 
 
-@family("mul", "multiply", "__mul__")
+@family("mul", "multiply")
 def mul(node: fx.Node) -> OpFactors:
     return elementwise(node, each(*range(len(operands_of(node)))))
 

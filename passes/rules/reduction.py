@@ -69,7 +69,7 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
 
 
 @family(
-    "_log_softmax", "_safe_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp", "softmin",
+    "_log_softmax", "_safe_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp",
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:

@@ -77,7 +77,8 @@ def differentiate(
 ) -> Differentiated:
     """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
 
-    Operators that differ between devices (fused attention) are those of ``device``.
+    Operators that differ between devices (fused attention) are those of ``device``. What goes from function to function
+    is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
     """
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
@@ -86,7 +87,7 @@ def differentiate(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
-            outputs = _run(block.graph, leaves, device)
+            outputs = [o.contiguous() for o in _run(block.graph, leaves, device)]
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         with_grad = [i for i, o in enumerate(outputs) if output_grads[i] and o.requires_grad]
         taken[:] = with_grad
@@ -94,7 +95,7 @@ def differentiate(
             return outputs, [None] * len(wanted)
         seeds = [tangents[i] for i in with_grad]
         grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
-        return outputs, list(grads)
+        return outputs, [None if g is None else g.contiguous() for g in grads]
 
     # Rows that are dispatched are of a number that is not known before they are.
     sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None

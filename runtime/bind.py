@@ -101,7 +101,7 @@ class Binder:
 
     def plain(self, name: str) -> Compiled:
         """``(*states, *inputs) -> outputs``, where no backward follows."""
-        return self._once(name, None, "forward", lambda: (self.library.block(name).graph, 0))
+        return self._once(name, None, "forward", lambda: (_dense(self.library.block(name).graph), 0))
 
     def piece(self, name: str, needs: Needs, kind: str) -> Compiled:
         """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
@@ -250,7 +250,7 @@ def _copy(group: Group, **_: Any) -> Binding:
 def _slice(group: Group, dim: int, **_: Any) -> Binding:
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
-        return x.narrow(dim, group.index * length, length)
+        return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
 
     return Direct(take)
 
@@ -283,6 +283,22 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "context_attention_backward": _attend_back,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
+
+
+def _dense(graph: fx.Graph) -> fx.Graph:
+    """``graph`` with results that are contiguous, as :func:`passes.differentiate.differentiate` makes them."""
+    results: Any = graph.output_node().args[0]
+    strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
+    if not strided:
+        return graph
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    copied.graph_copy(graph, env)
+    dense = {env[n]: copied.call_function(torch.ops.aten.contiguous.default, (env[n],)) for n in strided}
+    for node, made in dense.items():
+        made.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    copied.output(tuple(dense.get(env[n], env[n]) for n in results))
+    return copied
 
 
 def _all(piece: Piece, num_sinks: int = 0) -> tuple[fx.Graph, int]:

@@ -163,7 +163,7 @@ class Executor:
         value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
         part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
         part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])
-        return part.to(self.env.device, non_blocking=True)
+        return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
         microbatch = _microbatch(instruction)

@@ -101,3 +101,19 @@ def test_data_that_is_no_graph_is_refused_with_the_node(change: dict[str, object
     with pytest.raises(GraphFormatError, match=message) as error:
         block_from_data("mlp", tuple(nodes), block.states, block.inputs)
     assert nodes[4]["name"] in str(error.value)
+
+
+def test_what_goes_between_functions_is_contiguous() -> None:
+    """Tracing takes contiguous values for granted, and so do the kernels that it chooses."""
+    graph = fx.Graph()
+    x = placeholder(graph, "x", 2, 3, 4)
+    y = call(graph, aten.transpose.int, (x, 1, 2), like=x)
+    graph.output((y, call(graph, aten.mul.Tensor, (y, 2.0), like=x)))
+    parts = differentiate(Block("turned", graph, (), ("x",)), CPU, [True], [], [True, False])
+    value = torch.randn(2, 3, 4, dtype=torch.float64)
+    turned, doubled, *saved = parts.forward.module(value)
+    assert turned.is_contiguous() and doubled.is_contiguous()
+    torch.testing.assert_close(turned, value.mT)
+    (gradient,) = parts.backward.module(*saved, turned)
+    assert gradient.is_contiguous()
+    torch.testing.assert_close(gradient, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from examples.train import LEARNING_RATE, batch, build
+from partitioner import Constraints, Topology, partition
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -47,6 +49,28 @@ def test_readme_names_only_files_that_exist():
 @pytest.mark.parametrize("name", ["plain_module", "hf_llama", "t5"])
 def test_example_prints_its_plan(name: str, tmp_path: Path):
     assert "proven optimal under the cost model" in execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
+
+
+MODELS = ["unet", "gnn", "dlrm", "diffusion_transformer"]
+MESHES = [Constraints(dp=1, tp=4), Constraints(pp=2, tp=2), Constraints(pp=4)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda c: f"pp{c.pp or 1}-tp{c.tp or 1}")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_other_kinds_are_exact(name: str, mesh: Constraints):
+    model, inputs = importlib.import_module(f"examples.{name}").example()
+    plan = partition(model, Topology.local(4), inputs, constraints=mesh)
+    report = plan.verify(model, inputs)
+    assert report.ok, report.errors
+
+
+def test_tables_are_sharded():
+    """Large tables by row or column, equal ones by table or column: none is whole on a rank."""
+    model, inputs = importlib.import_module("examples.dlrm").example()
+    plan = partition(model, Topology.local(4), inputs, constraints=Constraints(tp=4))
+    tables = {name: state.layout for name, state in plan.program.states.items() if name.startswith(("large", "small"))}
+    assert len(tables) == 3
+    assert all(layout.startswith("S") for layout in tables.values()), tables
 
 
 def test_a_rule_shards_the_users_operator(tmp_path: Path):

@@ -9,6 +9,7 @@ from runtime.errors import BatchError, InstructionError, LaunchError, RankError,
 from runtime.local import run_local, run_threads
 from runtime.pool import LocalRanks
 from runtime.program import Program, RankProgram
+from runtime.watch import Monitor, Watch
 
 __all__ = [
     "BatchError",
@@ -16,11 +17,13 @@ __all__ = [
     "InstructionError",
     "LaunchError",
     "LocalRanks",
+    "Monitor",
     "Program",
     "RankError",
     "RankProgram",
     "RankTimeout",
     "Run",
+    "Watch",
     "WeightsError",
     "run_local",
     "run_threads",

@@ -9,7 +9,8 @@ again, resumes from its newest checkpoint, and its weights and moments are compa
 bit by bit. The last line is one JSON object:
 
 ``injected``       cases
-``named``          with the right rank and instruction (and the graph node, where the fault was put at one)
+``named``          with the right rank and instruction (and the graph node, where the fault was put at one); of connections
+                   that were cut the rank, or both ends of the link
 ``hangs``          in which a rank was still there ``--patience`` and 5 seconds after the fault
 ``resumed``        of those that the fault ended, how many went on from a checkpoint (``resumable``: how many should)
 ``resumed_equal``  of these, how many ended in the same bits as the run without faults
@@ -21,8 +22,10 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -36,12 +39,14 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.faults_inject import KINDS, Fault, wipe
-from benchmarks.faults_worker import EVERY, STEPS, Data, Model, train
+from benchmarks.faults_worker import EVERY, SLOW_STEPS, STEPS, Data, Model, train
 from partitioner import Constraints, Topology, partition
 from runtime import LocalRanks, Monitor, RankError, RankTimeout
 from runtime.checkpoint import _mine, chunks_of
 from runtime.errors import LOST, Failure
 from runtime.program import Program
+from runtime.watch import SlowRank, SlowRanks
+from runtime.watch.board import Board
 
 MESHES = [
     {"pp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 3}, {"dp": 3}, {"tp": 3}, {"pp": 4}, {"dp": 4}, {"tp": 4},
@@ -97,18 +102,21 @@ class Bench:
         for pool in self._pools.values():
             pool.close()
 
-    def train(self, plan: Planned, root: Path, watch: Path, fault: Fault | None, limit: float) -> list[Any]:
+    def train(
+        self, plan: Planned, root: Path, watch: Path, fault: Fault | None, limit: float, steps: int = STEPS
+    ) -> list[Any]:
         watch.mkdir(exist_ok=True)
         wipe(watch)
         monitor = Monitor(watch, self.patience_s)
-        arguments = (plan.path, self.weights, str(root), str(watch), fault)
+        arguments = (plan.path, self.weights, str(root), str(watch), fault, steps)
         return self.pool(plan.ranks).call(train, *arguments, timeout=limit, watch=monitor)
 
-    def reference(self, plan: Planned) -> list[Any]:
-        if plan.path not in self._references:
+    def reference(self, plan: Planned, steps: int = STEPS) -> list[Any]:
+        key = f"{plan.path} {steps}"
+        if key not in self._references:
             root = self.folder / f"reference-{len(self._references)}"
-            self._references[plan.path] = self.train(plan, root, self.folder / "watch", None, 300.0)
-        return self._references[plan.path]
+            self._references[key] = self.train(plan, root, self.folder / "watch", None, 300.0, steps)
+        return self._references[key]
 
 
 @dataclass
@@ -133,11 +141,15 @@ def draw(random_: random.Random, bench: Bench, kind: str) -> tuple[Planned, Faul
     if kind == "disk":  # one that writes
         chunks = chunks_of(plan.program)
         ranks = [r for r in ranks if any(_mine(c, plan.program.rank(r)) for c in chunks)]
+    if kind == "slow":
+        return plan, Fault(kind, random_.choice(ranks), random_.randrange(16, 20), random_.random())
     return plan, Fault(kind, random_.choice(ranks), random_.randrange(EVERY, STEPS - 1), random_.random())
 
 
 def one(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
     outcome = Outcome(fault.kind, plan.mesh)
+    if fault.kind == "slow":
+        return slow(bench, plan, fault, number)
     expected = bench.reference(plan)
     root, watch = bench.folder / f"checkpoints-{number}", bench.folder / "watch"
     failure: Failure | None = None
@@ -165,12 +177,47 @@ def one(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
     return outcome
 
 
+def slow(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
+    """A run that goes on: the slow rank is told while it does."""
+    outcome = Outcome(fault.kind, plan.mesh, ended=False)
+    expected = bench.reference(plan, SLOW_STEPS)
+    root, watch = bench.folder / f"checkpoints-{number}", bench.folder / "watch"
+    told: list[SlowRank] = []
+    end = threading.Event()
+
+    def look() -> None:
+        ranks = None
+        while not end.wait(0.02):
+            if ranks is None and len(list(watch.glob("rank-*.times"))) == plan.ranks:
+                ranks = SlowRanks(Board(watch), factor=2.0)
+            told.extend(ranks.look() if ranks is not None else ())
+
+    watch.mkdir(exist_ok=True)
+    wipe(watch)
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        done = bench.train(plan, root, watch, fault, 300.0, SLOW_STEPS)
+    except RankTimeout as error:
+        outcome.hang, outcome.told = True, str(error)
+        return outcome
+    finally:
+        end.set()
+        looking.join()
+    outcome.struck = json.loads((watch / "struck.json").read_text())
+    outcome.told = "; ".join(map(str, told)) or "no rank was told to be slow"
+    outcome.named = [(s.rank, s.index) for s in told] == [(outcome.struck["rank"], outcome.struck["index"])]
+    outcome.equal = [d["hash"] for d in done] == [e["hash"] for e in expected]
+    return outcome
+
+
 def _named(failure: Failure, struck: dict[str, Any], fault: Fault) -> bool:
     """Whether the line says rank, instruction and node as they were."""
     if fault.kind == "disk":
         return failure.rank == struck["rank"] and failure.instruction == "saving"
-    if fault.kind == "close" and failure.kind == LOST and failure.rank != struck["rank"]:
-        return f"rank {struck['rank']}" in failure.error or f", {struck['rank']}" in failure.error
+    if fault.kind == "close":  # noticed where the connection is next used, by either end; of two, both are named
+        ends = re.match(r"lost its connection to rank (\d+), and", failure.error)
+        return failure.kind == LOST and struck["rank"] in (failure.rank, int(ends[1]) if ends else None)
     right = failure.rank == struck["rank"] and failure.index == struck["index"] and failure.step == fault.step + 1
     return right and (not struck["node"] or failure.node.split(" ")[0] == struck["node"])
 

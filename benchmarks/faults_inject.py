@@ -137,8 +137,7 @@ def _at_node(engine: Engine, fault: Fault) -> Struck:
         if strikes:
             armed[0] = False
             assert isinstance(result, Tensor)
-            result = result.clone()
-            result.view(-1)[0] = torch.nan
+            result = torch.full_like(result, torch.nan)
         return result
 
     def at_instruction() -> None:
@@ -180,7 +179,7 @@ def _lines(compiled: Compiled, kind: str) -> list[int]:
         if is_collective != (kind == "raise_collective"):
             continue
         value = node.meta.get("val")
-        floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.numel() > 0
+        floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() > 0
         if kind != "nan" or floating:
             found.append(line)
     return found

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
 from runtime import Engine, Watch
+from runtime.debug import check_finite
 from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
 
 STEPS, EVERY = 8, 2
+SLOW_STEPS = 36  # of a run with a slow rank, which has to be seen to change
 BATCH, SEQ, VOCAB, WIDTH = 12, 6, 24, 24
 
 
@@ -91,6 +93,7 @@ def run(engine: Engine, root: Path, watch: Path, fault: Fault | None, steps: int
         loss = engine.step(batch)
         assert loss is not None
         losses.append(loss.item())
+        check_finite(engine, batch)
         engine.clip_grad_norm_(1.0)
         optimizer.step()
         if engine.steps % EVERY == 0:

@@ -1,7 +1,7 @@
 """What the ranks of a run say about themselves: files in a folder that all of them, and who watches them, can see.
 
 ``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`runtime.recorder`); ``rank-3.place`` is where the
-rank saw itself at its last heartbeat, ``rank-3.failure`` why it failed.
+rank saw itself at its last heartbeat, ``rank-3.failure`` why it failed, ``rank-3.addresses`` its ends of connections.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from runtime.errors import Failure
 from runtime.recorder import Moment, Recording, Spot
+from runtime.watch.addresses import ranks_named
 from runtime.watch.place import Place
 
 
@@ -71,6 +72,10 @@ class Board:
         content = {"at": time.monotonic(), "failure": failure.to_data(), "waits": waits}
         self._post(rank, "failure", content)
 
+    def post_addresses(self, rank: int, addresses: list[str]) -> None:
+        """This rank's ends of its connections."""
+        self._post(rank, "addresses", {"own": addresses})
+
     def _post(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         partial = self.folder / f".rank-{rank}.{kind}"
         partial.write_text(json.dumps(content))
@@ -124,8 +129,13 @@ class Board:
             place=place,
             failure=None if failed is None else Failure.from_data(failed["failure"]),
             failed_at=0.0 if failed is None else failed["at"],
-            lost=() if failed is None else tuple(failed["waits"]),
+            lost=() if failed is None else self._lost(rank, failed),
         )
+
+    def _lost(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
+        """Whom a failed rank has lost: the one whose address the error names, or all that it waited for."""
+        others = {r: (self._read(r, "addresses") or {"own": []})["own"] for r in self._recordings if r != rank}
+        return ranks_named(failed["failure"]["error"], others) or tuple(failed["waits"])
 
     def _read(self, rank: int, kind: str) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):

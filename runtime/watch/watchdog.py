@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from runtime.failures import is_secondary
 from runtime.recorder import Recorder, Recording
+from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
 from runtime.watch.monitor import Monitor
 from runtime.watch.place import place_of, raised, stack
@@ -79,6 +80,7 @@ class Watch:
             self.engine.barrier()
         actions = [index for index, _ in self.executor.actions]
         self.recorder = self.executor.recorder = Recorder(self.folder, self.engine.rank_program, actions)
+        self.board.post_addresses(self.rank, own_addresses())
         self._recording = Recording(self.folder, self.rank)
         self._main = threading.get_ident()
         self._thread.start()
@@ -98,7 +100,8 @@ class Watch:
 
     def failed(self, error: Exception) -> Failure:
         """Say on the board why this rank has failed."""
-        place = place_of(raised(error.__traceback__), self.executor)
+        origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
+        place = place_of(raised(origin.__traceback__), self.executor)
         moment = self._recording.moment()
         if isinstance(error, InstructionError):
             failure = error.failure

@@ -9,8 +9,8 @@ again, resumes from its newest checkpoint, and its weights and moments are compa
 bit by bit. The last line is one JSON object:
 
 ``injected``       cases
-``named``          with the right rank and instruction (and the graph node, where the fault was put at one); of connections
-                   that were cut the rank, or both ends of the link
+``named``          with the right rank and instruction (and the graph node, where the fault was put at one);
+                   of connections that were cut the rank, or both ends of the link
 ``hangs``          in which a rank was still there ``--patience`` and 5 seconds after the fault
 ``resumed``        of those that the fault ended, how many went on from a checkpoint (``resumable``: how many should)
 ``resumed_equal``  of these, how many ended in the same bits as the run without faults

@@ -31,7 +31,7 @@ AT_AN_INSTRUCTION = ("kill", "stop", "close", "slow")
 AT_A_NODE = ("raise_forward", "raise_backward", "raise_collective", "nan")
 AT_A_SAVE = ("disk",)
 KINDS = (*AT_AN_INSTRUCTION, *AT_A_NODE, *AT_A_SAVE)
-SLOW_S = 0.08
+SLOW_S = 0.2
 
 
 class Injected(Exception):

@@ -15,9 +15,10 @@ from statistics import median
 from runtime.recorder import About, Spot
 from runtime.watch.board import Board, instruction_words
 
-_WINDOW = 4  # steps that are looked at together
-_BEFORE = 3  # steps that say what a rank took before, at the least
+_WINDOW = 6  # steps that are looked at together
+_BEFORE = 4  # steps that say what a rank took before, at the least
 _KEPT = 64
+_SPREADS = 4.0  # median deviations by which it must be more, too
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SlowRanks:
 def slow_ranks(
     samples: Mapping[int, Sequence[Mapping[int, float]]], about: Mapping[int, About], factor: float
 ) -> list[SlowRank]:
-    """Of ranks with seconds of work by instruction, one mapping per step, the ones that are slow now; the worst first."""
+    """The ranks that are slow now, the worst first; ``samples`` are seconds of work by instruction, for each step."""
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
     now = {rank: _typical(list(samples[rank])[-_WINDOW:]) for rank in about}
@@ -82,7 +83,7 @@ def slow_ranks(
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
-        if seconds > factor * expected:
+        if seconds > factor * expected and seconds - expected > _SPREADS * _spread([rank, *peers], samples):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
             spots = about[rank].spots
             spot = spots[index] if index < len(spots) else None
@@ -102,6 +103,16 @@ def _own_past(
     others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
     general = median(others) if others else 1.0
     return {index: seconds * general for index, seconds in past[rank].items()}
+
+
+def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
+    """By how much a step's work differs from the rank's median now: the median of that, of the most restless rank."""
+    spreads = []
+    for rank in ranks:
+        totals = [sum(step.values()) for step in list(samples[rank])[-_WINDOW:]]
+        middle = median(totals)
+        spreads.append(median(abs(t - middle) for t in totals))
+    return max(spreads)
 
 
 def _typical(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:

@@ -53,7 +53,7 @@ class Spot:
 @dataclass(frozen=True)
 class About:
     """What a recorder's numbers mean. ``actions[k]``: the instruction that the ``k``-th action belongs to; its last one
-    is the end of the step."""
+    is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share."""
 
     rank: int
     world_size: int
@@ -62,6 +62,7 @@ class About:
     host: str
     actions: tuple[int, ...]
     spots: tuple[Spot, ...]
+    clock_s: float
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> About:
@@ -93,6 +94,7 @@ class Recorder:
             host=socket.gethostname(),
             actions=tuple(actions),
             spots=tuple(spots_of(rank)),
+            clock_s=time.time() - time.monotonic(),
         )
         write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)))
         os.replace(partial, self.path)

@@ -28,7 +28,9 @@ def own_addresses() -> list[str]:
 
 def ranks_named(error: str, addresses: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
     """The ranks whose addresses are in ``error``."""
-    named = {_text(host, port) for host, port in _ADDRESS.findall(error)}
+    found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
+    # Gloo prints ports in network byte order (torch 2.13).
+    named = {_text(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
     return tuple(rank for rank, own in addresses.items() if named.intersection(own))
 
 

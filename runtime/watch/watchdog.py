@@ -184,13 +184,19 @@ def _users_line(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
+def can_watch() -> bool:
+    """Whether all ranks that torchrun has started see the same folder: they are on one host, or one is given."""
+    env = os.environ
+    return FOLDER in env or env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE")
+
+
 def _default_folder() -> Path:
     """One of this run and attempt, on this host. Raises :class:`LaunchError` where ranks are on several hosts."""
     env = os.environ
     attempt = f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if FOLDER in env:
         return Path(env[FOLDER], attempt)
-    if env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) != env.get("WORLD_SIZE"):
+    if not can_watch():
         raise LaunchError(
             "the ranks are on several hosts: give Watch a folder that all of them see, or set "
             f"{FOLDER} to one in the environment"

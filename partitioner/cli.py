@@ -1,4 +1,4 @@
-"""The command line: ``partitioner plan | show | explain | diff | prove | verify | run | topology | profile | schema``.
+"""The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
 
 It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
 standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from partitioner import cli_watch
 from partitioner.cli_report import Commands, output, print_parts, progress, steps
 from partitioner.cli_target import constraints_of, load_target
 from partitioner.units import plural, seconds_text
@@ -386,6 +387,8 @@ def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | No
 def _wrote(what: str, path: Path) -> None:
     output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
+
+cli_watch.add_to(app)
 
 if __name__ == "__main__":
     app()

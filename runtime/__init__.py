@@ -7,8 +7,11 @@ from runtime.collect import Run
 from runtime.engine import Engine
 from runtime.errors import BatchError, InstructionError, LaunchError, RankError, RankTimeout, WeightsError
 from runtime.local import run_local, run_threads
+from runtime.metrics import StepLog
 from runtime.pool import LocalRanks
 from runtime.program import Program, RankProgram
+from runtime.spikes import LossSpikes
+from runtime.watch import Monitor, Watch
 
 __all__ = [
     "BatchError",
@@ -16,11 +19,15 @@ __all__ = [
     "InstructionError",
     "LaunchError",
     "LocalRanks",
+    "LossSpikes",
+    "Monitor",
     "Program",
     "RankError",
     "RankProgram",
     "RankTimeout",
     "Run",
+    "StepLog",
+    "Watch",
     "WeightsError",
     "run_local",
     "run_threads",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.random import SEED
-from runtime import checkpoint, norms
+from runtime import checkpoint, norms, resume
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.errors import LaunchError
@@ -33,6 +34,7 @@ from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
+from runtime.recorder import Phase
 from runtime.state import load_states, parameters_of
 from runtime.weights import FileWeights, Source, weights_of
 
@@ -111,7 +113,7 @@ class Engine:
         inputs = batch_values(self.program, batch)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
-        self._executor.run(inputs)
+        self._executor.run(inputs, self.steps)
         self.steps += 1
         for name, sink in self._gradients.sinks.items():
             parameter = self._parameters[name]
@@ -149,13 +151,40 @@ class Engine:
         The folder appears complete or not at all. With ``optimizer``, its state too.
         """
         held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
-        checkpoint.save(Path(directory), self.rank_program, self._shards, self.communicator, held, self.steps)
+        with self._doing("saving"):
+            checkpoint.save(Path(directory), self.rank_program, self._shards, self.communicator, held, self.steps)
 
     def load(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read what :meth:`save` wrote, under this plan or another one. Raises :class:`WeightsError`."""
         held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
-        steps = checkpoint.load(Path(directory), self.rank_program, self._shards, held)
+        with self._doing("loading"):
+            steps = checkpoint.load(Path(directory), self.rank_program, self._shards, held)
         self.steps = self.steps if steps is None else steps
+
+    def checkpoint(
+        self, root: str | Path, optimizer: torch.optim.Optimizer | None = None, **stateful: resume.Stateful
+    ) -> Path:
+        """Save all that :meth:`resume` needs as ``root/step-...``, and return that path; all ranks call it.
+
+        ``stateful``: what else goes on where it was, by any name: a scheduler, a data loader, anything with
+        ``state_dict`` and ``load_state_dict``. Each rank's random generators are saved, too. What fails leaves the
+        earlier checkpoints as they are.
+        """
+        return resume.write(self, Path(root), optimizer, stateful)
+
+    def resume(
+        self, root: str | Path, optimizer: torch.optim.Optimizer | None = None, **stateful: resume.Stateful
+    ) -> int:
+        """Go on from the newest whole checkpoint of ``root``, where there is one; the number of steps done.
+
+        It may be of another plan. Raises :class:`WeightsError` where it is of another model.
+        """
+        return resume.resume(self, Path(root), optimizer, stateful)
+
+    def _doing(self, phase: Phase) -> AbstractContextManager[None]:
+        """Tells who watches what is done outside of steps."""
+        recorder = self._executor.recorder
+        return nullcontext() if recorder is None else recorder.phase(phase)
 
     def barrier(self) -> None:
         self.communicator.barrier()

@@ -7,6 +7,10 @@ from typing import Any, Self
 
 from passes.errors import PartitionError
 
+DIED = "ProcessDied"  # the kinds of failure that no exception of a rank tells
+STALLED = "Stalled"
+LOST = "ConnectionLost"
+
 
 class BatchError(PartitionError):
     """The batch is not the one that the plan was made for: a tensor is missing, or has another shape or type."""
@@ -26,7 +30,8 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed, and where. ``instruction`` is as the program prints it (``0F3``), ``index`` its place."""
+    """Why a rank failed, and where. ``instruction`` is as the program prints it (``0F3``), ``index`` its place; without
+    one, what the rank did outside of its program. Prints as one line."""
 
     rank: int
     error: str
@@ -39,11 +44,16 @@ class Failure:
     source: str = ""
     traceback: str = ""
     secondary: bool = False
+    step: int | None = None  # counted from 1
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}"]
-        if self.instruction:
+        if self.index is not None:
             where.append(f"instruction {self.index}: {self.instruction}")
+        elif self.instruction:
+            where.append(self.instruction)
+        if self.step is not None:
+            where.append(f"step {self.step}")
         if self.call:
             where.append(f"call {self.call}")
         if self.node:
@@ -52,7 +62,7 @@ class Failure:
             where.append(f"module {self.path}")
         if self.source:
             where.append(self.source)
-        return f"{', '.join(where)}: {self.kind}: {self.error}"
+        return f"{', '.join(where)}: {self.kind}: {' '.join(self.error.split())}"
 
     def to_data(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic_ns
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from runtime.gradients import Gradients
 from runtime.groups import Communicator
 from runtime.losses import LossSum
 from runtime.program import InputData, Instruction, RankProgram
+from runtime.recorder import Recorder
 from runtime.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
+from runtime.waiting import waited
 
 Action = Callable[[], None]
 
@@ -31,6 +34,9 @@ class Executor:
 
     ``states`` are the rank's shards by name. With ``keep``, the model's results that this rank makes are collected in
     ``outputs``: value -> microbatch -> tensor. ``loss`` is the whole loss, on every rank; ``None`` without one.
+
+    ``actions`` is the step: ``(index of the instruction, function)`` in order. It is a plain list: what debugging or a
+    test wants to do at an instruction is put around its function there. ``recorder`` notes when each begins.
     """
 
     def __init__(
@@ -61,12 +67,13 @@ class Executor:
             BoundCall(self.binder, self.env, i, states, gradients.sinks, watched) for i in range(len(rank.stage.calls))
         ]
         self.actions = self._compile()
+        self.recorder: Recorder | None = None
 
     @property
     def loss(self) -> Tensor | None:
         return None if self._loss is None else self._loss.value
 
-    def run(self, inputs: Mapping[str, Tensor]) -> None:
+    def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
         """One step on the whole global batch, by value name. Raises :class:`InstructionError`."""
         self._inputs = inputs
         self.outputs, self.totals = {}, {}
@@ -77,10 +84,19 @@ class Executor:
         index = 0
         try:
             with torch.no_grad():
-                for index, action in self.actions:  # noqa: B007 - read where the error is told
-                    action()
+                if self.recorder is None:
+                    for index, action in self.actions:  # noqa: B007 - read where the error is told
+                        action()
+                else:
+                    times, place = self.recorder.times, self.recorder.begin(step)
+                    for index, action in self.actions:  # noqa: B007
+                        times[place + 1] = waited.ns
+                        times[place] = monotonic_ns()
+                        place += 2
+                        action()
+                    self.recorder.end()
         except Exception as error:
-            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled)) from error
+            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled, step + 1)) from error
         finally:
             self._inputs = {}
             self.env.clear()

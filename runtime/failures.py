@@ -31,7 +31,9 @@ def instruction_text(rank: RankProgram, index: int) -> str:
     return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
 
 
-def failure_of(error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled]) -> Failure:
+def failure_of(
+    error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
+) -> Failure:
     """Where in ``rank``'s program ``error`` arose: the instruction at ``index``, the call, the graph's node."""
     call = ""
     walk = error.__traceback__
@@ -53,4 +55,5 @@ def failure_of(error: BaseException, rank: RankProgram, index: int, compiled: It
         source="" if node is None else node.meta.get("source", ""),
         traceback="".join(traceback.format_exception(error)),
         secondary=is_secondary(error),
+        step=step,
     )

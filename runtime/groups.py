@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.errors import LaunchError
+from runtime.waiting import wait_for
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never wait for each other
@@ -117,27 +118,28 @@ class SoloGroup:
         return Finished(x)
 
 
-class _Started:
+class Transfer:
     """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
 
     ``kept`` lives until the transfer ends: Gloo does not hold what it reads from.
     """
 
-    __slots__ = ("dim", "finish", "kept", "result", "works")
+    __slots__ = ("dim", "finish", "group", "kept", "result", "works")
 
     def __init__(
         self,
+        group: TorchGroup,
         works: Sequence[Work],
         result: Tensor,
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
         kept: object = None,
     ) -> None:
-        self.works, self.result, self.finish, self.dim, self.kept = works, result, finish, dim, kept
+        self.group, self.works, self.result, self.finish, self.dim, self.kept = group, works, result, finish, dim, kept
 
     def wait(self) -> Tensor:
         for work in self.works:
-            work.wait()
+            wait_for(work)
         self.kept = None
         return self.result if self.finish is None else self.finish(self.result, self.dim)
 
@@ -158,10 +160,14 @@ def _total(parts: Tensor, dim: int) -> Tensor:
 
 
 class TorchGroup:
-    """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer."""
+    """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer.
 
-    def __init__(self, backend: Any) -> None:
+    ``processes``: its members, for those who ask whom a collective waits for.
+    """
+
+    def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
         self.backend = backend
+        self.processes = processes
         self.size: int = backend.size()
         self.index: int = backend.rank()
         self._sum = dist.AllreduceOptions()
@@ -169,7 +175,7 @@ class TorchGroup:
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        return _Started([self.backend.allreduce([x], self._max if maximum else self._sum)], x)
+        return Transfer(self, [self.backend.allreduce([x], self._max if maximum else self._sum)], x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
@@ -180,12 +186,12 @@ class TorchGroup:
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         parts = _parts(x, split_dim, self.size)
         out = torch.empty_like(parts)
-        return _Started([self.backend.alltoall_base(out, parts, [], [])], out, _join, concat_dim, parts)
+        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _join, concat_dim, parts)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         x = x.contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
-        return _Started([self.backend.alltoall_base(out, x, [*receives], [*sends])], out, kept=x)
+        return Transfer(self, [self.backend.alltoall_base(out, x, [*receives], [*sends])], out, kept=x)
 
 
 class GlooGroup(TorchGroup):
@@ -195,8 +201,8 @@ class GlooGroup(TorchGroup):
     four ranks (measured from 8 KB to 4 MB with torch 2.13).
     """
 
-    def __init__(self, backend: Any) -> None:
-        super().__init__(backend)
+    def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
+        super().__init__(backend, processes)
         self._from = [dist.BroadcastOptions() for _ in range(self.size)]
         for rank, options in enumerate(self._from):
             options.rootRank = rank
@@ -207,12 +213,12 @@ class GlooGroup(TorchGroup):
         parts = list(out.unbind(0))
         parts[self.index].copy_(x)
         works = [self.backend.broadcast([part], how) for part, how in zip(parts, self._from, strict=True)]
-        return _Started(works, out, _join, dim)
+        return Transfer(self, works, out, _join, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         parts = _parts(x, dim, self.size)
         out = torch.empty_like(parts)
-        return _Started([self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts)
+        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts)
 
 
 class NcclGroup(TorchGroup):
@@ -221,12 +227,12 @@ class NcclGroup(TorchGroup):
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        return _Started([self.backend._allgather_base(out, x)], out, _join, dim, x)
+        return Transfer(self, [self.backend._allgather_base(out, x)], out, _join, dim, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         parts = _parts(x, dim, self.size)
         out = torch.empty_like(parts[0])
-        return _Started([self.backend._reduce_scatter_base(out, parts)], out, kept=parts)
+        return Transfer(self, [self.backend._reduce_scatter_base(out, parts)], out, kept=parts)
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
@@ -299,7 +305,7 @@ class TorchCommunicator:
         members = self._on(ranks)
         if len(ranks) > 1 and members not in _made:
             backend = self._open(members, "group")
-            _made[members] = NcclGroup(backend) if self._on_gpu else GlooGroup(backend)
+            _made[members] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
             if self._on_gpu:
                 _made[members].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
         return self.group(ranks)
@@ -351,6 +357,10 @@ class TorchCommunicator:
         key = self._key(Link(peer, self.rank, channel))
         work: Work = _links[key].recv([x], int(key.source == self._process), CHANNELS[channel])
         return work
+
+    def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that run on ``processes``, those of them that the program uses."""
+        return tuple(self._processes.index(p) for p in processes if p in self._processes)
 
     def barrier(self) -> None:
         self._group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()

@@ -1,7 +1,8 @@
 """``torchrun --nproc-per-node 4 -m runtime plan.json --weights folder/``: train a plan for some steps.
 
-Rank 0 prints one line per step. A rank that fails is recorded for torchrun, which ends the others at once and prints
-the first cause last.
+Rank 0 prints one line per step. Ranks are watched: one that fails, is killed or stands still is told with its
+instruction and graph node, and recorded for torchrun, which ends the others at once. With ``--checkpoints`` a run that
+is restarted goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from passes.errors import PartitionError
 from passes.serialize import dtype_of
+from runtime.debug import check_finite
 from runtime.engine import Engine, program_of
 from runtime.errors import InstructionError, LaunchError
 from runtime.failures import is_secondary
+from runtime.metrics import StepLog
 from runtime.program import Program
+from runtime.spikes import LossSpikes
+from runtime.watch.watchdog import Watch, can_watch
 
 _PATIENCE_S = 5.0
 
@@ -65,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW")
     parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
     parser.add_argument("--save", help="write a checkpoint to this folder at the end")
+    parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
+    parser.add_argument("--every", type=int, default=100, help="steps between these checkpoints")
+    parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
+    parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds without movement that count as a stall")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another one")
     return parser
@@ -92,6 +102,8 @@ def _train(options: argparse.Namespace) -> None:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=options.timeout))
         engine = Engine(options.plan, options.weights, seed=options.seed)
         stack.callback(sys.stdout.flush)
+        if "RANK" in os.environ and can_watch():
+            stack.enter_context(Watch(engine, patience_s=options.patience))
         _steps(engine, options)
         if options.save:
             engine.save(options.save)
@@ -102,23 +114,33 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
     trained = [p for p in engine.parameters() if p.requires_grad]
     train = engine.program.objective == "train" and bool(trained)
     optimizer = torch.optim.AdamW(trained, lr=options.lr) if train else None
-    for index, batch in enumerate(_batches(engine.program, options)):
-        start = time.perf_counter()
-        loss = engine.step(batch)
-        words = [f"step {index + 1}"]
-        if loss is not None:
-            words.append(f"loss {loss.item():.6f}")
-        if options.clip is not None and train:
-            words.append(f"norm {engine.clip_grad_norm_(options.clip).item():.4f}")
-        if optimizer is not None:
-            optimizer.step()
-        if _rank() == 0:
-            print(*words, f"{(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+    if options.checkpoints is not None:
+        engine.resume(options.checkpoints, optimizer)
+    spikes = LossSpikes()
+    first = _rank() == 0
+    with StepLog(engine, options.plan, options.metrics if first else None) as log:
+        for batch in _batches(engine.program, options, engine.steps):
+            loss = engine.step(batch)
+            if options.check:
+                check_finite(engine, batch)
+            more = {}
+            if options.clip is not None and train:
+                more["norm"] = engine.clip_grad_norm_(options.clip).item()
+            if optimizer is not None:
+                optimizer.step()
+            metrics = log.step(loss, **more)
+            if first:
+                print(metrics, *(f"{k} {v:.4f}" for k, v in more.items()), sep="  ", flush=True)
+            spike = spikes.see(metrics.step, metrics.loss) if metrics.loss is not None else None
+            if spike is not None and first:
+                print(f"loss spike: {spike}", file=sys.stderr, flush=True)
+            if options.checkpoints is not None and engine.steps % options.every == 0:
+                engine.checkpoint(options.checkpoints, optimizer)
 
 
-def _batches(program: Program, options: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
+def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:
     fixed = None if options.batch == "random" else _batch_file(Path(options.batch))
-    for index in range(options.steps):
+    for index in range(done, options.steps):
         yield random_batch(program, options.seed + index) if fixed is None else fixed
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from passes.serialize import dtype_of
 from runtime.groups import Communicator, Pending, Work
 from runtime.program import Program, RankProgram
+from runtime.waiting import wait_for
 
 CHANNEL = "L"
 _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
@@ -60,11 +61,11 @@ class LossSum:
         if self._pending is not None:
             self.value = self._pending.wait()
         if self._receive is not None:
-            self._receive.wait()
+            wait_for(self._receive)
         if not self._sends:
             self._send()
         for work in self._sends:
-            work.wait()
+            wait_for(work)
 
     def _send(self) -> None:
         assert self.value is not None, "the program's loss is computed on no stage"

@@ -9,18 +9,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from runtime.errors import Failure, RankError, RankTimeout
+from runtime.errors import DIED, Failure, RankError, RankTimeout, first_cause
 from runtime.forkserver import Child, ForkServer, fork_server
 from runtime.messages import get, put
+from runtime.watch.monitor import Monitor
 
 _START_S = 120.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
 _LATE_S = 1.0  # to say where they are, after the time is out
+_SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
+_LOOK_S = 0.25  # between two looks at a run that is watched
 
 
 class LocalRanks:
@@ -48,10 +52,14 @@ class LocalRanks:
     ) -> None:
         self.close()
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, watch: Monitor | None = None
+    ) -> list[Any]:
         """``function(*arguments)`` on every rank, inside the process group; what each returned.
 
-        The function must be importable by name, and what it is given and returns be picklable.
+        The function must be importable by name, and what it is given and returns be picklable. ``watch``: looks after
+        ranks that run a :class:`runtime.Watch` in its folder; a run that stands still ends as one that failed, and the
+        error names the cause among the ranks that wait.
 
         Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
         seconds; all ranks are gone then.
@@ -64,7 +72,7 @@ class LocalRanks:
             for child in self._children:
                 with contextlib.suppress(OSError):  # it has died, and is found to have below
                     put(child.connection, "call", request)
-            return self._collect("done", deadline, timeout)
+            return self._collect("done", deadline, timeout, watch)
         except BaseException:
             self.kill()
             raise
@@ -89,26 +97,44 @@ class LocalRanks:
             self.kill()
             raise
 
-    def _collect(self, kind: str, deadline: float, timeout: float) -> list[Any]:
+    def _collect(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
         """What each rank answered, when all have."""
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         while waiting:
             left = deadline - time.monotonic()
-            answers = self._answers(waiting, left if not failures else min(left, _GRACE_S))
+            pause = min(left, _GRACE_S if failures else left if watch is None else _LOOK_S)
+            answers = self._answers(waiting, pause)
             for rank, (answer, content) in answers.items():
                 waiting.discard(rank)
                 results[rank] = content
                 if answer == "failed":
                     failures.append(Failure.from_data(content))
-            if not answers and failures:
+            if answers:
+                continue
+            if failures:
                 break
-            if not answers:
+            if watch is not None and (cause := watch.check()) is not None:
+                failures.append(cause)
+                break
+            if left <= pause:
                 raise RankTimeout(self._late(waiting, kind, timeout))
         if failures:
-            raise RankError(tuple(failures), self.num_ranks)
+            raise RankError(self._explained(failures, watch), self.num_ranks)
         return [results[rank] for rank in range(self.num_ranks)]
+
+    def _explained(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
+        """The failures, with what the watch knows about the first: where a rank was when it was killed."""
+        first = first_cause(tuple(failures))
+        if watch is None:
+            return tuple(failures)
+        cause = watch.settle(_SETTLE_S, died=None if first.secondary else first.rank)
+        if cause is None:
+            return tuple(failures)
+        if cause.kind == DIED and first.kind == DIED:
+            cause = replace(cause, error=first.error)  # with the signal
+        return (cause, *(f for f in failures if f.rank != cause.rank))
 
     def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
         """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
@@ -130,7 +156,7 @@ class LocalRanks:
                 break
             time.sleep(0.01)
         how = f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
-        return Failure(rank, f"the process ended {how} and said nothing", "ProcessDied")
+        return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
         """What the ranks that have not answered are doing."""

@@ -12,6 +12,7 @@ from passes.serialize import dtype_of
 from runtime.calls import Environment
 from runtime.groups import Communicator, Work
 from runtime.program import Instruction, RankProgram, Stage
+from runtime.waiting import wait_for
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
 RECEIVING = frozenset({"RECV_F", "RECV_B"})
@@ -56,7 +57,7 @@ class Receive:
     def finish(self) -> None:
         under_way, self.under_way = self.under_way, []
         for value, buffer, work in under_way:
-            work.wait()
+            wait_for(work)
             self.place(self.microbatch, value, buffer)
 
 
@@ -90,13 +91,13 @@ class Sender:
         """Forget the first ``count`` tensors of the step that went in ``direction``: they have arrived."""
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
-            under_way.popleft()[0].wait()
+            wait_for(under_way.popleft()[0])
         self._released[direction] = max(count, self._released.get(direction, 0))
 
     def finish(self) -> None:
         for under_way in self._under_way.values():
             while under_way:
-                under_way.popleft()[0].wait()
+                wait_for(under_way.popleft()[0])
         self._released.clear()
 
 

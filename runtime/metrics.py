@@ -1,0 +1,190 @@
+"""What a run does, step by step: a line on the screen, JSONL in a file, and TensorBoard where it is installed.
+
+    log = runtime.StepLog(engine, plan="plan.json", folder="metrics/")
+    for batch in batches:
+        loss = engine.step(batch)
+        optimizer.step()
+        print(log.step(loss))
+
+A figure that is not known is left out: tokens where no input is of integers, MFU without an estimate in the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from passes.serialize import dtype_of
+from runtime.engine import Engine
+from runtime.program import Program
+from runtime.recorder import MeasuredStep, recordings
+from runtime.waiting import waited
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, the optimizer's part and whatever else the script does included.
+
+    ``tokens_per_s``: of the whole batch; ``mfu``: a share of the peak of all devices; ``memory``: the most bytes so far
+    on this rank (of the device, or resident on a CPU); ``bubble``: the share of the step that ranks wait for others,
+    the mean of all ranks where they are watched on this host, else this rank's.
+    """
+
+    step: int
+    seconds: float
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    mfu: float | None = None
+    memory: int | None = None
+    bubble: float | None = None
+
+    def __str__(self) -> str:
+        words = [f"step {self.step}"]
+        if self.loss is not None:
+            words.append(f"loss {self.loss:.6f}")
+        if self.tokens_per_s is not None:
+            words.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        elif self.samples_per_s is not None:
+            words.append(f"{self.samples_per_s:,.1f} samples/s")
+        if self.mfu is not None:
+            words.append(f"MFU {self.mfu:.1%}")
+        if self.memory is not None:
+            words.append(f"memory {self.memory / 2**30:.2f} GiB")
+        if self.bubble is not None:
+            words.append(f"bubble {self.bubble:.1%}")
+        return "  ".join([*words, f"{self.seconds * 1e3:.1f} ms"])
+
+
+class StepLog:
+    """Measures the steps of ``engine``; one on every rank, or on the first one alone.
+
+    Args:
+        plan: the plan, or its file: its estimate says what a step computes, for the MFU.
+        folder: where ``metrics.jsonl`` and TensorBoard's events go; what is there is added to.
+        watch: the folder of :class:`runtime.Watch`, for the bubble of all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Any = None,
+        folder: str | Path | None = None,
+        watch: str | Path | None = None,
+    ) -> None:
+        self.engine = engine
+        self.watch = None if watch is None else Path(watch)
+        self.tokens, self.samples = batch_size(engine.program)
+        self.full_speed_s = _full_speed(plan)
+        self._file = None
+        self._board: Any = None
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = (Path(folder) / FILE).open("a")
+            self._board = _tensorboard(Path(folder))
+        self._last = time.perf_counter()
+        self._waited = waited.ns
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, loss: Tensor | float | None = None, **more: float) -> StepMetrics:
+        """The step that has just ended: since the last call, or since the log was made. ``more`` goes to the files.
+
+        Reads the loss, which on a CUDA device waits for it.
+        """
+        value = float(loss) if loss is not None else None
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        waiting, self._waited = (waited.ns - self._waited) * 1e-9, waited.ns
+        found = StepMetrics(
+            step=self.engine.steps,
+            seconds=seconds,
+            loss=value,
+            tokens_per_s=self.tokens / seconds if self.tokens else None,
+            samples_per_s=self.samples / seconds if self.samples else None,
+            mfu=self.full_speed_s / seconds if self.full_speed_s else None,
+            memory=peak_memory(self.engine.device),
+            bubble=self._bubble(seconds, waiting),
+        )
+        content = {k: v for k, v in (asdict(found) | more).items() if v is not None}
+        if self._file is not None:
+            self._file.write(json.dumps(content) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, number in content.items():
+                if name != "step":
+                    self._board.add_scalar(name, number, found.step)
+        return found
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _bubble(self, seconds: float, waiting: float) -> float | None:
+        if self.engine.program.world_size == 1:
+            return 0.0
+        steps = [] if self.watch is None else [s for r in recordings(self.watch).values() if (s := r.last_step())]
+        shares = [waiting_share(s) for s in steps]
+        return sum(shares) / len(shares) if shares else min(1.0, waiting / seconds)
+
+
+def waiting_share(step: MeasuredStep) -> float:
+    """The share of a measured step in which its rank waits for others."""
+    total = step.starts[-1] - step.starts[0]
+    return (step.waited[-1] - step.waited[0]) / total if total else 0.0
+
+
+def batch_size(program: Program) -> tuple[int, int]:
+    """The tokens and the samples of one batch: elements of the first input of integers with two dims; its length
+    along the dim that is split. 0 where there is none."""
+    tokens = next((i for i in program.inputs if len(i.shape) == 2 and not dtype_of(i.dtype).is_floating_point), None)
+    split = next((i for i in program.inputs if i.batch_dim is not None), None)
+    samples = split.shape[split.batch_dim] if split is not None and split.batch_dim is not None else 0
+    return (tokens.shape[0] * tokens.shape[1] if tokens is not None else 0), samples
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has had: of the device's allocator, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _full_speed(plan: Any) -> float | None:
+    """The seconds that a step would take at the peak of all devices: the estimate's time times its MFU."""
+    estimate: Any = getattr(plan, "estimate", None)
+    if estimate is not None:
+        found = float(estimate.step_time) * float(estimate.mfu)
+    elif isinstance(plan, str | Path):
+        content: Mapping[str, Any] = json.loads(Path(plan).read_text()).get("estimate", {})
+        found = float(content.get("step_time", 0.0)) * float(content.get("mfu", 0.0))
+    else:
+        return None
+    return found or None
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder))

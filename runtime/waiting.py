@@ -1,0 +1,33 @@
+"""How long this process has waited for other ranks: what of an instruction's time is not its own work.
+
+One number per process, added to wherever a transfer or collective is waited for. On CUDA devices a wait ends when the
+device has been told to wait, so only what the host stands still for is counted.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+
+class _Waits(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Waited:
+    """Nanoseconds waited since the process started."""
+
+    __slots__ = ("ns",)
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+
+waited = Waited()
+
+
+def wait_for(work: _Waits) -> None:
+    """Wait for ``work``, and count how long."""
+    start = perf_counter_ns()
+    work.wait()
+    waited.ns += perf_counter_ns() - start

@@ -1,0 +1,142 @@
+"""From what is known of all ranks to the one that is the cause.
+
+A rank that says that it failed, and not in consequence of another one's failure, is the cause; the first of several.
+Else one whose process has ended. Else, where nothing has moved for as long as the user has patience, ranks are followed
+along whom they wait for, and the cause is the one that others wait for and that itself waits for nobody, or is silent.
+Else, where ranks only tell of connections lost, the one that most of them have lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from runtime.errors import DIED, LOST, STALLED, Failure
+from runtime.watch.board import RankState
+
+_SETTLE_S = 1.0  # a rank that lost another is no cause before that one had the time to say why
+_SILENT_BEATS_S = 3.0  # without a heartbeat: the process is stopped, or its host is
+
+
+def cause_of(states: Sequence[RankState], patience_s: float, now: float, died: int | None = None) -> Failure | None:
+    """Why the run cannot go on; ``None`` while it may.
+
+    ``now``: on the clock of :attr:`RankState.failed_at`; ``died``: the rank that was seen to end first, where all have.
+    """
+    told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
+    primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
+    if primary:
+        return primary[0]
+    dead = [s for s in states if not s.alive and s.failure is None and s.moment.phase != "gone"]
+    if dead:
+        first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
+        return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
+    if told and now - told[0].failed_at > _SETTLE_S:
+        return _lost(told)
+    running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
+    if running and min(s.idle_s for s in running) >= patience_s:
+        return _stalled(running, patience_s)
+    return None
+
+
+def failure_at(state: RankState, kind: str, error: str) -> Failure:
+    """A failure where ``state`` stands: its node where it is known, else where its instruction's calls start."""
+    place, spot = state.place, state.spot
+    source = f"from {spot.source}" if spot is not None and spot.source else ""
+    inside = state.moment.phase == "step"
+    if not inside and place is not None:
+        error = f"{error}; it was last seen in {place.line}"
+    return Failure(
+        rank=state.rank,
+        error=error,
+        kind=kind,
+        instruction=(spot.text if spot is not None else "end of the step") if inside else state.moment.phase,
+        index=state.index,
+        step=state.moment.step + (1 if inside else 0),
+        call=(place.call if place is not None else "") or (spot.calls if spot is not None else ""),
+        node=place.node if place is not None else "",
+        path=place.path if place is not None else "",
+        source=(place.source if place is not None else "") or source,
+    )
+
+
+def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
+    """Whom each rank waits for. Who is in the same collective is no reason to wait; who is silent says nothing."""
+    found: dict[int, set[int]] = {}
+    for s in states:
+        place = s.place
+        if place is None or not place.waits or _mute(s):
+            found[s.rank] = set()
+            continue
+        here = {
+            other.rank
+            for other in states
+            if place.meeting and other.place is not None and not _mute(other)
+            and other.place.meeting == place.meeting and other.progress == s.progress
+            and other.place.node == place.node
+        }  # fmt: skip
+        found[s.rank] = set(place.waits) - here
+    return found
+
+
+def _mute(state: RankState) -> bool:
+    """Whether a rank's last words cannot be trusted any more."""
+    return state.stopped or not state.alive or state.silent_s > _SILENT_BEATS_S
+
+
+def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
+    edges = waits_for(states)
+    free = [s for s in states if not edges[s.rank]] or list(states)  # a cycle: whoever is least far
+    waited_for = _reach(edges)
+    cause = min(free, key=lambda s: (not _mute(s), -waited_for[s.rank], s.progress, s.rank))
+    others = [s for s in states if cause.rank in edges[s.rank]]
+    how = f"has not moved for {cause.idle_s:.1f} s"
+    if cause.stopped:
+        how += ", it was stopped by a signal"
+    elif _mute(cause):
+        how += f", nor given a sign of life for {cause.silent_s:.1f} s"
+    waiting = "; ".join(f"rank {s.rank} waits for it at {s.doing}" for s in others[:4])
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
+
+
+def _reach(edges: Mapping[int, set[int]]) -> Counter[int]:
+    """How many ranks wait for each rank, directly or for one that does."""
+    found: Counter[int] = Counter()
+    for start in edges:
+        seen, todo = {start}, [start]
+        while todo:
+            for rank in edges.get(todo.pop(), ()):
+                if rank not in seen:
+                    seen.add(rank)
+                    todo.append(rank)
+        found.update(seen - {start})
+    return found
+
+
+def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
+    """Of several that are gone: the one that others lost, else the one that has been still the longest."""
+    blamed = Counter(rank for s in states for rank in s.lost)
+    return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
+
+
+def _lost(told: Sequence[RankState]) -> Failure:
+    """Connections broke, and all processes live: the rank that most others have lost; of two, the one that told first
+    stands for the link between them."""
+    blamed = Counter(rank for s in told for rank in set(s.lost))
+    order = {s.rank: place for place, s in enumerate(told)}
+    ranks = {s.rank: s for s in told}
+    most = max(blamed.values(), default=0)
+    suspects = sorted((r for r, n in blamed.items() if n == most), key=lambda r: order.get(r, len(order)))
+    first = told[0]
+    assert first.failure is not None
+    if len(suspects) == 1 and suspects[0] in ranks and most > 1:
+        state = ranks[suspects[0]]
+        assert state.failure is not None
+        who = ", ".join(str(s.rank) for s in told if suspects[0] in s.lost)
+        text = f"lost its connections to rank {who}, and all processes run: {state.failure.error}"
+        return replace(state.failure, kind=LOST, error=text, secondary=False)
+    peers = ", ".join(map(str, sorted(first.lost))) or "another one"
+    text = f"lost its connection to rank {peers}, and all processes run: {first.failure.error}"
+    return replace(first.failure, kind=LOST, error=text, secondary=False)

@@ -1,0 +1,207 @@
+"""A rank's watchdog: gives signs of life, says where the rank is while it waits, and ends a run that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from runtime.errors import STALLED, Failure, InstructionError, LaunchError
+from runtime.failures import is_secondary
+from runtime.recorder import Recorder, Recording
+from runtime.watch.addresses import own_addresses
+from runtime.watch.board import Board, RankState
+from runtime.watch.monitor import Monitor
+from runtime.watch.place import place_of, raised, stack
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+FOLDER = "PARTITION_WATCH"  # where the ranks of a run write, where the environment says so
+_SETTLE_S = 2.0
+_LEAVE_S = 3.0  # for the launcher to end a rank that only lost another one
+
+
+class Watch:
+    """Watches the rank of ``engine`` while the block runs; all ranks enter it together::
+
+        with runtime.Watch(engine, patience_s=120):
+            for batch in batches:
+                engine.step(batch)
+
+    A rank that fails, is killed, or stands still is named by one line on the standard error, from one of the ranks: its
+    instruction, graph node, module and source line. All ranks leave then, with exit status 1: a ``torchrun`` that may
+    restart them does.
+
+    Args:
+        folder: where ranks write, seen by all of them, in memory if possible; by default one on this host.
+        patience_s: for how long nothing may move in any rank.
+        beat_s: seconds between signs of life.
+        leave: end the process where the run has failed; otherwise only say why in ``folder``, and pass the error on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str | Path | None = None,
+        *,
+        patience_s: float = 300.0,
+        beat_s: float = 0.25,
+        leave: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.rank = engine.communicator.rank
+        self.executor = engine._executor
+        self.beat_s = beat_s
+        self.leave = leave
+        self.folder = _default_folder() if folder is None else Path(folder)
+        self.monitor = Monitor(self.folder, patience_s)
+        self.board: Board = self.monitor.board
+        self._end = threading.Event()
+        self._leaving = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.leave:
+            if self.rank == self.engine.communicator.home:
+                shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run has left
+            self.engine.barrier()
+        actions = [index for index, _ in self.executor.actions]
+        self.recorder = self.executor.recorder = Recorder(self.folder, self.engine.rank_program, actions)
+        self.board.post_addresses(self.rank, own_addresses())
+        self._recording = Recording(self.folder, self.rank)
+        self._main = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if isinstance(error, Exception):
+            failure = self.failed(error)
+            if self.leave:
+                self._leave(failure, error)
+        elif error is None:
+            self.recorder.enter("gone")
+        self.executor.recorder = None
+
+    def failed(self, error: Exception) -> Failure:
+        """Say on the board why this rank has failed."""
+        origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
+        place = place_of(raised(origin.__traceback__), self.executor)
+        moment = self._recording.moment()
+        if isinstance(error, InstructionError):
+            failure = error.failure
+        else:
+            failure = Failure(
+                rank=self.rank,
+                error=str(error),
+                kind=type(error).__name__,
+                instruction=moment.phase,
+                step=moment.step,
+                source=_users_line(error),
+                traceback="".join(traceback.format_exception(error)),
+                secondary=is_secondary(error),
+            )
+        with contextlib.suppress(OSError):  # the disk may be what is full
+            self.board.post_failure(self.rank, failure, place.waits)
+        return failure
+
+    def _watch(self) -> None:
+        """The thread: beats, and looks after a run that does not move."""
+        looked = 0.0
+        pause = max(self.beat_s, self.monitor.patience_s / 10)
+        while not self._end.wait(self.beat_s):
+            self.recorder.beat()
+            moment = self._recording.moment()
+            idle_s = (time.monotonic_ns() - moment.moved) * 1e-9
+            if idle_s < self.beat_s:
+                continue
+            frame = sys._current_frames().get(self._main)
+            place = place_of(stack(frame), self.executor)
+            if self._recording.moment().action == moment.action:  # else it has moved on meanwhile
+                with contextlib.suppress(OSError):
+                    self.board.post_place(self.rank, moment, place)
+            if self.leave and time.monotonic() - looked > pause:
+                looked = time.monotonic()
+                self._judge()
+
+    def _judge(self) -> None:
+        cause = self.monitor.check()
+        if cause is None or self._end.is_set():
+            return
+        if not cause.secondary:
+            self._leave(cause, None)
+
+    def _leave(self, failure: Failure, error: BaseException | None) -> None:
+        """Tell the cause, once for all ranks, and end the process."""
+        with self._leaving:
+            cause = failure if not failure.secondary else self.monitor.settle(_SETTLE_S) or failure
+            if self.board.claim("told"):
+                if error is not None and cause is failure:
+                    traceback.print_exception(error)
+                print(f"first cause: {cause}", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):
+                get_error_handler().record_exception(InstructionError(cause))
+            for state in self.monitor.states():
+                if cause.kind == STALLED and state.rank == cause.rank != self.rank:
+                    _end_stalled(state, self._recording.about.host, self.board)
+            sys.stdout.flush()
+            if failure.secondary:
+                time.sleep(_LEAVE_S)
+            os._exit(1)
+
+
+def _end_stalled(state: RankState, host: str, board: Board) -> None:
+    """A process that was stopped does not hear its launcher, which would wait half a minute for it."""
+    about = board.recordings()[state.rank].about
+    if about.host == host == socket.gethostname() and state.alive:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(about.pid, signal.SIGKILL)
+
+
+def _users_line(error: BaseException) -> str:
+    """The innermost line that is not of this package or of a library: where the user's script was."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    lines = [
+        f"{f.filename}:{f.lineno}"
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename and not f.filename.startswith((own, "<"))
+    ]
+    return lines[-1] if lines else ""
+
+
+def can_watch() -> bool:
+    """Whether all ranks that torchrun has started see the same folder: they are on one host, or one is given."""
+    env = os.environ
+    return FOLDER in env or env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE")
+
+
+def _default_folder() -> Path:
+    """One of this run and attempt, on this host. Raises :class:`LaunchError` where ranks are on several hosts."""
+    env = os.environ
+    attempt = f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if FOLDER in env:
+        return Path(env[FOLDER], attempt)
+    if not can_watch():
+        raise LaunchError(
+            "the ranks are on several hosts: give Watch a folder that all of them see, or set "
+            f"{FOLDER} to one in the environment"
+        )
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    run = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}-{env.get('MASTER_PORT', os.getpid())}"
+    return base / f"partition-watch-{os.getuid()}-{run}" / attempt

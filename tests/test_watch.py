@@ -1,0 +1,181 @@
+"""A run that fails or stands still is told with the rank, the instruction and the node that are the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime import Engine, LocalRanks, Monitor, RankError, Watch
+from runtime.errors import Failure
+from runtime.groups import TorchCommunicator
+from runtime.program import Program
+from runtime.recorder import Moment, Recorder, Recording, Spot
+from runtime.watch.board import RankState
+from runtime.watch.diagnose import cause_of
+from runtime.watch.place import Place
+from tests.runtime_programs import Net, net_inputs, program_of_net
+
+PATIENCE_S = 2.0
+
+
+def state(
+    rank: int,
+    action: int = 3,
+    waits: tuple[int, ...] = (),
+    meeting: tuple[int, ...] = (),
+    idle_s: float = 60.0,
+    silent_s: float = 0.1,
+    **more: Any,
+) -> RankState:
+    moment = Moment(step=4, phase="step", action=action, moved=0, beat=0)
+    spot = Spot(text=f"{rank}F0", op="F", calls="layers.0", source="net.py:3")
+    place = Place(waits=waits, meeting=meeting, node="mm (aten.mm.default)", source="net.py:5")
+    return RankState(rank, rank, moment, spot, action, idle_s, silent_s, place=place, **more)
+
+
+def cause(*states: RankState, patience_s: float = 30.0, now: float = 100.0) -> Failure | None:
+    return cause_of(states, patience_s, now)
+
+
+def test_while_any_rank_moves_there_is_no_cause():
+    assert cause(state(0, idle_s=90), state(1, idle_s=1.0)) is None
+
+
+def test_the_cause_is_the_rank_that_others_wait_for_and_that_waits_for_nobody():
+    found = cause(state(0, waits=(1,)), state(1, waits=(2,)), state(2), state(3, waits=(0,)))
+    assert found is not None
+    assert (found.rank, found.kind, found.index, found.step) == (2, "Stalled", 3, 5)
+    assert found.node == "mm (aten.mm.default)"
+    assert "rank 1 waits for it at step 5, instruction 3: 1F0" in found.error
+
+
+def test_who_is_in_the_same_collective_is_not_waited_for():
+    both = {"meeting": (0, 1, 2), "action": 7}
+    found = cause(state(0, waits=(1, 2), **both), state(1, waits=(0, 2), **both), state(2, action=5))
+    assert found is not None
+    assert found.rank == 2
+
+
+def test_a_rank_that_was_stopped_while_it_waited_is_the_cause():
+    found = cause(state(0, waits=(1,)), state(1, waits=(0,), silent_s=50.0, stopped=True))
+    assert found is not None
+    assert found.rank == 1
+    assert "stopped by a signal" in found.error
+
+
+def test_of_ranks_that_wait_in_a_circle_the_least_far_is_told():
+    found = cause(state(0, action=9, waits=(1,)), state(1, action=4, waits=(0,)))
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_an_error_of_its_own_comes_before_what_follows_from_it():
+    lost = Failure(0, "Connection closed by peer", "RuntimeError", secondary=True)
+    own = Failure(1, "no memory", "RuntimeError")
+    assert cause(state(0, failure=lost, failed_at=1.0), state(1, failure=own, failed_at=2.0)) is own
+
+
+def test_a_process_that_ended_is_the_cause_of_connections_lost():
+    lost = Failure(0, "Connection closed by peer", "RuntimeError", secondary=True)
+    found = cause(state(0, failure=lost, failed_at=1.0, lost=(1,)), state(1, alive=False), state(2, alive=False))
+    assert found is not None
+    assert (found.rank, found.kind) == (1, "ProcessDied")
+
+
+def test_where_all_processes_live_the_rank_that_most_have_lost_is_told():
+    def lost(rank: int, *others: int) -> RankState:
+        failure = Failure(rank, "Connection closed by peer", "RuntimeError", secondary=True, index=rank)
+        return state(rank, failure=failure, failed_at=rank, lost=others)
+
+    found = cause(lost(0, 2), lost(1, 2), lost(2, 0))
+    assert found is not None
+    assert (found.rank, found.kind, found.index) == (2, "ConnectionLost", 2)
+
+
+def test_a_recorder_says_where_it_is_and_how_long_everything_took(tmp_path: Path):
+    rank = program_of_net(num_microbatches=2).rank(0)
+    engine = Engine(rank.program, Net())
+    actions = [index for index, _ in engine._executor.actions]
+    engine._executor.recorder = Recorder(tmp_path, rank, actions)
+    recording = Recording(tmp_path, 0)
+    assert recording.last_step() is None
+    seen: list[Moment] = []
+    place = next(k for k, index in enumerate(actions) if rank.instructions[index].op == "B")
+    index, action = engine._executor.actions[place]
+
+    def look() -> None:
+        seen.append(recording.moment())
+        action()
+
+    engine._executor.actions[place] = index, look
+    for _ in range(2):
+        engine.step(net_inputs())
+    assert [(m.step, m.phase, m.action) for m in seen] == [(0, "step", place), (1, "step", place)]
+    step = recording.last_step()
+    assert step is not None
+    assert step.step == 1
+    assert list(step.starts) == sorted(step.starts)
+    assert step.busy().keys() == set(actions)
+    assert recording.moment().phase == "between steps"
+
+
+def work(program: str, folder: str, how: str, rank: int) -> float | None:
+    """Three steps; in the second one ``rank`` meets with ``how`` at its first backward."""
+    parsed = Program.model_validate_json(program)
+    communicator = TorchCommunicator(parsed.world_size, torch.device("cpu"))
+    engine = Engine(parsed, Net().state_dict(), communicator=communicator)
+    with Watch(engine, folder, beat_s=0.05, leave=False):
+        if communicator.rank == rank:
+            instructions = engine.rank_program.instructions
+            actions = engine._executor.actions
+            place = next(k for k, (i, _) in enumerate(actions) if instructions[i].op == "B")
+            index, action = actions[place]
+
+            def strike() -> None:
+                if engine.steps == 1:
+                    {"kill": kill, "stop": stop, "sleep": sleep, "raise": fail}[how]()
+                action()
+
+            actions[place] = index, strike
+        for _ in range(3):
+            loss = engine.step(net_inputs())
+    return None if loss is None else loss.item()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def fail() -> None:
+    raise ValueError("of its own")
+
+
+@pytest.mark.parametrize("shape", [{"pp": 2, "num_microbatches": 2}, {"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "kind"), [("kill", "ProcessDied"), ("stop", "Stalled"), ("sleep", "Stalled"), ("raise", "ValueError")]
+)
+def test_the_rank_and_instruction_that_are_the_cause_are_told(
+    tmp_path: Path, shape: dict[str, int], how: str, kind: str
+):
+    program = program_of_net(**shape)
+    index = next(k for k, i in enumerate(program.rank(1).instructions) if i.op == "B")
+    monitor = Monitor(tmp_path, PATIENCE_S)
+    with LocalRanks(2) as ranks, pytest.raises(RankError) as caught:
+        ranks.call(work, program.model_dump_json(), str(tmp_path), how, 1, timeout=120, watch=monitor)
+    failure = caught.value.failure
+    assert (failure.rank, failure.index, failure.step, failure.kind) == (1, index, 2, kind)
+    assert str(caught.value).endswith(f"first cause: {failure}")

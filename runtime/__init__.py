@@ -3,15 +3,28 @@
 It needs a plan's program and weights, and nothing of the planner.
 """
 
+from runtime.checkpoint.series import Checkpoints
 from runtime.collect import Run
 from runtime.engine import Engine
-from runtime.errors import BatchError, InstructionError, LaunchError, RankError, RankTimeout, WeightsError
+from runtime.errors import (
+    BatchError,
+    CheckpointError,
+    DamagedCheckpointError,
+    InstructionError,
+    LaunchError,
+    RankError,
+    RankTimeout,
+    WeightsError,
+)
 from runtime.local import run_local, run_threads
 from runtime.pool import LocalRanks
 from runtime.program import Program, RankProgram
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
+    "Checkpoints",
+    "DamagedCheckpointError",
     "Engine",
     "InstructionError",
     "LaunchError",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.random import SEED
-from runtime import checkpoint, norms
+from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
-from runtime.errors import LaunchError
+from runtime.checkpoint import loading
+from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
+from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
+from runtime.errors import CheckpointError, LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
-from runtime.state import load_states, parameters_of
-from runtime.weights import FileWeights, Source, weights_of
+from runtime.state import load_states, load_weights, parameters_of
+from runtime.weights import FileWeights, Source, is_weights, weights_of
 
 
 class Engine:
@@ -76,6 +79,7 @@ class Engine:
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        self._saver = Saver(communicator, program.world_size)
         self._parameters = parameters_of(self.rank_program, self._shards)
         self._gradients = Gradients(self.rank_program, self._shards, communicator)
         self._executor = Executor(
@@ -140,22 +144,79 @@ class Engine:
         """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
         (the others take part and get nothing)."""
         if full:
-            return checkpoint.gather_all(self.rank_program, self._shards, self.communicator)
+            return export.gather_all(self.rank_program, self._shards, self.communicator)
         return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
 
-    def save(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write the weights, whole, as a safetensors folder that any plan of the model may load; all ranks call it.
+    def export_weights(self, directory: str | Path) -> None:
+        """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
+        call it. The folder appears complete or not at all."""
+        export.export(Path(directory), self.rank_program, self._shards, self.communicator)
 
-        The folder appears complete or not at all. With ``optimizer``, its state too.
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = True,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving:
+        """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
+
+        The folder appears complete or not at all; one that it replaces stays until then. It holds the weights, the
+        steps, the state of random generators, with ``optimizer`` its state and hyperparameters, and the state of what
+        ``extra`` names. With ``wait=False`` the state is copied to host memory, and written while training goes on;
+        an error is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with
+        the folder, when it is complete.
+
+        Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
         """
-        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
-        checkpoint.save(Path(directory), self.rank_program, self._shards, self.communicator, held, self.steps)
+        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
+        training = {
+            "steps": self.steps,
+            "seed": self.seed,
+            "groups": None if held is None else held.groups(),
+            "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
+        }
+        pieces = pieces_of(self.rank_program, self._shards, held)
+        content = Content(self.rank_program, pieces, training, random_state(self.device), self.steps)
+        return self._saver.save(Path(directory), content, wait=wait, then=then)
 
-    def load(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read what :meth:`save` wrote, under this plan or another one. Raises :class:`WeightsError`."""
-        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
-        steps = checkpoint.load(Path(directory), self.rank_program, self._shards, held)
-        self.steps = self.steps if steps is None else steps
+    def wait_for_save(self) -> None:
+        """Until the last :meth:`save` is complete. Raises :class:`CheckpointError` where it failed."""
+        self._saver.wait()
+
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Go on from what :meth:`save` wrote under this plan or another one, or from a safetensors folder; all ranks
+        call it.
+
+        ``directory``: a checkpoint, or a folder of many, of which the latest is taken. ``verify``: compare all files
+        with their checksums first. Raises :class:`CheckpointError`, naming the file and the checkpoint before, where
+        one is damaged, and :class:`WeightsError` where it is another model's.
+        """
+        directory = Path(directory)
+        if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
+            load_weights(self.rank_program, directory, self._shards)
+            return
+        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
+        found = loading.find(directory)
+        training = loading.load(found, self.rank_program, self._shards, held, self.communicator, verify)
+        self.steps, self.seed = training["steps"], training["seed"]
+        generators = training["random"]
+        of = generators["of"]
+        set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)
+        for name, target in (extra or {}).items():
+            if name not in training["extra"]:
+                have = ", ".join(training["extra"]) or "nothing"
+                raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
+            target.load_state_dict(training["extra"][name])
 
     def barrier(self) -> None:
         self.communicator.barrier()

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW")
     parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
-    parser.add_argument("--save", help="write a checkpoint to this folder at the end")
+    parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another one")
     return parser
@@ -94,7 +94,7 @@ def _train(options: argparse.Namespace) -> None:
         stack.callback(sys.stdout.flush)
         _steps(engine, options)
         if options.save:
-            engine.save(options.save)
+            engine.export_weights(options.save)
         engine.barrier()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.parts import stacked
 from runtime.program import Program, RankProgram, StateData, shard_shape
-from runtime.weights import Weights
+from runtime.weights import FileWeights, Weights
 
 _SHOWN = 5  # differences named in an error
 
@@ -69,6 +70,19 @@ def load_states(rank: RankProgram, weights: Weights | None, device: torch.device
         check_weights(rank.program, weights)
         weights = stacked(rank.program, weights)
     return {name: _shard(rank, name, weights, device) for name in rank.states}
+
+
+def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
+    """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
+    files = FileWeights(path)
+    check_weights(rank.program, files)
+    weights = stacked(rank.program, files)
+    for name, shard in shards.items():
+        found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
+        if found is not None:
+            with torch.no_grad():
+                shard.copy_(read_shards(weights, found, rank.shards(name)))
+    files.close()
 
 
 def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.device) -> Tensor:

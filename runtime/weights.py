@@ -160,6 +160,11 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def is_weights(path: Path) -> bool:
+    """Whether there are safetensors."""
+    return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
+
+
 def _find(path: Path, index: str) -> dict[str, Path]:
     """The file of each tensor."""
     if path.is_dir():

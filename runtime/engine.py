@@ -28,15 +28,17 @@ from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.checkpoint import loading
-from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
+from runtime.checkpoint.saving import Content, Saver, Saving, all_ranks, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
 from runtime.errors import CheckpointError, LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
+from runtime.masters import Masters
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
-from runtime.state import load_states, load_weights, parameters_of
+from runtime.scaling import Scale, scale_of
+from runtime.state import load_weights, parameters_of
 from runtime.weights import FileWeights, Source, is_weights, weights_of
 
 
@@ -50,6 +52,11 @@ class Engine:
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: of the model's random operators; the same seed gives the same masks for every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
+        loss_scale: a factor that keeps gradients in float16 from vanishing: ``dynamic``, a number, ``None``; ``auto``:
+            dynamic where parameters in float16 are trained. Gradients come without it.
+
+    Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
+    the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32.
 
     Raises :class:`LaunchError` where the process group does not fit the program, and :class:`WeightsError` where the
     weights are not the plan's, before anything is communicated.
@@ -63,6 +70,7 @@ class Engine:
         *,
         seed: int = 0,
         keep_outputs: bool = False,
+        loss_scale: Scale = "auto",
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
@@ -75,12 +83,14 @@ class Engine:
         self.seed = seed
         self.steps = 0
         source = None if weights is None else weights_of(weights)
-        self._shards = load_states(self.rank_program, source, self.device)
+        self._masters = Masters(self.rank_program, source, self.device)
+        self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
         self._saver = Saver(communicator, program.world_size)
-        self._parameters = parameters_of(self.rank_program, self._shards)
+        self._parameters = parameters_of(self.rank_program, self._masters.held)
+        self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator)
         self._executor = Executor(
             self.rank_program,
@@ -105,26 +115,45 @@ class Engine:
         """The whole loss of the last step."""
         return self._executor.loss
 
-    def step(self, batch: Any) -> Tensor | None:
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step's gradients, scaled, were beyond float16: it has none, and the optimizer skips it."""
+        return self._scale is not None and self._scale.overflowed
+
+    def step(self, batch: Any, *, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
-        Gradients are those of this batch: they replace the last step's. Returns the loss of the whole batch, a 0-d
+        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them.
+        Returns the loss of the whole batch, a 0-d
         tensor, the same on all ranks; ``None`` if the program has no loss. Raises :class:`BatchError` where the batch
         is not what was planned, :class:`InstructionError` where an instruction fails.
         """
         inputs = batch_values(self.program, batch)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
+        self._masters.refresh()
+        views = self._gradients.views()
+        before = [view.clone() for view in views] if accumulate else []
+        lost = accumulate and self.overflowed
+        if self._scale is not None:
+            self._executor.scale_loss(self._scale.value)
         self._executor.run(inputs)
         self.steps += 1
+        if self._scale is not None:
+            self._scale.unscale(views, all_ranks(self.communicator, self.program.world_size), self.device)
+            self._scale.overflowed |= lost
+        if before:
+            torch._foreach_add_(views, before)
         for name, sink in self._gradients.sinks.items():
             parameter = self._parameters[name]
-            if parameter.grad is not sink.view:
+            if self.overflowed:
+                parameter.grad = None
+            elif parameter.grad is not sink.view:
                 parameter.grad = sink.view
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter once."""
+        """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter."""
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -143,6 +172,7 @@ class Engine:
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
         (the others take part and get nothing)."""
+        self._masters.refresh()
         if full:
             return export.gather_all(self.rank_program, self._shards, self.communicator)
         return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
@@ -150,6 +180,7 @@ class Engine:
     def export_weights(self, directory: str | Path) -> None:
         """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
         call it. The folder appears complete or not at all."""
+        self._masters.refresh()
         export.export(Path(directory), self.rank_program, self._shards, self.communicator)
 
     def save(
@@ -176,9 +207,10 @@ class Engine:
             "steps": self.steps,
             "seed": self.seed,
             "groups": None if held is None else held.groups(),
+            "scale": None if self._scale is None else self._scale.state_dict(),
             "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
         }
-        pieces = pieces_of(self.rank_program, self._shards, held)
+        pieces = pieces_of(self.rank_program, self._masters.held, held)
         content = Content(self.rank_program, pieces, training, random_state(self.device), self.steps)
         return self._saver.save(Path(directory), content, wait=wait, then=then)
 
@@ -203,12 +235,14 @@ class Engine:
         """
         directory = Path(directory)
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
-            load_weights(self.rank_program, directory, self._shards)
+            load_weights(self.rank_program, directory, self._masters.held)
             return
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
         found = loading.find(directory)
-        training = loading.load(found, self.rank_program, self._shards, held, self.communicator, verify)
+        training = loading.load(found, self.rank_program, self._masters.held, held, self.communicator, verify)
         self.steps, self.seed = training["steps"], training["seed"]
+        if self._scale is not None and training["scale"] is not None:
+            self._scale.load_state_dict(training["scale"])
         generators = training["random"]
         of = generators["of"]
         set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.checkpoint.boxes import Piece, number, pieces
 from runtime.checkpoint.folders import MANIFEST, read_manifest, recover
-from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, everyone, saved_states
+from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, all_ranks, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
 from runtime.checkpoint.training import STATE, OptimizerState, unpacked
 from runtime.errors import CheckpointError, DamagedCheckpointError
@@ -190,7 +190,7 @@ def _together(
         error.__cause__ = caught
     failed = torch.zeros(rank.program.world_size, dtype=torch.int32, device=communicator.device)
     failed[rank.rank] = 0 if error is None else _FAILURES.index(type(error))
-    failures = everyone(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
+    failures = all_ranks(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
     if error is not None:
         raise error
     if worst := max(failures):
@@ -204,7 +204,7 @@ def _same(found: Found, rank: RankProgram, communicator: Communicator) -> None:
     """Raise on all ranks where they do not see the same checkpoint."""
     token = int(found.manifest["token"], 16)
     bounds = torch.tensor([token, -token], dtype=torch.int64, device=communicator.device)
-    high, low = everyone(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
+    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     if high != -low:
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "

@@ -128,7 +128,7 @@ class Saver:
         except Exception as caught:
             error = caught
         numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=self.communicator.device)
-        token, failed = everyone(self.communicator, self.world_size).all_reduce(numbers).wait().tolist()
+        token, failed = all_ranks(self.communicator, self.world_size).all_reduce(numbers).wait().tolist()
         if error is not None:
             raise error
         if failed:
@@ -152,7 +152,7 @@ class Saver:
         return staged
 
 
-def everyone(communicator: Communicator, world_size: int) -> Group:
+def all_ranks(communicator: Communicator, world_size: int) -> Group:
     """The group of all ranks."""
     ranks = tuple(range(world_size))
     communicator.prepare([ranks], [])

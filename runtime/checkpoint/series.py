@@ -91,7 +91,7 @@ class Checkpoints:
                     raise
                 warnings.warn(f"{error}; going on from that one", stacklevel=2)
             else:
-                return checkpoint.steps
+                return self.engine.steps
         return None
 
     def _took_its_place(self, directory: Path) -> None:

@@ -60,6 +60,7 @@ class Checkpoints:
         self.keep_every = keep_every
         self.behind = behind
         self.extra = dict(extra or {})
+        self._last: int | None = None  # the step that was saved or restored last
 
     def after_step(self) -> Saving | None:
         """Save if it is time."""
@@ -68,13 +69,24 @@ class Checkpoints:
     def save(self) -> Saving:
         """Save now. Raises :class:`CheckpointError` where the save before failed."""
         directory = self.folder / f"{STEP}{self.engine.steps:010}"
-        return self.engine.save(
+        saving = self.engine.save(
             directory, self.optimizer, extra=self.extra, wait=not self.behind, then=self._took_its_place
         )
+        self._last = self.engine.steps
+        return saving
 
     def wait(self) -> None:
-        """Until the last save is complete: before the process ends. Raises :class:`CheckpointError` if it failed."""
+        """Until the last save is complete. Raises :class:`CheckpointError` if it failed."""
         self.engine.wait_for_save()
+
+    def close(self) -> None:
+        """Save the last step, unless it is saved, and wait: before the process ends.
+
+        Raises :class:`CheckpointError`."""
+        self.wait()
+        if self._last != self.engine.steps:
+            self.save()
+            self.wait()
 
     def restore(self) -> int | None:
         """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
@@ -91,7 +103,8 @@ class Checkpoints:
                     raise
                 warnings.warn(f"{error}; going on from that one", stacklevel=2)
             else:
-                return self.engine.steps
+                self._last = self.engine.steps
+                return self._last
         return None
 
     def _took_its_place(self, directory: Path) -> None:

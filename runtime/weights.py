@@ -171,6 +171,11 @@ def _find(path: Path, index: str) -> dict[str, Path]:
         if (path / index).exists():
             return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        if not files and (path / "manifest.json").exists():
+            raise WeightsError(
+                f"{path} is a checkpoint of training, sharded as it was trained: make the engine without weights and "
+                "call engine.load(path), or write weights with engine.export_weights(path)"
+            )
         if not files:
             raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there")
     elif path.exists():

@@ -42,7 +42,8 @@ from benchmarks.faults_inject import KINDS, Fault, wipe
 from benchmarks.faults_worker import EVERY, SLOW_STEPS, STEPS, Data, Model, train
 from partitioner import Constraints, Topology, partition
 from runtime import LocalRanks, Monitor, RankError, RankTimeout
-from runtime.checkpoint import _mine, chunks_of
+from runtime.checkpoint.boxes import written_by
+from runtime.checkpoint.saving import saved_states
 from runtime.errors import LOST, Failure
 from runtime.program import Program
 from runtime.watch import SlowRank, SlowRanks
@@ -139,8 +140,8 @@ def draw(random_: random.Random, bench: Bench, kind: str) -> tuple[Planned, Faul
     plan = bench.plan(random_.choice(meshes))
     ranks = list(range(plan.ranks))
     if kind == "disk":  # one that writes
-        chunks = chunks_of(plan.program)
-        ranks = [r for r in ranks if any(_mine(c, plan.program.rank(r)) for c in chunks)]
+        states = saved_states(plan.program)
+        ranks = [r for r in ranks if written_by(plan.program.rank(r), states)]
     if kind == "slow":
         return plan, Fault(kind, random_.choice(ranks), random_.randrange(16, 20), random_.random())
     return plan, Fault(kind, random_.choice(ranks), random_.randrange(EVERY, STEPS - 1), random_.random())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
-from runtime import Engine, Watch
+from runtime import Checkpoints, Engine, Watch
 from runtime.debug import check_finite
 from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
@@ -82,7 +82,8 @@ def train(plan: str, weights: str, root: str, watch: str, fault: Fault | None, s
 def run(engine: Engine, root: Path, watch: Path, fault: Fault | None, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     data = Data()
-    resumed = engine.resume(root, optimizer, data=data)
+    checkpoints = Checkpoints(root, engine, optimizer, behind=False, extra={"data": data})
+    resumed = checkpoints.restore() or 0
     mine = fault is not None and fault.rank == engine.communicator.rank
     if fault is not None and mine:
         struck = inject(engine, fault)
@@ -99,7 +100,7 @@ def run(engine: Engine, root: Path, watch: Path, fault: Fault | None, steps: int
         if engine.steps % EVERY == 0:
             if fault is not None and mine and fault.kind in AT_A_SAVE and engine.steps > fault.step:
                 disk_full(6 << 10)
-            engine.checkpoint(root, optimizer, data=data)
+            checkpoints.save()
     return {"hash": state_hash(engine, optimizer), "losses": losses, "resumed": resumed, "pid": os.getpid()}
 
 

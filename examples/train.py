@@ -1,9 +1,11 @@
-"""A training script for torchrun: a plan, its engine, any torch optimizer, clipping, and checkpoints.
+"""A training script for torchrun: a plan, its engine, any torch optimizer, a schedule, clipping, and checkpoints.
 
-    torchrun --nproc-per-node 4 examples/train.py --steps 20
-    torchrun --nproc-per-node 2 examples/train.py --steps 20 --resume     # another plan, the same checkpoint
+    torchrun --nproc-per-node 4 examples/train.py --steps 20 --save-every 5
+    torchrun --nproc-per-node 2 examples/train.py --steps 40              # another plan, on from the last checkpoint
+    torchrun --nproc-per-node 4 examples/train.py --precision bf16 --export out/weights
 
 The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part.
+Started again, after a crash too, it goes on where the last complete checkpoint was: weights, optimizer, schedule, data.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import runtime
 from partitioner import Plan, Topology, partition
 
 BATCH, SEQ, VOCAB = 8, 64, 512
-LEARNING_RATE = 3e-3
+LEARNING_RATE, WARMUP = 3e-3, 2
 
 
 def build() -> nn.Module:
@@ -39,6 +41,23 @@ def build() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+class Batches:
+    """The training data, and where in them the run is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __next__(self) -> dict[str, Tensor]:
+        self.position += 1
+        return batch(self.position - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 def batch(step: int) -> dict[str, Tensor]:
     """Sequences that count upwards, each from its own start by its own stride."""
     generator = torch.Generator().manual_seed(step)
@@ -50,38 +69,53 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="in all, those before the last checkpoint too")
     parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--folder", type=Path, default=Path("out/train"))
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=int, default=3, help="how many of the last checkpoints stay")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--export", type=Path, help="write the weights there at the end, as safetensors")
     options = parser.parse_args()
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    path = options.folder / f"plan-{world_size}.json"
+    path = options.folder / f"plan-{world_size}-{options.precision}.json"
     model = build()
     if rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        plan = partition(model, Topology.local(world_size), batch(0))
+        plan = partition(model, Topology.local(world_size), batch(0), precision=options.precision)
         plan.save(path)
         print(plan.summary())
     dist.barrier()
 
     engine = runtime.Engine(Plan.load(path), weights=model)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
-    checkpoint = options.folder / "checkpoint"
-    if options.resume:
-        engine.load(checkpoint, optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+    batches = Batches()
+    checkpoints = runtime.Checkpoints(
+        options.folder / "checkpoints",
+        engine,
+        optimizer,
+        every=options.save_every,
+        keep_last=options.keep,
+        extra={"schedule": schedule, "data": batches},
+    )
+    if checkpoints.restore() is not None and rank == 0:
+        print(f"going on from step {engine.steps}")
 
-    first = engine.steps
-    for step in range(first, first + options.steps):
-        loss = engine.step(batch(step))
+    while engine.steps < options.steps:
+        loss = engine.step(next(batches))
         norm = engine.clip_grad_norm_(1.0)
         optimizer.step()
+        schedule.step()
+        checkpoints.after_step()  # copied to host memory, and written while training goes on
         if rank == 0:
-            print(f"step {step:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}")
+            print(f"step {engine.steps:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}")
 
-    engine.save(checkpoint, optimizer)  # whole tensors: a plan for another number of ranks loads it, too
+    checkpoints.close()  # the last step, too; a plan for another number of ranks may go on from it
+    if options.export:
+        engine.export_weights(options.export)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # Gloo's tear-down may abort after all is done

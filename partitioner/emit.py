@@ -27,6 +27,7 @@ from partitioner.schedules import SCHEDULES, schedule_orders
 from partitioner.steady import parts_of, steady
 from passes.blocks import FoldedModel, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
+from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
@@ -257,7 +258,9 @@ def _gradient(name: str, state: StateData, sizes: Mapping[str, int]) -> Gradient
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
-    return Gradient(name, state.dtype, TensorSpec(shape, dtype_of(state.dtype)).nbytes, state.grad_axes, tied)
+    return Gradient(
+        name, state.dtype, TensorSpec(shape, accumulated_in(dtype_of(state.dtype))).nbytes, state.grad_axes, tied
+    )
 
 
 def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:

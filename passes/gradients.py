@@ -27,6 +27,11 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of parameters of ``dtype`` are added up and reduced: float32 for shorter ones."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
     """Mark the nodes of ``block`` that depend on the placeholders ``sources``; which outputs need a gradient."""
     for node in block.graph.nodes:

@@ -3,9 +3,19 @@
 It needs a plan's program and weights, and nothing of the planner.
 """
 
+from runtime.checkpoint.series import Checkpoints
 from runtime.collect import Run
 from runtime.engine import Engine
-from runtime.errors import BatchError, InstructionError, LaunchError, RankError, RankTimeout, WeightsError
+from runtime.errors import (
+    BatchError,
+    CheckpointError,
+    DamagedCheckpointError,
+    InstructionError,
+    LaunchError,
+    RankError,
+    RankTimeout,
+    WeightsError,
+)
 from runtime.local import run_local, run_threads
 from runtime.metrics import StepLog
 from runtime.pool import LocalRanks
@@ -15,6 +25,9 @@ from runtime.watch import Monitor, Watch
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
+    "Checkpoints",
+    "DamagedCheckpointError",
     "Engine",
     "InstructionError",
     "LaunchError",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.random import SEED
-from runtime import checkpoint, norms, resume
+from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
-from runtime.errors import LaunchError
+from runtime.checkpoint import loading
+from runtime.checkpoint.saving import Content, Saver, Saving, all_ranks, pieces_of
+from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
+from runtime.errors import CheckpointError, LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
+from runtime.masters import Masters
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
-from runtime.state import load_states, parameters_of
-from runtime.weights import FileWeights, Source, weights_of
+from runtime.scaling import Scale, scale_of
+from runtime.state import load_weights, parameters_of
+from runtime.weights import FileWeights, Source, is_weights, weights_of
 
 
 class Engine:
@@ -49,6 +54,11 @@ class Engine:
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: of the model's random operators; the same seed gives the same masks for every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
+        loss_scale: a factor that keeps gradients in float16 from vanishing: ``dynamic``, a number, ``None``; ``auto``:
+            dynamic where parameters in float16 are trained. Gradients come without it.
+
+    Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
+    the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32.
 
     Raises :class:`LaunchError` where the process group does not fit the program, and :class:`WeightsError` where the
     weights are not the plan's, before anything is communicated.
@@ -62,6 +72,7 @@ class Engine:
         *,
         seed: int = 0,
         keep_outputs: bool = False,
+        loss_scale: Scale = "auto",
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
@@ -74,11 +85,14 @@ class Engine:
         self.seed = seed
         self.steps = 0
         source = None if weights is None else weights_of(weights)
-        self._shards = load_states(self.rank_program, source, self.device)
+        self._masters = Masters(self.rank_program, source, self.device)
+        self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
-        self._parameters = parameters_of(self.rank_program, self._shards)
+        self._saver = Saver(communicator, program.world_size)
+        self._parameters = parameters_of(self.rank_program, self._masters.held)
+        self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator)
         self._executor = Executor(
             self.rank_program,
@@ -103,26 +117,45 @@ class Engine:
         """The whole loss of the last step."""
         return self._executor.loss
 
-    def step(self, batch: Any) -> Tensor | None:
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step's gradients, scaled, were beyond float16: it has none, and the optimizer skips it."""
+        return self._scale is not None and self._scale.overflowed
+
+    def step(self, batch: Any, *, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
-        Gradients are those of this batch: they replace the last step's. Returns the loss of the whole batch, a 0-d
+        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them.
+        Returns the loss of the whole batch, a 0-d
         tensor, the same on all ranks; ``None`` if the program has no loss. Raises :class:`BatchError` where the batch
         is not what was planned, :class:`InstructionError` where an instruction fails.
         """
         inputs = batch_values(self.program, batch)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
+        self._masters.refresh()
+        views = self._gradients.views()
+        before = [view.clone() for view in views] if accumulate else []
+        lost = accumulate and self.overflowed
+        if self._scale is not None:
+            self._executor.scale_loss(self._scale.value)
         self._executor.run(inputs, self.steps)
         self.steps += 1
+        if self._scale is not None:
+            self._scale.unscale(views, all_ranks(self.communicator, self.program.world_size), self.device)
+            self._scale.overflowed |= lost
+        if before:
+            torch._foreach_add_(views, before)
         for name, sink in self._gradients.sinks.items():
             parameter = self._parameters[name]
-            if parameter.grad is not sink.view:
+            if self.overflowed:
+                parameter.grad = None
+            elif parameter.grad is not sink.view:
                 parameter.grad = sink.view
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter once."""
+        """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter."""
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -141,45 +174,87 @@ class Engine:
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
         (the others take part and get nothing)."""
+        self._masters.refresh()
         if full:
-            return checkpoint.gather_all(self.rank_program, self._shards, self.communicator)
+            return export.gather_all(self.rank_program, self._shards, self.communicator)
         return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
 
-    def save(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write the weights, whole, as a safetensors folder that any plan of the model may load; all ranks call it.
+    def export_weights(self, directory: str | Path) -> None:
+        """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
+        call it. The folder appears complete or not at all."""
+        self._masters.refresh()
+        export.export(Path(directory), self.rank_program, self._shards, self.communicator)
 
-        The folder appears complete or not at all. With ``optimizer``, its state too.
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = True,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving:
+        """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
+
+        The folder appears complete or not at all; one that it replaces stays until then. It holds the weights, the
+        steps, the state of random generators, with ``optimizer`` its state and hyperparameters, and the state of what
+        ``extra`` names. With ``wait=False`` the state is copied to host memory, and written while training goes on;
+        an error is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with
+        the folder, when it is complete.
+
+        Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
         """
-        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
+        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
+        training = {
+            "steps": self.steps,
+            "seed": self.seed,
+            "groups": None if held is None else held.groups(),
+            "scale": None if self._scale is None else self._scale.state_dict(),
+            "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
+        }
+        pieces = pieces_of(self.rank_program, self._masters.held, held)
+        content = Content(self.rank_program, pieces, training, random_state(self.device), self.steps)
         with self._doing("saving"):
-            checkpoint.save(Path(directory), self.rank_program, self._shards, self.communicator, held, self.steps)
+            return self._saver.save(Path(directory), content, wait=wait, then=then)
 
-    def load(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read what :meth:`save` wrote, under this plan or another one. Raises :class:`WeightsError`."""
-        held = None if optimizer is None else checkpoint.OptimizerState(optimizer, self._parameters)
+    def wait_for_save(self) -> None:
+        """Until the last :meth:`save` is complete. Raises :class:`CheckpointError` where it failed."""
+        self._saver.wait()
+
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Go on from what :meth:`save` wrote under this plan or another one, or from a safetensors folder; all ranks
+        call it.
+
+        ``directory``: a checkpoint, or a folder of many, of which the latest is taken. ``verify``: compare all files
+        with their checksums first. Raises :class:`CheckpointError`, naming the file and the checkpoint before, where
+        one is damaged, and :class:`WeightsError` where it is another model's.
+        """
+        directory = Path(directory)
+        if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
+            load_weights(self.rank_program, directory, self._masters.held)
+            return
+        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
+        found = loading.find(directory)
         with self._doing("loading"):
-            steps = checkpoint.load(Path(directory), self.rank_program, self._shards, held)
-        self.steps = self.steps if steps is None else steps
-
-    def checkpoint(
-        self, root: str | Path, optimizer: torch.optim.Optimizer | None = None, **stateful: resume.Stateful
-    ) -> Path:
-        """Save all that :meth:`resume` needs as ``root/step-...``, and return that path; all ranks call it.
-
-        ``stateful``: what else goes on where it was, by any name: a scheduler, a data loader, anything with
-        ``state_dict`` and ``load_state_dict``. Each rank's random generators are saved, too. What fails leaves the
-        earlier checkpoints as they are.
-        """
-        return resume.write(self, Path(root), optimizer, stateful)
-
-    def resume(
-        self, root: str | Path, optimizer: torch.optim.Optimizer | None = None, **stateful: resume.Stateful
-    ) -> int:
-        """Go on from the newest whole checkpoint of ``root``, where there is one; the number of steps done.
-
-        It may be of another plan. Raises :class:`WeightsError` where it is of another model.
-        """
-        return resume.resume(self, Path(root), optimizer, stateful)
+            training = loading.load(found, self.rank_program, self._masters.held, held, self.communicator, verify)
+        self.steps, self.seed = training["steps"], training["seed"]
+        if self._scale is not None and training["scale"] is not None:
+            self._scale.load_state_dict(training["scale"])
+        generators = training["random"]
+        of = generators["of"]
+        set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)
+        for name, target in (extra or {}).items():
+            if name not in training["extra"]:
+                have = ", ".join(training["extra"]) or "nothing"
+                raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
+            target.load_state_dict(training["extra"][name])
 
     def _doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""

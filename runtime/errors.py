@@ -20,6 +20,14 @@ class WeightsError(PartitionError):
     """The weights are not those that the plan was made for; names the first differences."""
 
 
+class CheckpointError(WeightsError):
+    """A checkpoint cannot be written, or is damaged, incomplete or another one's; names the file and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, or is not what was written."""
+
+
 class LaunchError(PartitionError):
     """The program cannot be started as asked: another number of ranks, no plan in the file."""
 

@@ -73,6 +73,11 @@ class Executor:
     def loss(self) -> Tensor | None:
         return None if self._loss is None else self._loss.value
 
+    def scale_loss(self, factor: float) -> None:
+        """Let the gradients of the steps to come be those of ``factor`` times the loss."""
+        if self.env.seed is not None:
+            self.env.seed = torch.full_like(self.env.seed, factor)
+
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
         """One step on the whole global batch, by value name. Raises :class:`InstructionError`."""
         self._inputs = inputs

@@ -18,6 +18,7 @@ from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
+from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
 from runtime.program import CallData, Program, Value, shard_shape
@@ -136,8 +137,13 @@ class ProgramFacts:
         """The states that some backward adds to."""
         return frozenset(s for added in self.flow.states for s in added)
 
+    def gradient_bytes(self, name: str) -> int:
+        """The bytes of the gradient of one rank's part of a state."""
+        state = self.program.states[name]
+        return TensorSpec(shard_shape(self.program, name), accumulated_in(dtype_of(state.dtype))).nbytes
+
     def state_bytes(self, name: str) -> int:
-        """The bytes of one rank's part of a state, or of its gradient."""
+        """The bytes of one rank's part of a state."""
         state = self.program.states[name]
         return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
 

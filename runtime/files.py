@@ -26,3 +26,17 @@ def write_bytes(path: Path, content: bytes) -> Path:
 
 def write_text(path: Path, content: str) -> Path:
     return write_bytes(path, content.encode())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last; a no-op where folders cannot be synced."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

@@ -1,4 +1,7 @@
-"""The gradients of a rank's parameters: flat buffers, into which backward adds, and which are reduced as a whole."""
+"""The gradients of a rank's parameters: flat buffers, into which backward adds, and which are reduced as a whole.
+
+Those of parameters shorter than float32 are added up and reduced in float32.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from passes.gradients import accumulated_in
 from runtime.groups import Communicator, Pending
 from runtime.program import RankProgram
 
@@ -50,6 +54,22 @@ class Sink:
             self.fresh = False
 
 
+class WideSink(Sink):
+    """A sink in float32 of a parameter in a shorter type: what comes is added up in float32."""
+
+    __slots__ = ()
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        self.add(torch.mm(a, b))
+
+    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+        self.add(torch.sum(x, dims, dtype=self.view.dtype))
+
+
+def _sink(shard: Tensor, view: Tensor) -> Sink:
+    return Sink(view) if view.dtype == shard.dtype else WideSink(view)
+
+
 class Gradients:
     """A rank's gradients, by state; ``shapes`` are those of its shards."""
 
@@ -64,12 +84,18 @@ class Gradients:
         for bucket in rank.stage.buckets:
             buffer, views = _flat([shards[s] for s in bucket.states])
             self.buffers.append(buffer)
-            self.sinks.update((s, Sink(v)) for s, v in zip(bucket.states, views, strict=True))
+            self.sinks.update((s, _sink(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
         for state in trained:
             if state not in self.sinks:
-                self.sinks[state] = Sink(torch.zeros_like(shards[state], memory_format=torch.contiguous_format))
+                shard = shards[state]
+                wide = accumulated_in(shard.dtype)
+                self.sinks[state] = _sink(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
         self._groups = [communicator.group(rank.group(*bucket.axes)) for bucket in rank.stage.buckets]
         self._under_way: dict[int, Pending] = {}
+
+    def views(self) -> list[Tensor]:
+        """The gradient of every parameter."""
+        return [sink.view for sink in self.sinks.values()]
 
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""
@@ -112,11 +138,12 @@ def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], l
 
 def _flat(shards: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """One zeroed buffer with room for ``shards``, and a view of it for each."""
-    step = max(1, _ALIGNMENT // shards[0].element_size())
+    dtype = accumulated_in(shards[0].dtype)
+    step = max(1, _ALIGNMENT // dtype.itemsize)
     starts, total = [], 0
     for shard in shards:
         starts.append(total)
         total += -(-shard.numel() // step) * step
-    buffer = torch.zeros(total, dtype=shards[0].dtype, device=shards[0].device)
+    buffer = torch.zeros(total, dtype=dtype, device=shards[0].device)
     views = [buffer[s : s + x.numel()].view(x.shape) for s, x in zip(starts, shards, strict=True)]
     return buffer, views

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from passes.errors import PartitionError
 from passes.serialize import dtype_of
+from runtime.checkpoint.series import Checkpoints
 from runtime.debug import check_finite
 from runtime.engine import Engine, program_of
 from runtime.errors import InstructionError, LaunchError
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW")
     parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
-    parser.add_argument("--save", help="write a checkpoint to this folder at the end")
+    parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
     parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
     parser.add_argument("--every", type=int, default=100, help="steps between these checkpoints")
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
@@ -106,7 +107,7 @@ def _train(options: argparse.Namespace) -> None:
             stack.enter_context(Watch(engine, patience_s=options.patience))
         _steps(engine, options)
         if options.save:
-            engine.save(options.save)
+            engine.export_weights(options.save)
         engine.barrier()
 
 
@@ -114,8 +115,10 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
     trained = [p for p in engine.parameters() if p.requires_grad]
     train = engine.program.objective == "train" and bool(trained)
     optimizer = torch.optim.AdamW(trained, lr=options.lr) if train else None
+    kept = None
     if options.checkpoints is not None:
-        engine.resume(options.checkpoints, optimizer)
+        kept = Checkpoints(options.checkpoints, engine, optimizer, every=options.every)
+        kept.restore()
     spikes = LossSpikes()
     first = _rank() == 0
     with StepLog(engine, options.plan, options.metrics if first else None) as log:
@@ -134,8 +137,10 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
             spike = spikes.see(metrics.step, metrics.loss) if metrics.loss is not None else None
             if spike is not None and first:
                 print(f"loss spike: {spike}", file=sys.stderr, flush=True)
-            if options.checkpoints is not None and engine.steps % options.every == 0:
-                engine.checkpoint(options.checkpoints, optimizer)
+            if kept is not None:
+                kept.after_step()
+    if kept is not None:
+        kept.wait()
 
 
 def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:

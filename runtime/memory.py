@@ -33,7 +33,8 @@ class Moment(NamedTuple):
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """The bytes of a stage's states and of their gradients, on one rank."""
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
-    return sum(facts.state_bytes(name) * (2 if name in facts.with_gradient else 1) for name in held)
+    gradients = sum(facts.gradient_bytes(name) for name in held if name in facts.with_gradient)
+    return gradients + sum(facts.state_bytes(name) for name in held)
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:

@@ -226,7 +226,7 @@ class _Simulation:
     def reduce(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
-        nbytes = sum(self.facts.state_bytes(s) for s in bucket.states)
+        nbytes = sum(self.facts.gradient_bytes(s) for s in bucket.states)
         start = max(lane.clock, lane.reducing)
         lane.reducing = start + self.durations.all_reduce(split_axes(self.program, bucket.axes), nbytes, (lane.stage,))
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
@@ -239,6 +239,6 @@ class _Simulation:
         came.setdefault(lane.stage, lane.clock)
         if len(came) < len(stages):
             return False
-        nbytes = sum(self.facts.state_bytes(s) for s in i.states)
+        nbytes = sum(self.facts.gradient_bytes(s) for s in i.states)
         lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
         return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.parts import stacked
 from runtime.program import Program, RankProgram, StateData, shard_shape
-from runtime.weights import Weights
+from runtime.weights import FileWeights, Weights
 
 _SHOWN = 5  # differences named in an error
 
@@ -59,22 +60,39 @@ def _differences(program: Program, weights: Weights) -> Iterator[str]:
             yield f"{name}: is the same tensor as {owners[tensor]}, a tie that the plan does not know of"
 
 
-def load_states(rank: RankProgram, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
-    """The shards of ``rank`` on ``device``, in the program's types. Without ``weights``: small random values, the same
-    on all ranks that hold the same shard.
+def load_states(
+    rank: RankProgram, weights: Weights | None, device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+) -> dict[str, Tensor]:
+    """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name. Without
+    ``weights``: small random values, the same on all ranks that hold the same shard.
 
     Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
     """
     if weights is not None:
         check_weights(rank.program, weights)
         weights = stacked(rank.program, weights)
-    return {name: _shard(rank, name, weights, device) for name in rank.states}
+    return {name: _shard(rank, name, weights, device, (dtypes or {}).get(name)) for name in rank.states}
 
 
-def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.device) -> Tensor:
+def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
+    """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
+    files = FileWeights(path)
+    check_weights(rank.program, files)
+    weights = stacked(rank.program, files)
+    for name, shard in shards.items():
+        found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
+        if found is not None:
+            with torch.no_grad():
+                shard.copy_(read_shards(weights, found, rank.shards(name)))
+    files.close()
+
+
+def _shard(
+    rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
+) -> Tensor:
     program, state = rank.program, rank.program.states[name]
     shards = rank.shards(name)
-    dtype = dtype_of(state.dtype)
+    dtype = dtype or dtype_of(state.dtype)
     if weights is not None:
         for candidate in (name, *state.aliases):
             if weights.spec(candidate) is not None:
@@ -86,7 +104,7 @@ def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.
     number = 0
     for shard in shards:
         number = number * shard.num_ranks + shard.rank
-    return _random(name, state, shard_shape(program, name), number).to(device)
+    return _random(name, state, shard_shape(program, name), number, dtype).to(device)
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
@@ -95,9 +113,8 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
     return take_shards(weights.read(name, *first), rest)
 
 
-def _random(name: str, state: StateData, shape: tuple[int, ...], part: int) -> Tensor:
+def _random(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
     """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes."""
-    dtype = dtype_of(state.dtype)
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     if len(shape) < 2:

@@ -160,12 +160,22 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def is_weights(path: Path) -> bool:
+    """Whether there are safetensors."""
+    return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
+
+
 def _find(path: Path, index: str) -> dict[str, Path]:
     """The file of each tensor."""
     if path.is_dir():
         if (path / index).exists():
             return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
         files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        if not files and (path / "manifest.json").exists():
+            raise WeightsError(
+                f"{path} is a checkpoint of training, sharded as it was trained: make the engine without weights and "
+                "call engine.load(path), or write weights with engine.export_weights(path)"
+            )
         if not files:
             raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there")
     elif path.exists():

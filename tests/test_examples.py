@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.train import LEARNING_RATE, batch, build
+from examples.train import LEARNING_RATE, WARMUP, batch, build
 from partitioner import Constraints, Topology, partition
+from passes.layouts import Layout
+from runtime.weights import FileWeights
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -83,13 +85,15 @@ def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
     def train(processes: int, *arguments: str) -> list[float]:
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
         script = str(ROOT / "examples" / "train.py")
-        printed = execute(*launcher, script, "--steps", "3", "--folder", "train", *arguments, cwd=tmp_path)
+        printed = execute(*launcher, script, "--save-every", "2", "--folder", "train", *arguments, cwd=tmp_path)
         return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
-    losses = train(4) + train(2, "--resume")
+    losses = train(4, "--steps", "3") + train(2, "--steps", "6", "--export", "weights")
+    assert len(losses) == 6
 
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     expected = []
     for step in range(6):
         loss = model(**batch(step)).loss
@@ -97,8 +101,15 @@ def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-3)
+    exported = FileWeights(tmp_path / "weights")
+    assert set(exported.names()) <= set(model.state_dict())
+    for name in exported.names():
+        torch.testing.assert_close(
+            exported.read(name, Layout("R"), 1, 0), model.state_dict()[name], rtol=0.02, atol=2e-3
+        )
 
 
 @pytest.mark.slow

@@ -193,13 +193,13 @@ def test_any_plan_may_load_what_another_one_saved(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_a_checkpoint_is_a_folder_of_whole_tensors_by_the_models_names(tmp_path: Path):
+def test_exported_weights_are_a_folder_of_whole_tensors_by_the_models_names(tmp_path: Path):
     model = Net()
 
-    def save(communicator: Any) -> None:
-        Engine(program_of_net(pp=2, tp=2), model, communicator=communicator).save(tmp_path / "out")
+    def export(communicator: Any) -> None:
+        Engine(program_of_net(pp=2, tp=2), model, communicator=communicator).export_weights(tmp_path / "out")
 
-    on_every_rank(program_of_net(pp=2, tp=2), save)
+    on_every_rank(program_of_net(pp=2, tp=2), export)
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     tensors: dict[str, Tensor] = {}
@@ -207,6 +207,17 @@ def test_a_checkpoint_is_a_folder_of_whole_tensors_by_the_models_names(tmp_path:
         tensors |= load_file(tmp_path / "out" / file)
     assert tensors.keys() == model.state_dict().keys()
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in tensors.items())
+
+
+def test_an_engine_loads_exported_weights(tmp_path: Path):
+    trained = Engine(program_of_net(), Net())
+    train(trained)
+    trained.export_weights(tmp_path / "out")
+    engine = Engine(program_of_net(), Net())
+    engine.load(tmp_path / "out")
+    assert all(torch.equal(t, trained.state_dict()[n]) for n, t in engine.state_dict().items())
+    with pytest.raises(WeightsError, match=r"it has no manifest.json"):
+        engine.load(tmp_path / "out", torch.optim.AdamW(engine.parameters()))
 
 
 def test_a_checkpoint_replaces_an_older_one_whole(tmp_path: Path):

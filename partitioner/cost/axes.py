@@ -24,6 +24,7 @@ from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
+from passes.gradients import accumulated_in
 from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
 from passes.rules.attention import band
@@ -122,7 +123,7 @@ class TensorCosts:
             return local * self.state_price
         seconds = local * self.update_bytes / self.device.memory_bandwidth
         if layout.kind == "R'":
-            seconds += collective_time("all_reduce", spec.nbytes, self.group)
+            seconds += collective_time("all_reduce", spec.numel * accumulated_in(spec.dtype).itemsize, self.group)
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:

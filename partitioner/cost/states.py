@@ -1,7 +1,8 @@
 """Parameters, gradients and optimizer states: bytes on a rank, the reduction of gradients and the update.
 
-Mixed precision with Adam takes 16 to 18 bytes per parameter (Rajbhandari et al. 2020, ZeRO): the parameter, its
-gradient in the same precision, two fp32 moments, and an fp32 copy where the parameter is shorter.
+Mixed precision with Adam takes 18 bytes per parameter (Megatron-LM's main gradients; Rajbhandari et al. 2020, ZeRO,
+count 16 with short gradients): the parameter, its gradient, two moments, and a copy that the optimizer steps; all but
+the parameter in fp32.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from partitioner.errors import ConstraintError
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import State, TensorSpec
+from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, local_shape
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``moment_bytes`` per parameter; ``master``: whether a short parameter has an fp32 copy."""
+    """``moment_bytes`` per parameter; ``master``: whether a short parameter has an fp32 copy, which it steps."""
 
     moment_bytes: int
     master: bool
@@ -33,7 +35,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(8, True),
     "adam": Optimizer(8, True),
     "sgd_momentum": Optimizer(4, True),
-    "sgd": Optimizer(0, False),
+    "sgd": Optimizer(0, True),
     "none": Optimizer(0, False),
 }
 
@@ -145,7 +147,8 @@ def _cost(
     axes = [axis for axis in ("dp", "cp") if mesh.get(axis, 1) > 1]
     if layout.kind == "R'" and ranks > 1:
         axes.append("tp")
-    return StateCost(size, size, optimizer_bytes(numel, spec.dtype.itemsize, optimizer), tuple(axes))
+    gradient = numel * accumulated_in(spec.dtype).itemsize
+    return StateCost(size, gradient, optimizer_bytes(numel, spec.dtype.itemsize, optimizer), tuple(axes))
 
 
 @dataclass(frozen=True)

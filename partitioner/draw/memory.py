@@ -100,7 +100,7 @@ def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
         sizes["parameters"] += nbytes
         if name in facts.with_gradient:
             itemsize = dtype_of(state.dtype).itemsize
-            sizes["gradients"] += nbytes
+            sizes["gradients"] += facts.gradient_bytes(name)
             sizes["optimizer"] += optimizer_bytes(nbytes // itemsize, itemsize, plan.optimizer)
     return sizes
 

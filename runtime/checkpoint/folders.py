@@ -1,0 +1,142 @@
+"""A folder that is there complete or not at all, written by many ranks that share a file system and nothing else.
+
+Every rank writes into ``.name.TOKEN.partial`` and then a record of what it wrote. The first rank waits for all records,
+writes the manifest, and renames the folder. Whoever fails leaves ``.name.TOKEN.failed``, with the reason. Nobody needs
+to communicate meanwhile, so that training may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CheckpointError
+from runtime.files import sync_folder, write_text
+
+MANIFEST = "manifest.json"
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint goes; ``token`` is its own, so that nothing that an earlier attempt left is taken for it."""
+
+    final: Path
+    token: str
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(f".{self.final.name}.{self.token}.partial")
+
+    @property
+    def failed(self) -> Path:
+        return self.final.with_name(f".{self.final.name}.{self.token}.failed")
+
+    @property
+    def old(self) -> Path:
+        """Where what ``final`` replaces is, for the moment between two renames."""
+        return self.final.with_name(f".{self.final.name}.old")
+
+    @property
+    def is_complete(self) -> bool:
+        return read_manifest(self.final).get("token") == self.token
+
+    def record(self, rank: int) -> Path:
+        return self.partial / f".record-{rank}"
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Tell the others. On a full disk this may be impossible; then they wait in vain, and say so."""
+        with contextlib.suppress(OSError):
+            write_text(self.failed, f"rank {rank}: {type(error).__name__}: {error}")
+
+    def check(self) -> None:
+        """Raise :class:`CheckpointError` if a rank has failed."""
+        if self.failed.exists():
+            with contextlib.suppress(OSError):
+                raise CheckpointError(f"the checkpoint {self.final} was not written: {self.failed.read_text()}")
+
+    def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
+        """The records of all ranks. Raises :class:`CheckpointError` where one failed or did not come in time."""
+        records = [self.record(rank) for rank in range(world_size)]
+        missing = list(records)
+        for _ in _moments(timeout):
+            self.check()
+            missing = [r for r in missing if not r.exists()]
+            if not missing:
+                return records
+        late = ", ".join(r.name.removeprefix(".record-") for r in missing[:8])
+        raise CheckpointError(
+            f"the checkpoint {self.final} was not written: rank {late} did not write its part within {timeout:g} s; "
+            "all ranks must see the same file system"
+        )
+
+    def wait_until_complete(self, timeout: float) -> None:
+        """Raises :class:`CheckpointError` where a rank failed, or the first one did not finish in time."""
+        for _ in _moments(timeout):
+            if self.is_complete:
+                return
+            self.check()
+        raise CheckpointError(f"the checkpoint {self.final} was not completed by the first rank within {timeout:g} s")
+
+    def commit(self) -> None:
+        """Put the folder in its place, down to the disk; what was there is replaced."""
+        sync_folder(self.partial)
+        if self.final.exists():
+            shutil.rmtree(self.old, ignore_errors=True)
+            os.rename(self.final, self.old)
+        os.rename(self.partial, self.final)
+        sync_folder(self.final.parent)
+        shutil.rmtree(self.old, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what attempts that were cut short left beside ``final``; called by one rank before any writes."""
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        recover(self.final)
+        for path in self.final.parent.glob(f".{self.final.name}.*"):
+            if path.suffix in (".partial", ".failed", ".old", ".deleted") and self.token not in path.name:
+                remove(path)
+
+
+def recover(final: Path) -> None:
+    """Put back what a replacement was cut short of replacing."""
+    old = Target(final, "").old
+    if not final.exists() and read_manifest(old):
+        os.rename(old, final)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder so that no part of it is ever taken for a whole one."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    away = path.with_name(f".{path.name.lstrip('.')}.deleted")
+    shutil.rmtree(away, ignore_errors=True)
+    os.rename(path, away)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """A checkpoint's manifest; empty where there is none that can be read."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _moments(timeout: float) -> Iterator[None]:
+    """Moments to look at the disk, ever further apart, until ``timeout`` seconds are over."""
+    end, pause = time.monotonic() + timeout, _FIRST_WAIT_S
+    while True:
+        yield
+        if time.monotonic() > end:
+            return
+        time.sleep(pause)
+        pause = min(_LONGEST_WAIT_S, pause * 1.5)

@@ -1,0 +1,232 @@
+"""Reading a checkpoint under any plan: found, checked, and read by boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.boxes import Piece, number, pieces
+from runtime.checkpoint.folders import MANIFEST, read_manifest, recover
+from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, all_ranks, saved_states
+from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
+from runtime.checkpoint.training import STATE, OptimizerState, unpacked
+from runtime.errors import CheckpointError, DamagedCheckpointError
+from runtime.groups import Communicator
+from runtime.program import RankProgram
+
+LATEST = "latest"
+STEP = "step-"
+_SHOWN = 5
+_FAILURES = (Exception, CheckpointError, DamagedCheckpointError)  # by what a rank tells the others; 0: it is well
+_T = TypeVar("_T")
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        return int(self.manifest["steps"])
+
+    @property
+    def files(self) -> dict[str, FileSum]:
+        return {name: FileSum(**content) for name, content in self.manifest["files"].items()}
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether :func:`find` finds one there, rather than safetensors or nothing."""
+    return any((p / MANIFEST).exists() for p in _candidates(directory))
+
+
+def find(directory: Path) -> Found:
+    """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
+    recover(directory.absolute())
+    for folder in _candidates(directory):
+        manifest = read_manifest(folder)
+        if manifest:
+            if manifest.get("format") != FORMAT:
+                raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads {FORMAT}")
+            return Found(folder, manifest)
+        if (folder / MANIFEST).exists():
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is no JSON{_other_than(folder)}")
+    what = "is incomplete" if directory.exists() else "does not exist"
+    raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
+
+
+def complete_in(root: Path) -> list[Found]:
+    """The complete checkpoints of a folder of many, the oldest first."""
+    found = [Found(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
+    return sorted(found, key=lambda f: (f.steps, f.folder.name))
+
+
+def load(
+    found: Found,
+    rank: RankProgram,
+    states: Mapping[str, Tensor],
+    optimizer: OptimizerState | None,
+    communicator: Communicator,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Fill ``states``, and ``optimizer``; all ranks call it. Returns what the checkpoint knows of the run.
+
+    ``verify``: read every file once, all ranks together, and compare with its checksum. Raises
+    :class:`CheckpointError` on all ranks where one finds a file damaged or missing: nothing was changed then.
+    """
+    _same(found, rank, communicator)
+    if verify:
+        _together(communicator, rank, lambda: _check_files(found, rank))
+    reader = _together(communicator, rank, lambda: ShardReader(found.folder), found)
+    names, moments = _together(communicator, rank, lambda: _planned(found, reader, rank, states, optimizer))
+    held = [p for n, name in names.items() for p in _pieces(MODEL, rank, n, name, states[n])]
+    for n, name in names.items():
+        for key, tensor in moments.get(n, {}).items():
+            held += _pieces(STATE, rank, n, name, tensor, f".{key}")
+    with torch.no_grad():
+        _together(communicator, rank, lambda: reader.read(held), found)
+    training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
+    if optimizer is not None:
+        for n, state in moments.items():
+            optimizer.take(n, state)
+        optimizer.set_groups(training["groups"])
+    return training
+
+
+def _planned(
+    found: Found,
+    reader: ShardReader,
+    rank: RankProgram,
+    states: Mapping[str, Tensor],
+    optimizer: OptimizerState | None,
+) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
+    """The name under which each state of this rank was saved, and room for the optimizer's state."""
+    names: dict[str, str] = {}
+    wrong: list[str] = []
+    for n in saved_states(rank.program):
+        if n not in states:
+            continue
+        data = rank.program.states[n]
+        shape = data.shape[1:] if data.parts else data.shape
+        held = [c for c in (n, *data.aliases) if all(f"{MODEL}{p}" in reader.tensors for p in data.parts or (c,))]
+        if not held:
+            wrong.append(f"{n}: expected {data.kind} {list(data.shape)}, got nothing")
+            continue
+        names[n] = held[0]
+        got = {tuple(reader.tensors[f"{MODEL}{p}"].size) for p in data.parts or (held[0],)}
+        if got != {shape}:
+            wrong.append(f"{n}: expected shape {list(shape)}, got {list(got.pop())}")
+    if wrong:
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{found.folder} does not hold the weights that the plan was made for:\n  "
+            + "\n  ".join(wrong[:_SHOWN])
+            + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
+        )
+    return names, {} if optimizer is None else _room(found, reader, rank, names, optimizer)
+
+
+def _room(
+    found: Found, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
+) -> dict[str, dict[str, Tensor]]:
+    saved: dict[str, list[str]] = {}
+    for entry in reader.tensors:
+        if entry.startswith(STATE):
+            owner, _, key = entry.removeprefix(STATE).rpartition(".")
+            saved.setdefault(owner, []).append(key)
+    if not saved and not found.manifest.get("optimizer"):
+        raise CheckpointError(f"{found.folder} holds no optimizer state; save it with save(directory, optimizer)")
+    room: dict[str, dict[str, Tensor]] = {}
+    for n, parameter in optimizer.parameters.items():
+        owner = (rank.program.states[n].parts or (names[n],))[0]
+        for key in saved.get(owner, ()):
+            spec = reader.tensors[f"{STATE}{owner}.{key}"]
+            shape, device = (parameter.shape, parameter.device) if spec.size else ((), "cpu")
+            room.setdefault(n, {})[key] = torch.empty(shape, dtype=spec.properties.dtype, device=device)
+    return room
+
+
+def _pieces(prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = "") -> list[Piece]:
+    data = rank.program.states[state]
+    if data.shape and not tensor.dim():
+        return [number(prefix, saved_as, data, tensor, suffix)]
+    return pieces(prefix, saved_as, data, rank.shards(state), tensor, suffix)
+
+
+def _check_files(found: Found, rank: RankProgram) -> None:
+    """This rank's share of the files."""
+    for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
+        path = found.folder / name
+        if not path.exists():
+            raise DamagedCheckpointError(f"{path} is missing: the checkpoint is incomplete{_other_than(found.folder)}")
+        got = sum_of(path)
+        if got != expected:
+            told = "its SHA-256 is not the one in the manifest"
+            if got.nbytes != expected.nbytes:
+                told = f"it has {got.nbytes} bytes, {expected.nbytes} were written"
+            raise DamagedCheckpointError(f"{path} is damaged: {told}{_other_than(found.folder)}")
+
+
+def _together(
+    communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: Found | None = None
+) -> _T:
+    """What ``work`` returns, once it has gone well on all ranks. ``reading``: the checkpoint that errors come from."""
+    result: _T | None = None
+    error: CheckpointError | None = None
+    try:
+        result = work()
+    except CheckpointError as caught:
+        error = caught
+    except Exception as caught:
+        if reading is None:
+            raise
+        told = f"{type(caught).__name__}: {caught}"
+        error = DamagedCheckpointError(f"{reading.folder} cannot be read: {told}{_other_than(reading.folder)}")
+        error.__cause__ = caught
+    failed = torch.zeros(rank.program.world_size, dtype=torch.int32, device=communicator.device)
+    failed[rank.rank] = 0 if error is None else _FAILURES.index(type(error))
+    failures = all_ranks(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
+    if error is not None:
+        raise error
+    if worst := max(failures):
+        raise _FAILURES[worst](
+            f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it, and says why"
+        )
+    return result  # type: ignore[return-value]
+
+
+def _same(found: Found, rank: RankProgram, communicator: Communicator) -> None:
+    """Raise on all ranks where they do not see the same checkpoint."""
+    token = int(found.manifest["token"], 16)
+    bounds = torch.tensor([token, -token], dtype=torch.int64, device=communicator.device)
+    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
+    if high != -low:
+        raise CheckpointError(
+            f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
+            "let all ranks see the same file system"
+        )
+
+
+def _candidates(directory: Path) -> Sequence[Path]:
+    """``directory``; or of a folder of many what ``latest`` names, or the last one that is complete."""
+    if (directory / MANIFEST).exists():
+        return [directory]
+    named = directory / LATEST
+    if named.is_file() and (directory / named.read_text().strip() / MANIFEST).exists():
+        return [directory / named.read_text().strip()]
+    return [found.folder for found in complete_in(directory)[-1:]]
+
+
+def _other_than(folder: Path) -> str:
+    """What to load instead."""
+    folder = folder.absolute()
+    others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]
+    before = [f for f in others if f.folder.name < folder.name] or others
+    if not before:
+        return "; there is no other checkpoint beside it"
+    return f"; the one before it is of step {before[-1].steps}: load {before[-1].folder}"

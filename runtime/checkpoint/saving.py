@@ -1,0 +1,242 @@
+"""Writing a checkpoint: at once, or from copies in host memory by a thread while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.boxes import Piece, pieces, written_by
+from runtime.checkpoint.folders import MANIFEST, Target, remove
+from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
+from runtime.checkpoint.training import OptimizerState, packed
+from runtime.errors import CheckpointError
+from runtime.files import write_bytes, write_text
+from runtime.groups import Communicator, Group
+from runtime.program import Program, RankProgram
+
+FORMAT = 1
+TRAINING = "training.pt"
+TIMEOUT_S = 1800.0
+MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``: this rank's."""
+
+    rank: RankProgram
+    pieces: Sequence[Piece]
+    training: Mapping[str, Any]
+    random: Mapping[str, Any]
+    steps: int
+
+
+class Saving:
+    """A checkpoint under way."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], None], behind: bool) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+
+        if behind:
+            self._thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
+            self._thread.start()
+        else:
+            guarded()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is complete. Raises :class:`CheckpointError` where any rank failed; what was there before stays."""
+        self.join()
+        error, self.error = self.error, None
+        if error is not None:
+            raise _as_told(error, self.directory)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+@dataclass
+class Saver:
+    """Saves for one rank, one checkpoint at a time. ``timeout``: seconds to wait for the other ranks' parts."""
+
+    communicator: Communicator
+    world_size: int
+    timeout: float = TIMEOUT_S
+    last: Saving | None = None
+    _buffers: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
+
+    def save(
+        self, directory: Path, content: Content, *, wait: bool, then: Callable[[Path], None] | None = None
+    ) -> Saving:
+        """All ranks call it. ``then`` is called on the first rank when the checkpoint is complete.
+
+        Raises :class:`CheckpointError` where the save before failed on any rank: before anything is done.
+        """
+        target = self._agree(directory.absolute())
+        first = content.rank.rank == 0
+        held = content.pieces if wait else self._staged(content.pieces)
+        self.last = Saving(directory)
+
+        def work() -> None:
+            _write(target, content, held, self.timeout)
+            if first and then is not None:
+                then(target.final)
+
+        self.last.run(work, behind=not wait)
+        if wait:
+            self.last.wait()
+        return self.last
+
+    def wait(self) -> None:
+        """Until the last save is complete. Raises as :meth:`Saving.wait` does."""
+        if self.last is not None:
+            self.last.wait()
+
+    def _agree(self, final: Path) -> Target:
+        """One token for all ranks, once the save before is over everywhere; the first clears the place."""
+        error: BaseException | None = None
+        token = 0
+        try:
+            self.wait()
+            if self.communicator.rank == 0:
+                token = secrets.randbits(60)
+                Target(final, f"{token:015x}").clean()
+        except Exception as caught:
+            error = caught
+        numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=self.communicator.device)
+        token, failed = all_ranks(self.communicator, self.world_size).all_reduce(numbers).wait().tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise CheckpointError(f"the save before this one failed on {failed} other ranks, and this one is not begun")
+        return Target(final, f"{token:015x}")
+
+    def _staged(self, held: Sequence[Piece]) -> list[Piece]:
+        """Copies in host memory, in the buffers of the last save."""
+        staged, used = [], {}
+        for piece in held:
+            key = piece.key, piece.offsets
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
+                buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
+            buffer.copy_(piece.tensor.detach(), non_blocking=True)
+            used[key] = buffer
+            staged.append(Piece(piece.key, piece.shape, piece.offsets, buffer))
+        self._buffers = used
+        if self.communicator.device.type == "cuda":
+            torch.cuda.synchronize(self.communicator.device)
+        return staged
+
+
+def all_ranks(communicator: Communicator, world_size: int) -> Group:
+    """The group of all ranks."""
+    ranks = tuple(range(world_size))
+    communicator.prepare([ranks], [])
+    return communicator.group(ranks)
+
+
+def pieces_of(rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None) -> list[Piece]:
+    """What this rank writes of its states and of the optimizer's."""
+    saved = saved_states(rank.program)
+    mine = written_by(rank, saved)
+    found: list[Piece] = []
+    for name in saved:
+        if name in mine:
+            found += pieces(MODEL, name, rank.program.states[name], rank.shards(name), states[name])
+            if optimizer is not None and name in optimizer.parameters:
+                found += optimizer.pieces(rank, name)
+    return found
+
+
+def saved_states(program: Program) -> list[str]:
+    """What a checkpoint holds: parameters and buffers, but not those whose values are part of the plan."""
+    return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
+
+
+def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float) -> None:
+    """This rank's part, and on the first rank the rest."""
+    rank = content.rank.rank
+    try:
+        target.partial.mkdir(parents=True, exist_ok=True)
+        written = write_shards(target.partial, rank, held)
+        write_bytes(target.record(rank), pickle.dumps((written, dict(content.random))))
+        if rank == 0:
+            _complete(target, content, timeout)
+    except BaseException as error:
+        for path in target.partial.glob(f"__{rank}_*"):
+            path.unlink(missing_ok=True)  # room for the word to the others
+        target.fail(rank, error)
+        if rank == 0:
+            with contextlib.suppress(OSError):
+                remove(target.partial)
+        raise
+    if rank != 0:
+        target.wait_until_complete(timeout)
+
+
+def _complete(target: Target, content: Content, timeout: float) -> None:
+    """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
+    program = content.rank.program
+    records = target.wait_for_records(program.world_size, timeout)
+    loaded: list[tuple[Written, dict[str, Any]]] = [pickle.loads(r.read_bytes()) for r in records]
+    written = [w for w, _ in loaded]
+    write_metadata(target.partial, written)
+    generators = {"random": _distinct([random for _, random in loaded])}
+    write_bytes(target.partial / TRAINING, packed(dict(content.training) | generators, "the run"))
+    for record in records:
+        record.unlink()
+    files: dict[str, FileSum] = {name: total for w in written for name, total in w.files.items()}
+    files |= {name: sum_of(target.partial / name) for name in (METADATA, TRAINING)}
+    manifest = {
+        "format": FORMAT,
+        "token": target.token,
+        "steps": content.steps,
+        "world_size": program.world_size,
+        "mesh": program.mesh,
+        "fingerprint": program.fingerprint,
+        "optimizer": content.training.get("groups") is not None,
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+    }
+    write_text(target.partial / MANIFEST, json.dumps(manifest, indent=1))
+    target.commit()
+
+
+def _distinct(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each rank's state of its generators, those that are alike once."""
+    places: dict[bytes, int] = {}
+    of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
+    return {"of": of, "states": [states[of.index(i)] for i in range(len(places))]}
+
+
+def _as_told(error: BaseException, directory: Path) -> BaseException:
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    told = CheckpointError(
+        f"the checkpoint {directory} was not written: {type(error).__name__}: {error}; earlier ones are as they were"
+    )
+    told.__cause__ = error
+    return told

@@ -1,0 +1,118 @@
+"""One folder of many checkpoints: written every so many steps, old ones removed, gone on from after a crash.
+
+``latest`` names the last complete one. It is written after that is in its place, and before an older one is removed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.checkpoint.folders import remove
+from runtime.checkpoint.loading import LATEST, STEP, complete_in
+from runtime.checkpoint.saving import Saving
+from runtime.checkpoint.training import Stateful
+from runtime.errors import CheckpointError, DamagedCheckpointError
+from runtime.files import write_text
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+
+class Checkpoints:
+    """The checkpoints of one run, in ``folder``; all ranks make one and call the same methods.
+
+    Args:
+        every: :meth:`after_step` saves when the number of steps is a multiple of it; 0: only :meth:`save` does.
+        keep_last: how many of the last ones stay (at least 1); ``None``: all.
+        keep_every: those whose step is a multiple of it stay for good.
+        behind: copy the state to host memory and write while training goes on; else wait until it is written.
+        extra: what else to save and to restore, by name: data loaders, schedulers.
+
+    An error of writing is raised by the next save, or by :meth:`wait`; the checkpoints that were complete stay so. One
+    run at a time may use a folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int = 0,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        behind: bool = True,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        for name, value, least in (("every", every, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+            if value is not None and value < least:
+                raise CheckpointError(f"{name} must be at least {least}, got {value}")
+        self.folder = Path(folder)
+        self.engine = engine
+        self.optimizer = optimizer
+        self.every = every
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.behind = behind
+        self.extra = dict(extra or {})
+        self._last: int | None = None  # the step that was saved or restored last
+
+    def after_step(self) -> Saving | None:
+        """Save if it is time."""
+        return self.save() if self.every and self.engine.steps % self.every == 0 else None
+
+    def save(self) -> Saving:
+        """Save now. Raises :class:`CheckpointError` where the save before failed."""
+        directory = self.folder / f"{STEP}{self.engine.steps:010}"
+        saving = self.engine.save(
+            directory, self.optimizer, extra=self.extra, wait=not self.behind, then=self._took_its_place
+        )
+        self._last = self.engine.steps
+        return saving
+
+    def wait(self) -> None:
+        """Until the last save is complete. Raises :class:`CheckpointError` if it failed."""
+        self.engine.wait_for_save()
+
+    def close(self) -> None:
+        """Save the last step, unless it is saved, and wait: before the process ends.
+
+        Raises :class:`CheckpointError`."""
+        self.wait()
+        if self._last != self.engine.steps:
+            self.save()
+            self.wait()
+
+    def restore(self) -> int | None:
+        """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
+
+        A damaged one is named in a warning, and the one before it is taken; raises :class:`CheckpointError` if there is
+        none.
+        """
+        found = complete_in(self.folder)
+        for number, checkpoint in reversed([*enumerate(found)]):
+            try:
+                self.engine.load(checkpoint.folder, self.optimizer, extra=self.extra)
+            except DamagedCheckpointError as error:
+                if not number:
+                    raise
+                warnings.warn(f"{error}; going on from that one", stacklevel=2)
+            else:
+                self._last = self.engine.steps
+                return self._last
+        return None
+
+    def _took_its_place(self, directory: Path) -> None:
+        """On the first rank, when a checkpoint is complete."""
+        write_text(self.folder / LATEST, directory.name)
+        if self.keep_last is None:
+            return
+        for checkpoint in complete_in(self.folder)[: -self.keep_last]:
+            kept = self.keep_every is not None and checkpoint.steps % self.keep_every == 0
+            if not kept and checkpoint.folder != directory:
+                remove(checkpoint.folder)

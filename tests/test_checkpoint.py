@@ -1,0 +1,393 @@
+"""Checkpoints: any plan loads what any other saved, bit by bit; complete or not at all; damage is found and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import random
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from passes.layouts import Layout, Shard, local_shape, take_shards
+from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
+from runtime.checkpoint import boxes, folders, saving, storage
+from runtime.checkpoint.boxes import Piece, written_by
+from runtime.program import Program
+from tests.runtime_programs import Net, net_inputs, program_of_net
+from tests.test_runtime_state import on_every_rank, train
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"pp": 2},
+    {"dp": 2},
+    {"tp": 2},
+    {"pp": 2, "dp": 2},
+    {"tp": 4, "num_microbatches": 2},
+    {"pp": 2, "tp": 2, "halves": True},
+    {"pp": 4, "dp": 2, "num_microbatches": 4},
+]
+FAST = [(0, 7), (7, 5), (3, 6), (6, 1), (5, 3), (2, 4)]
+PAIRS = [(a, b) for a in range(len(PLANS)) for b in range(len(PLANS))]
+
+
+def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """This rank's parts of weights and moments, by name and offsets in the whole."""
+    found = {}
+    held = saving.OptimizerState(optimizer, dict(engine.named_parameters()))
+    rank = engine.rank_program
+    for name, tensor in engine.state_dict().items():
+        state, shards = engine.program.states[name], rank.shards(name)
+        parts = boxes.pieces("model.", name, state, shards, tensor)
+        parts += held.pieces(rank, name) if name in held.parameters else []
+        found.update({f"{p.key} {p.shape} {p.offsets}": (p.offsets, p.tensor.detach().clone()) for p in parts})
+    return found  # type: ignore[return-value]
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' parts; replicas must agree."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        for entry, (offsets, tensor) in part.items():
+            key, rest = entry.split(" ", 1)
+            shape = tuple(int(n) for n in rest.split(")")[0].strip("( ").split(",") if n.strip())
+            full = tensors.setdefault(key, torch.full(shape, math.nan, dtype=tensor.dtype))
+            view = full
+            for dim, (at, size) in enumerate(zip(offsets, tensor.shape, strict=True)):
+                view = view.narrow(dim, at, size)
+            assert bool(view.isnan().all()) or torch.equal(view, tensor), f"replicas of {entry} differ"
+            view.copy_(tensor)
+    return tensors
+
+
+def saved_under(plan: dict[str, Any], folder: Path, **options: Any) -> dict[str, Tensor]:
+    model = Net()
+
+    def work(communicator: Any) -> dict[str, Tensor]:
+        engine = Engine(program_of_net(**plan), model, communicator=communicator)
+        optimizer = train(engine)
+        engine.save(folder, optimizer, **options).wait()
+        return whole(engine, optimizer)
+
+    return joined(on_every_rank(program_of_net(**plan), work))
+
+
+def loaded_under(plan: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    def work(communicator: Any) -> dict[str, Tensor]:
+        engine = Engine(program_of_net(**plan), None, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=1.0)
+        engine.load(folder, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        return whole(engine, optimizer)
+
+    return joined(on_every_rank(program_of_net(**plan), work))
+
+
+def bitwise_equal(folder: Path, saved: int, loaded: int) -> None:
+    expected = saved_under(PLANS[saved], folder, wait=bool(saved % 2))
+    got = loaded_under(PLANS[loaded], folder)
+    assert got.keys() == expected.keys()
+    assert {k for k in got if not torch.equal(got[k], expected[k])} == set()
+    assert sum(k.endswith(".exp_avg_sq") for k in got) == len(Net().state_dict())
+
+
+@pytest.mark.parametrize(("saved", "loaded"), FAST)
+def test_state_is_bitwise_the_same_under_another_plan(tmp_path: Path, saved: int, loaded: int):
+    bitwise_equal(tmp_path / "checkpoint", saved, loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_state_is_bitwise_the_same_under_every_other_plan(tmp_path: Path, saved: int, loaded: int):
+    bitwise_equal(tmp_path / "checkpoint", saved, loaded)
+
+
+LAYOUTS = st.sampled_from(["R", "S0", "S1", "S0[8,16]", "S1z", "S0z"])
+
+
+@given(LAYOUTS, LAYOUTS, st.integers(0, 1), st.integers(0, 1))
+def test_boxes_are_what_the_cuts_leave(first: str, second: str, i: int, j: int):
+    tensor = torch.arange(24 * 16).reshape(24, 16)
+    shards = [Shard(Layout.parse(first), 2, i)]
+    if "[" not in second or first in ("R", "S1", "S1z"):
+        shards.append(Shard(Layout.parse(second), 2, j))
+    part = take_shards(tensor, shards)
+    rebuilt = torch.full_like(part, -1)
+    for box in boxes.boxes(tensor.shape, shards):
+        here = tuple(slice(a, a + n) for a, n in zip(box.local, box.sizes, strict=True))
+        there = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+        rebuilt[here] = tensor[there]
+    assert torch.equal(rebuilt, part)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_element_is_written_by_one_rank(plan: dict[str, Any]):
+    program = program_of_net(**plan, tied=True)
+    written: dict[str, int] = {}
+    for number in range(program.world_size):
+        for name in written_by(program.rank(number), program.states):
+            written[name] = written.get(name, 0) + math.prod(_local(program, name))
+    assert written == {name: math.prod(s.shape) for name, s in program.states.items()}
+
+
+def test_replicas_share_the_writing():
+    program = program_of_net(dp=2)
+    sizes = {name: math.prod(state.shape) for name, state in program.states.items()}
+    loads = [sum(sizes[n] for n in written_by(program.rank(r), program.states)) for r in range(2)]
+    assert abs(loads[0] - loads[1]) <= max(sizes.values())
+
+
+def _local(program: Program, name: str) -> tuple[int, ...]:
+    state = program.states[name]
+    return local_shape(Layout.parse(state.layout), state.shape, program.size("tp"))
+
+
+def one_rank(folder: Path, **options: Any) -> tuple[Engine, torch.optim.Optimizer, Checkpoints]:
+    engine = Engine(program_of_net(), Net())
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    return engine, optimizer, Checkpoints(folder, engine, optimizer, **options)
+
+
+def run(engine: Engine, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints, steps: int) -> None:
+    for _ in range(steps):
+        engine.step(net_inputs())
+        optimizer.step()
+        checkpoints.after_step()
+
+
+def test_torch_reads_a_checkpoint_as_its_own(tmp_path: Path):
+    expected = saved_under({"pp": 2, "tp": 2}, tmp_path / "out")
+    content = {k: torch.empty_like(t) for k, t in expected.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it runs on one process
+        dcp.load(content, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(content[k], expected[k]) for k in expected)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is written is the state when it was asked for, whatever training does meanwhile."""
+    trained = threading.Event()
+
+    def late(*arguments: Any) -> storage.Written:
+        assert trained.wait(20)
+        return storage.write_shards(*arguments)
+
+    monkeypatch.setattr(saving, "write_shards", late)
+    engine, optimizer, checkpoints = one_rank(tmp_path)
+    run(engine, optimizer, checkpoints, 2)
+    expected = whole(engine, optimizer)
+    saving_ = engine.save(tmp_path / "out", optimizer, wait=False)
+    run(engine, optimizer, checkpoints, 2)
+    assert not saving_.done
+    trained.set()
+    saving_.wait()
+    engine.load(tmp_path / "out", optimizer)
+    assert engine.steps == 2
+    got = whole(engine, optimizer)
+    assert all(torch.equal(got[k][1], expected[k][1]) for k in expected)
+
+
+class Loader:
+    """Where in its data a training script is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": torch.arange(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path):
+    """Data position, random numbers, schedule and hyperparameters, not weights alone."""
+    loader = Loader()
+    engine, optimizer, _ = one_rank(tmp_path)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    extra = {"data": loader, "schedule": schedule}
+    run(engine, optimizer, Checkpoints(tmp_path, engine, optimizer), 3)
+    schedule.step()
+    loader.position = 7
+    torch.manual_seed(11)
+    random.seed(12)
+    Checkpoints(tmp_path, engine, optimizer, extra=extra).save().wait()
+    drawn = torch.rand(3), random.random()
+
+    engine, optimizer, _ = one_rank(tmp_path)
+    loader = Loader()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    extra = {"data": loader, "schedule": schedule}
+    assert Checkpoints(tmp_path, engine, optimizer, extra=extra).restore() == 3
+    assert (engine.steps, loader.position, schedule.last_epoch) == (3, 7, 1)
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert random.random() == drawn[1]
+
+
+def test_old_checkpoints_go_by_the_rule(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, every=2, keep_last=2, keep_every=8)
+    assert checkpoints.restore() is None
+    run(engine, optimizer, checkpoints, 15)
+    checkpoints.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "step-0000000008",
+        "step-0000000012",
+        "step-0000000014",
+    ]
+    assert (tmp_path / "latest").read_text() == "step-0000000014"
+
+
+def test_rules_that_keep_nothing_are_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="keep_last must be at least 1, got 0"):
+        one_rank(tmp_path, keep_last=0)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (flip, "is damaged: its SHA-256"),
+    (cut, "is damaged: it has"),
+    (lose, "is missing"),
+]
+
+
+@pytest.mark.parametrize(("harm", "told"), DAMAGES)
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "training.pt"])
+def test_damage_is_told_with_the_file_and_the_checkpoint_before(
+    tmp_path: Path, harm: Callable[[Path], None], told: str, file: str
+):
+    plan = {"tp": 2}
+    saved_under(plan, tmp_path / "step-0000000001")
+    saved_under(plan, tmp_path / "step-0000000002")
+    harm(tmp_path / "step-0000000002" / file)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        loaded_under(plan, tmp_path / "step-0000000002")
+    message = str(caught.value)
+    if "could not read it, and says why" not in message:  # of the rank that found it
+        assert told in message
+        assert str(tmp_path / "step-0000000002" / file) in message
+        assert f"load {tmp_path / 'step-0000000001'}" in message
+
+
+def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, every=1)
+    run(engine, optimizer, checkpoints, 3)
+    checkpoints.wait()
+    flip(tmp_path / "step-0000000003" / "__0_0.distcp")
+    (tmp_path / "step-0000000004").mkdir()  # no manifest: never a checkpoint
+    with pytest.warns(UserWarning, match="step-0000000003/__0_0.distcp is damaged"):
+        assert checkpoints.restore() == 2
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path):
+    saved_under({}, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99; this version reads 1"):
+        loaded_under({}, tmp_path / "out")
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    real = storage._HashingStream.write
+
+    def write(self: Any, data: Any) -> int:
+        if self.file.name.endswith(f"__{rank}_0.distcp") and self.nbytes > 2000:
+            error = OSError(errno.ENOSPC, "No space left on device")
+            self.owner.error = error
+            raise error
+        return real(self, data)
+
+    monkeypatch.setattr(storage._HashingStream, "write", write)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int):
+    folder, plan = tmp_path / "out", {"tp": 2}
+    expected = saved_under(plan, folder)
+    with monkeypatch.context() as patch:
+        full_disk(patch, rank)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saved_under({"tp": 2, "num_microbatches": 2}, folder, wait=False)
+    got = loaded_under(plan, folder)
+    assert all(torch.equal(got[k], expected[k]) for k in expected)
+    saved_under(plan, folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"], "nothing is left of the attempt"
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    *_, checkpoints = one_rank(tmp_path)
+    with monkeypatch.context() as patch:
+        full_disk(patch, 0)
+        checkpoints.save()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpoints.save()
+    checkpoints.save().wait()
+    assert checkpoints.restore() == 0
+
+
+def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed between the two renames: what was there comes back."""
+    folder = tmp_path / "out"
+    expected = saved_under({}, folder)
+    target = folders.Target(folder, "")
+    folder.rename(target.old)
+    got = loaded_under({}, folder)
+    assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+def test_chunks_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path):
+    written = storage.write_shards(tmp_path, 0, [Piece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
+    with pytest.raises(ValueError, match="w: 16 elements, 8 were written"):
+        storage.write_metadata(tmp_path, [written])
+
+
+def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path):
+    engine, optimizer, _ = one_rank(tmp_path)
+    engine.save(tmp_path / "out", optimizer)
+    first, *rest = engine.parameters()
+    with pytest.raises(CheckpointError, match="has 1 parameter groups, this one has 2"):
+        engine.load(tmp_path / "out", torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
+
+
+def test_state_that_is_no_plain_data_is_refused(tmp_path: Path):
+    engine, optimizer, _ = one_rank(tmp_path)
+
+    class Odd(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"loader": self}
+
+    with pytest.raises(CheckpointError, match="may hold numbers, strings, tensors"):
+        engine.save(tmp_path / "out", optimizer, extra={"data": Odd()})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_copied_elsewhere_loads(tmp_path: Path):
+    expected = saved_under({"dp": 2}, tmp_path / "out")
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    got = loaded_under({}, tmp_path / "moved")
+    assert all(torch.equal(got[k], expected[k]) for k in expected)

@@ -190,7 +190,7 @@ def slow(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
         ranks = None
         while not end.wait(0.02):
             if ranks is None and len(list(watch.glob("rank-*.times"))) == plan.ranks:
-                ranks = SlowRanks(Board(watch), factor=2.0)
+                ranks = SlowRanks(Board(watch), factor=3.0)
             told.extend(ranks.look() if ranks is not None else ())
 
     watch.mkdir(exist_ok=True)

@@ -75,7 +75,7 @@ def train(plan: str, weights: str, root: str, watch: str, fault: Fault | None, s
     program = program_of(plan)
     communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
     engine = Engine(plan, weights, seed=7, communicator=communicator)
-    with Watch(engine, watch, beat_s=0.1, leave=False):
+    with Watch(engine, watch, beat_s=0.1, slow_factor=None, leave=False):
         return run(engine, Path(root), Path(watch), fault, steps)
 
 

@@ -81,15 +81,22 @@ class Board:
         partial.write_text(json.dumps(content))
         os.replace(partial, self.folder / f"rank-{rank}.{kind}")
 
-    def claim(self, what: str) -> bool:
-        """Whether nobody has claimed ``what`` before: so that one of all ranks does it."""
+    def tell(self, cause: Failure) -> bool:
+        """Note why the run ends, if nobody has: whether it is for this rank to tell the user."""
         try:
-            os.close(os.open(self.folder / what, os.O_CREAT | os.O_EXCL))
+            with (self.folder / "cause").open("x") as file:
+                json.dump(cause.to_data(), file)
         except FileExistsError:
             return False
         except OSError:
             return True
         return True
+
+    def told(self) -> Failure | None:
+        """The cause that a rank has told."""
+        with contextlib.suppress(OSError, ValueError):
+            return Failure.from_data(json.loads((self.folder / "cause").read_text()))
+        return None
 
     def states(self) -> list[RankState]:
         """All ranks that have come, by rank."""

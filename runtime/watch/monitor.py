@@ -28,6 +28,9 @@ class Monitor:
 
     def check(self, died: int | None = None) -> Failure | None:
         """Why the run cannot go on: rank, instruction, graph node. ``None`` while it may, or has not begun."""
+        told = self.board.told()
+        if told is not None:
+            return told
         states = self.states()
         return cause_of(states, self.patience_s, time.monotonic(), died)
 

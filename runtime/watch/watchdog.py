@@ -25,12 +25,14 @@ from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
 from runtime.watch.monitor import Monitor
 from runtime.watch.place import place_of, raised, stack
+from runtime.watch.slow import SlowRank, SlowRanks
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
 FOLDER = "PARTITION_WATCH"  # where the ranks of a run write, where the environment says so
 _SETTLE_S = 2.0
+_SLOW_LOOK_S = 1.0
 _LEAVE_S = 3.0  # for the launcher to end a rank that only lost another one
 
 
@@ -49,6 +51,8 @@ class Watch:
         folder: where ranks write, seen by all of them, in memory if possible; by default one on this host.
         patience_s: for how long nothing may move in any rank.
         beat_s: seconds between signs of life.
+        slow_factor: by how much more work a step must take a rank than its peers for the first rank to say so on the
+            standard error; ``None``: never. Also in :attr:`slow`.
         leave: end the process where the run has failed; otherwise only say why in ``folder``, and pass the error on.
     """
 
@@ -59,6 +63,7 @@ class Watch:
         *,
         patience_s: float = 300.0,
         beat_s: float = 0.25,
+        slow_factor: float | None = 2.0,
         leave: bool = True,
     ) -> None:
         self.engine = engine
@@ -69,13 +74,15 @@ class Watch:
         self.folder = _default_folder() if folder is None else Path(folder)
         self.monitor = Monitor(self.folder, patience_s)
         self.board: Board = self.monitor.board
+        self.slow: list[SlowRank] = []
+        self._slow = SlowRanks(self.board, slow_factor) if slow_factor and self._is_first() else None
         self._end = threading.Event()
         self._leaving = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
         if self.leave:
-            if self.rank == self.engine.communicator.home:
+            if self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run has left
             self.engine.barrier()
         actions = [index for index, _ in self.executor.actions]
@@ -123,9 +130,13 @@ class Watch:
     def _watch(self) -> None:
         """The thread: beats, and looks after a run that does not move."""
         looked = 0.0
+        slow_looked = 0.0
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
             self.recorder.beat()
+            if self._slow is not None and time.monotonic() - slow_looked > _SLOW_LOOK_S:
+                slow_looked = time.monotonic()
+                self._tell_slow(self._slow)
             moment = self._recording.moment()
             idle_s = (time.monotonic_ns() - moment.moved) * 1e-9
             if idle_s < self.beat_s:
@@ -139,6 +150,15 @@ class Watch:
                 looked = time.monotonic()
                 self._judge()
 
+    def _is_first(self) -> bool:
+        return self.rank == self.engine.communicator.home
+
+    def _tell_slow(self, ranks: SlowRanks) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a rank is just starting
+            for found in ranks.look():
+                self.slow.append(found)
+                print(found, file=sys.stderr, flush=True)
+
     def _judge(self) -> None:
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
@@ -150,7 +170,7 @@ class Watch:
         """Tell the cause, once for all ranks, and end the process."""
         with self._leaving:
             cause = failure if not failure.secondary else self.monitor.settle(_SETTLE_S) or failure
-            if self.board.claim("told"):
+            if self.board.tell(cause):
                 if error is not None and cause is failure:
                     traceback.print_exception(error)
                 print(f"first cause: {cause}", file=sys.stderr, flush=True)

@@ -19,7 +19,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
-    "zero": (None, 0),
     "virtual_stages": (None, 1),
     "schedule": (None, "gpipe", "1f1b"),
     "recompute": (None, "none", "full"),

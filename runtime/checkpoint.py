@@ -26,8 +26,9 @@ from runtime.errors import WeightsError
 from runtime.files import write_text
 from runtime.groups import Communicator
 from runtime.parts import by_model_names, stacked
-from runtime.program import Program, RankProgram
-from runtime.state import check_weights, read_shards
+from runtime.pieces import join_pieces, padded_piece
+from runtime.program import Program, RankProgram, shard_shape
+from runtime.state import check_weights, own_piece, read_shards
 from runtime.weights import INDEX, FileWeights
 
 OPTIMIZER_INDEX = "optimizer.safetensors.index.json"
@@ -119,7 +120,7 @@ def load(
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
-                shard.copy_(read_shards(weights, found, rank.shards(name)))
+                shard.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
     files.close()
     training = directory / TRAINING
     content = json.loads(training.read_text()) if training.exists() else {}
@@ -136,8 +137,9 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
     for name in saved_states(rank.program):
         data = rank.program.states[name]
-        if apart:  # takes part where its experts are asked for
-            if rank.stage_index == min(data.stages) and Layout.parse(data.expert_layout).is_shard:
+        if apart:  # takes part where its experts, or its pieces, are asked for
+            held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
+            if rank.stage_index == min(data.stages) and held:
                 _gather(name, shards[name], rank, communicator)
             continue
         tensor = torch.zeros(data.shape, dtype=dtype_of(data.dtype), device=communicator.device)
@@ -182,7 +184,7 @@ def chunks_of(program: Program) -> list[Chunk]:
 def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
     """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
-    if rank.program.size("ep") > 1:  # the parts of experts' weights are on ranks of any dp and tp
+    if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
         if rank.stage_index != chunk.stage:
             return None
         return rank.rank % rank.program.strides["pp"] == chunk.number % rank.program.strides["pp"]
@@ -221,8 +223,13 @@ def _by_model_names(name: str, whole: Tensor, program: Program) -> dict[str, Ten
 
 
 def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """The whole of a shard over ``tp`` and, of experts' weights, over ``ep``."""
-    data = rank.program.states[name.split(_SEPARATOR)[0]]
+    """The whole of a shard over the ranks that share it, over ``tp`` and, of experts' weights, over ``ep``."""
+    state = name.split(_SEPARATOR)[0]
+    data = rank.program.states[state]
+    if shard.dim() and data.zero_axes:
+        shape, sharing = shard_shape(rank.program, state), communicator.group(rank.zero_group(state))
+        piece = padded_piece(shard.detach(), math.prod(shape), sharing.size)
+        shard = join_pieces([sharing.all_gather(piece, 0).wait()], shape)
     for axis, text in (("tp", data.layout), ("ep", data.expert_layout)):
         group, layout = communicator.group(rank.group(axis)), Layout.parse(text)
         if shard.dim() and layout.is_shard and group.size > 1:
@@ -277,6 +284,7 @@ def _load_optimizer(
             source = stacked(rank.program, saved, _SEPARATOR + key) if whole else saved
             full = f"{name if whole else found}{_SEPARATOR}{key}"
             shard = read_shards(source, full, rank.shards(name) if spec[0] else ())
+            shard = own_piece(rank, name, shard) if spec[0] else shard
             state[key] = shard.clone() if not spec[0] else shard.to(parameter.device, copy=True)
         if state:
             optimizer.optimizer.state[parameter] = state

@@ -33,6 +33,7 @@ from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
 from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
+from runtime.sharded import ShardedParameters
 from runtime.state import load_states, parameters_of
 from runtime.weights import FileWeights, Source, weights_of
 
@@ -76,15 +77,18 @@ class Engine:
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        sharded = ShardedParameters(self.rank_program, self._shards, communicator)
+        self._shards |= sharded.pieces
         self._parameters = parameters_of(self.rank_program, self._shards)
         self._gradients = Gradients(self.rank_program, self._shards, communicator)
         self._executor = Executor(
             self.rank_program,
-            self._shards,
+            self._shards | sharded.whole,
             self._gradients,
             communicator,
             library or Library(program, self.device),
             keep_outputs,
+            sharded,
         )
 
     @property
@@ -113,24 +117,32 @@ class Engine:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._executor.run(inputs)
         self.steps += 1
-        for name, sink in self._gradients.sinks.items():
+        for name, gradient in self._gradients.owned.items():
             parameter = self._parameters[name]
-            if parameter.grad is not sink.view:
-                parameter.grad = sink.view
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter once."""
+        """This rank's shards by the model's names; a tied parameter once. See :meth:`parameters`."""
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards, for any optimizer of torch.
+
+        Under tensor and expert parallelism a parameter is cut along its dims; under ZeRO what is left is shared flat,
+        and the parameter is this rank's elements, of shape ``[elements]``, none at all perhaps. What an optimizer
+        computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
+        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
+        and computes something else: use it with plans that shard nothing.
+        """
         yield from self._parameters.values()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero. A step does not need it: it starts anew."""
-        for name, sink in self._gradients.sinks.items():
-            sink.view.zero_()
-            self._parameters[name].grad = sink.view
+        for name, gradient in self._gradients.owned.items():
+            gradient.zero_()
+            self._parameters[name].grad = gradient
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""

@@ -7,6 +7,7 @@ often it is asked for.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -140,6 +141,11 @@ class ProgramFacts:
         """The bytes of one rank's part of a state, or of its gradient."""
         state = self.program.states[name]
         return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
+
+    def piece_bytes(self, name: str) -> int:
+        """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
+        ranks = math.prod(self.program.size(a) for a in self.program.states[name].zero_axes)
+        return -(-self.state_bytes(name) // ranks)
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

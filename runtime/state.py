@@ -13,6 +13,7 @@ from passes.layouts import REPLICATED, Shard, take_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.parts import stacked
+from runtime.pieces import take_piece
 from runtime.program import Program, RankProgram, StateData, shard_shape
 from runtime.weights import Weights
 
@@ -60,15 +61,24 @@ def _differences(program: Program, weights: Weights) -> Iterator[str]:
 
 
 def load_states(rank: RankProgram, weights: Weights | None, device: torch.device) -> dict[str, Tensor]:
-    """The shards of ``rank`` on ``device``, in the program's types. Without ``weights``: small random values, the same
-    on all ranks that hold the same shard.
+    """The shards of ``rank`` on ``device``, in the program's types; its piece of what it shares with others.
+
+    Without ``weights``: small random values, the same on all ranks that hold the same shard.
 
     Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
     """
     if weights is not None:
         check_weights(rank.program, weights)
         weights = stacked(rank.program, weights)
-    return {name: _shard(rank, name, weights, device) for name in rank.states}
+    return {name: own_piece(rank, name, _shard(rank, name, weights, device)) for name in rank.states}
+
+
+def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
+    """What ``rank`` keeps of ``shard``, its part of a state by ``ep`` and ``tp``: all, or its piece, flat."""
+    if not rank.program.states[name].zero_axes:
+        return shard
+    group = rank.zero_group(name)
+    return take_piece(shard, len(group), group.index(rank.rank)).clone()
 
 
 def _shard(rank: RankProgram, name: str, weights: Weights | None, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -89,6 +89,20 @@ class Machine:
         """The slowest group over ``axes``, ``pp`` not among them; ``experts`` are the replicas of an expert."""
         others = tuple(a for a in axes if a != "experts")
         return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
+
+    def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
+        """The slowest group over ``axes`` of ``grid``, any axes whose sizes multiply to the ranks, outermost first."""
+        runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
+        for axis, size in grid.items():
+            if axis != "pp" and size > 1:
+                inside = axis in axes
+                merged = runs.pop()[1] if runs and runs[-1][0] == inside else 1
+                runs.append((inside, merged * size))
+        names = AXES[1:]
+        if len(runs) > len(names):  # apart in more places than a mesh has: the group around them
+            runs = [(True, math.prod(size for _, size in runs))]
+        mesh = {"pp": grid.get("pp", 1), **{name: size for name, (_, size) in zip(names, runs, strict=False)}}
+        return self._over(mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside))
 
     def _plain(self, *axes: str) -> tuple[Group, ...]:
         return self._over(self.mesh, axes)

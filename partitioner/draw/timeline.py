@@ -48,6 +48,8 @@ LOOKS: dict[str, Look] = {
     "SEND_F": Look("exchange", "send", "on_forward", "send", "send"),
     "SEND_B": Look("exchange", "send", "on_forward", "send", "send gradients"),
     "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
+    "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
+    "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 

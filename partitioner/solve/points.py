@@ -19,7 +19,7 @@ class Point:
     """One combination. ``recompute`` is left to the stages unless it is pinned.
 
     ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
-    sharding.
+    sharding, over ``dp_shard`` of the ``dp`` ranks (0: all), each of ``cp``.
     """
 
     pp: int
@@ -32,6 +32,7 @@ class Point:
     etp: int = 0
     zero: int = 0
     virtual_stages: int = 1
+    dp_shard: int = 0
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -301,7 +301,7 @@ class _Roomy:
         self.known: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, point: Point) -> bool:
-        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero
+        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero, point.dp_shard
         if key not in self.known:
             states = sum(cost.total for cost in self.bounds.share_of_states(point).values())
             self.known[key] = states / point.pp <= self.capacity
@@ -315,6 +315,7 @@ def _local(topology: Topology) -> Topology:
 def _pins(constraints: Constraints) -> list[str]:
     """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
     names = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "recompute", "zero")
+    names += ("dp_shard",)
     return [n for n in names if getattr(constraints, n) is not None] + [f"stage_of:{m}" for m in constraints.stage_of]
 
 

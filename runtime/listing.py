@@ -85,7 +85,7 @@ class Instruction(Data):
       waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
       the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.
     * Under ZeRO 2 and 3 a SCATTER takes what was added since the last one, adds it to the shard and makes room; it
-      waits for the SCATTERs before the last.
+      waits for the SCATTER before.
     """
 
     op: Op

@@ -25,7 +25,7 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
     """The 2-norm of all gradients of all ranks; the same on all ranks."""
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]
-    double = any(view.dtype == torch.float64 for view in owned)
+    double = any(view.dtype == torch.float64 for view in gradients.owned.values())  # what this rank counts or not
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
         squares += norm * norm

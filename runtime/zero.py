@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from runtime.pieces import Piece
 from runtime.program import Bucket, Instruction, Program, Stage, shard_shape
 
-SCATTERING = 2  # SCATTERs that are under way at a time: each takes memory
+SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:

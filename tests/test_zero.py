@@ -1,0 +1,160 @@
+"""State sharding (ZeRO): programs that train as one process does, and what they hold and say meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.verify import relative_error
+from runtime.engine import Engine
+from runtime.precision import with_precision
+from runtime.program import Program
+from runtime.weights import FileWeights
+from tests.experts_zoo import plain, plain_inputs
+from tests.test_runtime_state import on_every_rank
+
+VOCAB, WIDTH, STEPS = 24, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class TiedModel(nn.Module):
+    """Embedding and head are one parameter; one block is frozen, and a scale has no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tied_model() -> nn.Module:
+    torch.manual_seed(0)
+    return TiedModel()
+
+
+def tied_inputs(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {n: torch.randint(VOCAB, (8, 4), generator=generator) for n in ("tokens", "target")}
+
+
+def expert_inputs(step: int = 0) -> dict[str, Tensor]:
+    return {n: x + 0.01 * step for n, x in plain_inputs().items()}
+
+
+MODELS: dict[str, tuple[Any, Any]] = {"tied": (tied_model, tied_inputs), "experts": (plain, expert_inputs)}
+MESHES: dict[str, tuple[str, dict[str, int]]] = {
+    "dp4": ("tied", dict(dp=4, tp=1, pp=1)),
+    "dp2 tp2": ("tied", dict(dp=2, tp=2, pp=1)),
+    "dp2 pp2": ("tied", dict(dp=2, tp=1, pp=2)),
+    "dp2 ep2": ("experts", dict(dp=2, ep=2, tp=1, pp=1)),
+    "dp4 ep2": ("experts", dict(dp=4, ep=2, tp=1, pp=1, microbatch_size=1)),
+}
+SHARDINGS: dict[str, dict[str, int]] = {
+    "zero0": dict(zero=0),
+    "zero1": dict(zero=1),
+    "zero2": dict(zero=2),
+    "zero3": dict(zero=3),
+    "hybrid2": dict(zero=2, dp_shard=2),
+    "hybrid3": dict(zero=3, dp_shard=2),
+}
+
+
+@cache
+def planned(mesh: str, sharding: str, recompute: str = "none", microbatch_size: int = 2) -> Plan:
+    name, axes = MESHES[mesh]
+    model, inputs = MODELS[name]
+    pinned = dict(microbatch_size=microbatch_size) | axes | SHARDINGS[sharding]
+    ranks = axes["dp"] * axes["tp"] * axes["pp"]
+    return partition(model(), Topology.local(ranks), inputs(), constraints=Constraints(**pinned, recompute=recompute))
+
+
+@cache
+def trained_alone(name: str) -> dict[str, Tensor]:
+    """Parameters and states of AdamW after the steps, in float64, by one process."""
+    model, inputs = MODELS[name][0]().double(), MODELS[name][1]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(**{n: x.double() if x.is_floating_point() else x for n, x in inputs(step).items()}).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    held = {n: p.detach() for n, p in model.named_parameters()}
+    for n, p in model.named_parameters():
+        held |= {f"{n}::{key}": value for key, value in optimizer.state.get(p, {}).items()}
+    return held
+
+
+def train(program: Program, name: str, folder: Path, first: int = 0, last: int = STEPS, load: bool = False) -> None:
+    """Steps ``first`` to ``last`` on threads, from the model or from what ``folder`` has; ends with a checkpoint."""
+    model, inputs = MODELS[name]
+    weights, program = model().double(), with_precision(program, "fp64")
+
+    def work(communicator: Any) -> None:
+        engine = Engine(program, None if load else weights, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        if load:
+            engine.load(folder, optimizer)
+        for step in range(first, last):
+            engine.step({n: x.double() if x.is_floating_point() else x for n, x in inputs(step).items()})
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+        engine.save(folder, optimizer)
+
+    on_every_rank(program, work)
+
+
+def errors(folder: Path, name: str) -> dict[str, float]:
+    """How far a checkpoint is from what one process trains, by name."""
+    files = [FileWeights(folder), FileWeights(folder, "optimizer.safetensors.index.json")]
+    found = {n: f._handle(n).get_tensor(n) for f in files for n in f.names()}
+    return {n: relative_error(found.get(n), value) for n, value in trained_alone(name).items()}
+
+
+def matrix() -> list[Any]:
+    """All of it is slow; every sharding and every mesh once or twice is not."""
+    quick = {
+        ("dp4", "hybrid3", "none"), ("dp4", "zero1", "full"), ("dp2 tp2", "zero3", "full"), ("dp2 tp2", "zero2", "none"),
+        ("dp2 pp2", "zero3", "none"), ("dp2 pp2", "zero1", "none"), ("dp2 pp2", "zero2", "full"), ("dp2 ep2", "zero3", "none"),
+        ("dp4 ep2", "hybrid2", "none"), ("dp4 ep2", "zero3", "full"),
+    }  # fmt: skip
+    cases = itertools.product(MESHES, SHARDINGS, ("none", "full"))
+    wanted = [c for c in cases if not c[1].startswith("hybrid") or MESHES[c[0]][1]["dp"] > 2]
+    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in wanted]
+
+
+@pytest.mark.parametrize(("mesh", "sharding", "recompute"), matrix())
+def test_five_steps_are_those_of_one_process(mesh: str, sharding: str, recompute: str, tmp_path: Path):
+    name = MESHES[mesh][0]
+    plan = planned(mesh, sharding, recompute)
+    assert plan.planned_only == ()
+    assert plan.program.zero == SHARDINGS[sharding]["zero"]
+    train(plan.program, name, tmp_path / "out")
+    found = errors(tmp_path / "out", name)
+    assert max(found.values()) < 1e-9, {n: e for n, e in found.items() if e > 1e-9}

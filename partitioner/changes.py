@@ -315,8 +315,9 @@ def _local(topology: Topology) -> Topology:
 def _pins(constraints: Constraints) -> list[str]:
     """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
     names = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "recompute", "zero")
-    names += ("dp_shard",)
-    return [n for n in names if getattr(constraints, n) is not None] + [f"stage_of:{m}" for m in constraints.stage_of]
+    return [n for n in (*names, "dp_shard") if getattr(constraints, n) is not None] + [
+        f"stage_of:{m}" for m in constraints.stage_of
+    ]
 
 
 def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:

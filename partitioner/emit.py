@@ -81,7 +81,7 @@ def emit(
     etp: int = 0,
     recompute: Collection[int] = (),
     bucket_bytes: int | None = None,
-    zero: int = 0,
+    zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
 ) -> Program:
     """The program of all ranks.

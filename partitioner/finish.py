@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 from partitioner.constraints import Constraints
 from partitioner.emit import emit
 from partitioner.evaluate import Job, Solved
@@ -42,7 +44,7 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         layouts=layouts_of(local, job.batch),
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
-        zero=point.zero,
+        zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
     )
     prove(program)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """One rank's elements ``[start, start + size)`` of ``numel``; with its padding a piece has ``length``."""
 
     numel: int

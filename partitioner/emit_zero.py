@@ -55,7 +55,10 @@ def with_sharding(
         return [*instructions]
     needs = bucket_needs(calls, buckets)
     reduced = list(_with_reduces(instructions, rest))
-    return _gathered_by_call(reduced, needs, runs) if zero == 3 else _gathered_once(reduced, needs)
+    prologue = [p for p, call in enumerate(calls) if call.prologue]
+    if zero == 3:
+        return _gathered_by_call(reduced, needs, runs, prologue)
+    return _gathered_once(reduced, needs, prologue)
 
 
 def _read(instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]) -> frozenset[int]:
@@ -63,8 +66,9 @@ def _read(instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: S
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
 
 
-def _gathered_by_call(instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool]) -> list[Instruction]:
-    prologue = range(len(needs))
+def _gathered_by_call(
+    instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
+) -> list[Instruction]:
     places, reads = [], []
     for index, i in enumerate(instructions):
         if i.op in _COMPUTING:
@@ -90,13 +94,13 @@ def _gathered_by_call(instructions: Sequence[Instruction], needs: Needs, runs: S
     return result
 
 
-def _gathered_once(instructions: Sequence[Instruction], needs: Needs) -> list[Instruction]:
+def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
     """The first computations are cut where they read what was not read before, so that they need not wait for all."""
     known: dict[int, None] = {}
     result: list[Instruction] = []
     for instruction in instructions:
         if instruction.op == "TOTAL_F":
-            known |= dict.fromkeys(n for needed in needs for n in sorted(needed))
+            known |= dict.fromkeys(n for position in prologue for n in sorted(needs[position]))
         if instruction.op != "F" or instruction.calls is None:
             result.append(instruction)
             continue

@@ -206,9 +206,9 @@ class Machine:
 
     @property
     def _scattered_bytes(self) -> float:
-        """Of gradients on their way to their shards under ZeRO 2: a bucket that fills, its copy, the one before."""
+        """Of gradients on their way to their shards under ZeRO 2: a bucket that fills, and one that is sent."""
         each = self.trained_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
-        return 3 * min(float(bucket_limit(self.replicas)), each)
+        return 2 * min(float(bucket_limit(self.replicas)), each)
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ class Point:
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens."""
+    sample's tokens; ``sharded``: state sharding is searched, too."""
 
     topology: Topology
     global_batch: int
@@ -102,6 +102,7 @@ class Space:
     train: bool = True
     experts: int = 0
     length: int = 0
+    sharded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -215,7 +216,8 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
     if pinned.zero is not None:
         stages = [pinned.zero]
     else:
-        stages = [0, 1, 2, 3] if pinned.ahead and space.train and dp * cp > 1 else [0]
+        searched = pinned.ahead or space.sharded
+        stages = [0, 1, 2, 3] if searched and space.train and dp * cp > 1 else [0]
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
     return [(stage, part or 0 if stage else 0) for stage in stages]
 

@@ -53,4 +53,4 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The tensor of ``shape`` of which ``pieces`` are all the pieces, in order, with or without their padding."""
-    return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(*shape)
+    return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))

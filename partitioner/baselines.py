@@ -19,7 +19,7 @@ from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _MOST_TRIED = 12  # points of one layout
-_MESH_PINS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero")
+_MESH_PINS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def _why(point: Point, candidates: Sequence[Point]) -> str:
     """Why a point is no candidate of the search."""
     if point in candidates:
         return ""
-    return "excluded by the constraints" if not point.zero else "planned, not executed by this version"
+    return "excluded by the constraints" if not point.zero else "only searched where it is asked for"
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:
     own = candidate(point)
-    keys = ("mesh", "microbatch_size", "schedule", "zero", "virtual_stages", "etp")
+    keys = ("mesh", "microbatch_size", "schedule", "zero", "dp_shard", "virtual_stages", "etp")
     return next((r for r in rows if all(getattr(r, k) == getattr(own, k) for k in keys)), None)

@@ -31,7 +31,7 @@ from passes.errors import PartitionError
 
 # What it takes to give up a constraint; a change of size costs half of its logarithm more.
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
-_PLACE, _ROOM, _AHEAD = 0.4, 3.0, 20.0  # a stage_of entry put right, other devices, what is not executed yet
+_PLACE, _ROOM = 0.4, 3.0  # a stage_of entry put right, other devices
 _MOST_CHANGES, _MOST_SOLVED, _MOST_TRIED = 3, 24, 4000
 _FEW_PINS, _MOST_DEVICES = 7, 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -155,22 +155,7 @@ class _Search:
         yield from self._places(base)
         if not self.short_of_memory:
             yield from self._batches(base)
-        rooms = list(self._rooms(base))
-        yield from rooms
-        job = asked.prepare(asked.topology, Constraints(), asked.global_batch)
-        if self.short_of_memory and asked.constraints.zero is None and job.train:
-            for zero in (1, 2, 3):
-                yield self._sharded(base, zero)
-            yield from (self._sharded(room, 3) for room in rooms)
-
-    def _sharded(self, base: _Variant, zero: int) -> _Variant:
-        return replace(
-            base,
-            cost=base.cost + _AHEAD + zero,
-            kinds=base.kinds | {"zero"},
-            texts=(*base.texts, f"zero={zero}"),
-            constraints=base.constraints.model_copy(update={"zero": zero}),
-        )
+        yield from self._rooms(base)
 
     def _places(self, base: _Variant) -> Iterator[_Variant]:
         """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
@@ -239,7 +224,7 @@ class _Search:
         try:
             job = self._job(variant, pins)
             bounds = self._bound(job)
-            choices = points(space_of(job, bounds))
+            choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
         except PartitionError:
             return []
         changed = [p for p in choices if all(_differs(variant.constraints, pin, p) for pin in pins)]
@@ -268,7 +253,7 @@ class _Search:
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             bounds = self._bound(job)
-            choices = points(space_of(job, bounds))
+            choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
         except PartitionError:
             return False
         for point in filter(_Roomy(bounds, max(d.usable for d in job.topology.devices)), choices):
@@ -301,7 +286,7 @@ class _Roomy:
         self.known: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, point: Point) -> bool:
-        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero
+        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero, point.dp_shard
         if key not in self.known:
             states = sum(cost.total for cost in self.bounds.share_of_states(point).values())
             self.known[key] = states / point.pp <= self.capacity
@@ -315,7 +300,9 @@ def _local(topology: Topology) -> Topology:
 def _pins(constraints: Constraints) -> list[str]:
     """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
     names = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "recompute", "zero")
-    return [n for n in names if getattr(constraints, n) is not None] + [f"stage_of:{m}" for m in constraints.stage_of]
+    return [n for n in (*names, "dp_shard") if getattr(constraints, n) is not None] + [
+        f"stage_of:{m}" for m in constraints.stage_of
+    ]
 
 
 def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:

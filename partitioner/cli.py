@@ -84,7 +84,10 @@ def plan(
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.", show_default=False)] = None,
     etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
     zero: Annotated[
-        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3. Planned only.", show_default=False)
+        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3.", show_default=False)
+    ] = None,
+    dp_shard: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks that share states; else all.", show_default=False)
     ] = None,
     schedule: Annotated[
         str | None,
@@ -132,7 +135,8 @@ def plan(
     from partitioner import Constraints, Topology, partition
 
     given = {
-        "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "microbatch_size": microbatch,
+        "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "dp_shard": dp_shard,
+        "microbatch_size": microbatch,
         "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
         "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip

@@ -19,7 +19,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
-    "zero": (None, 0),
     "virtual_stages": (None, 1),
     "schedule": (None, "gpipe", "1f1b"),
     "recompute": (None, "none", "full"),
@@ -38,8 +37,9 @@ class Constraints(BaseModel):
     ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads (``None``: as is
     cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded
     where that is
-    cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``. ``ep`` ranks of dp x cp x tp share the
-    experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores only.
+    cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``; ``dp_shard``: over so many of the
+    ``dp`` ranks, neighbours, of which there are then replicas (``None``: over all). ``ep`` ranks of dp x cp x tp share
+    the experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores.
     ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation. ``overlap_tensor``:
     whether gathers and scatters over ``tp`` run in pieces behind the products beside them. ``regather``: whether values
     that are gathered over ``tp`` are kept sharded and gathered again in backward. ``gather``: whether sharded states
@@ -62,6 +62,7 @@ class Constraints(BaseModel):
     virtual_stages: PositiveInt | None = None
     recompute: Recompute | None = None
     zero: int | None = Field(default=None, ge=0, le=3)
+    dp_shard: PositiveInt | None = None
     context: Literal["all_gather", "ring", "ulysses"] | None = None
     sequence_parallel: bool | None = None
     overlap: bool | None = None

@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit_buckets import Gradient, bucket_limit, plan_buckets
+from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
+from partitioner.emit_zero import zero_axes
 from partitioner.schedules import SCHEDULES, schedule_orders
 from partitioner.steady import parts_of, steady
 from passes.blocks import FoldedModel, TensorSpec
@@ -32,8 +33,7 @@ from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
 from runtime.program import (
-    AXES,
-    EXPERT_AXES,
+    ALL_AXES,
     MESH_AXES,
     BlockGraph,
     Bucket,
@@ -45,6 +45,7 @@ from runtime.program import (
     StateData,
     Value,
     expert_mesh,
+    hybrid_mesh,
     weights_fingerprint,
 )
 
@@ -81,6 +82,8 @@ def emit(
     etp: int = 0,
     recompute: Collection[int] = (),
     bucket_bytes: int | None = None,
+    zero: Literal[0, 1, 2, 3] = 0,
+    dp_shard: int = 0,
 ) -> Program:
     """The program of all ranks.
 
@@ -88,13 +91,14 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``recompute``: indices of calls whose
     insides are computed again in backward rather than kept. ``bucket_bytes``: of gradients that are reduced together.
+    ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
     layouts = layouts or Layouts()
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
-    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp)}
-    _check_mesh(mesh, objective, model)
+    _check_mesh(mesh, objective, model, dp_shard)
+    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp), **hybrid_mesh(sizes, etp, dp_shard)}
     num_stages = sizes["pp"]
     train = objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
@@ -102,8 +106,19 @@ def emit(
     flow = gradient_flow(model.calls, paths, trainable, model.loss)
     routes = make_routes(model, stage_of_call, num_stages, SCHEDULES[schedule].chunks, flow)
 
-    states = _states(model, routes, layouts, sizes_of_axes)
     with_gradient = {s for added in flow.states for s in added}
+
+    def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes whose ranks share a state; what has one element is not worth it."""
+        state = model.states[name]
+        if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
+            return ()
+        found = zero_axes(
+            axes, name in with_gradient, zero=zero, expert=name in layouts.experts, hybrid=0 < dp_shard < sizes["dp"]
+        )
+        return _split(found, sizes_of_axes)
+
+    states = _states(model, routes, layouts, sizes_of_axes, shared)
     tied: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
@@ -120,9 +135,11 @@ def emit(
         result = []
         for s, here in enumerate(routes.stages):
             gradients = [
-                _gradient(n, d, sizes_of_axes) for n, d in states.items() if n in with_gradient and s in d.stages
+                _gradient(n, d, n in with_gradient, sizes_of_axes, _readers(calls[s], n) if zero == 3 else ())
+                for n, d in states.items()
+                if (n in with_gradient or d.zero_axes) and s in d.stages
             ]
-            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit) if train else []
+            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit, zero)
             job = StageJob(
                 stage=s,
                 num_stages=num_stages,
@@ -135,6 +152,8 @@ def emit(
                 buckets=buckets,
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 total_axes=_split(("dp",), sizes),
+                zero=zero,
+                rest=frozenset(k for k, b in enumerate(buckets) if b.sharded and _rest(states, b, sizes_of_axes)),
             )
             reduced = tuple(Bucket(states=b.states, axes=b.axes) for b in buckets)
             result.append((reduced, stage_instructions(job)))
@@ -182,6 +201,8 @@ def emit(
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         tree=model.tree,
         etp=etp,
+        zero=zero if any(state.zero_axes for state in states.values()) else 0,
+        dp_shard=dp_shard if zero else 0,
     )
 
 
@@ -202,17 +223,19 @@ def _grown(lists: Callable[[int], Lists], schedule: str, num_stages: int, num_mi
     return result
 
 
-def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel) -> None:
+def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
+    if dp_shard and mesh.get("dp", 1) % dp_shard:
+        raise EmitError(f"states shared by {dp_shard} of dp={mesh.get('dp', 1)} ranks; expected a divisor")
     if objective == "train" and model.loss is None:
         raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
 
 
 def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Those of ``axes`` that have more than one rank, in the mesh's order."""
-    return tuple(a for a in (*AXES, *EXPERT_AXES) if a in axes and sizes[a] > 1)
+    return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
 def _call(model: FoldedModel, index: int) -> CallData:
@@ -222,7 +245,13 @@ def _call(model: FoldedModel, index: int) -> CallData:
     )
 
 
-def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping[str, int]) -> dict[str, StateData]:
+def _states(
+    model: FoldedModel,
+    routes: Routes,
+    layouts: Layouts,
+    sizes: Mapping[str, int],
+    shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
+) -> dict[str, StateData]:
     """The states and the stages that read them; what no call reads is kept on stage 0, but for constants."""
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
@@ -239,6 +268,7 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
         by_expert = layouts.experts.get(name, REPLICATED)
         if not divides(by_expert, state.spec.shape, sizes["ep"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
+        grad_axes = _split(layouts.grad_axes.get(name, ()), sizes)
         result[name] = StateData(
             shape=state.spec.shape,
             dtype=dtype_name(state.spec.dtype),
@@ -249,18 +279,38 @@ def _states(model: FoldedModel, routes: Routes, layouts: Layouts, sizes: Mapping
             layout=str(layout),
             expert_layout=str(by_expert),
             stages=tuple(sorted(read[name] or {0})),
-            grad_axes=_split(layouts.grad_axes.get(name, ()), sizes),
+            grad_axes=grad_axes,
+            zero_axes=shared(name, grad_axes) if read[name] else (),
         )
     return result
 
 
-def _gradient(name: str, state: StateData, sizes: Mapping[str, int]) -> Gradient:
+def _gradient(
+    name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
+) -> Gradient:
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
     return Gradient(
-        name, state.dtype, TensorSpec(shape, accumulated_in(dtype_of(state.dtype))).nbytes, state.grad_axes, tied
+        name,
+        state.dtype,
+        TensorSpec(shape, accumulated_in(dtype_of(state.dtype))).nbytes,
+        state.grad_axes if trained else (),
+        tied if trained else (),
+        state.zero_axes,
+        readers if state.zero_axes else (),
     )
+
+
+def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
+    return tuple(position for position, call in enumerate(calls) if state in call.states)
+
+
+def _rest(states: Mapping[str, StateData], bucket: PlannedBucket, sizes: Mapping[str, int]) -> bool:
+    """Whether the pieces of a sharded bucket's gradients are to be added up over further axes."""
+    shared = states[bucket.states[0]].zero_axes
+    replicas = {"dp": "dp_replicate", "edp": "edp_replicate"}
+    return any(sizes[replicas[a] if f"{a}_shard" in shared else a] > 1 for a in bucket.axes if a not in shared)
 
 
 def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from partitioner.emit_routes import StageCalls
 from partitioner.schedules import Order
@@ -31,16 +31,28 @@ class Gradient:
     nbytes: int
     axes: tuple[str, ...]  # those with more than one rank over which it is to be added up
     tied: tuple[int, ...]  # the stages that share it, where they are several
+    sharded: tuple[str, ...] = ()  # the axes that share the state
+    readers: tuple[int, ...] = ()  # under ZeRO 3 the positions of the stage's calls that read it
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
     """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
-    ``None`` where it has to wait for SYNC."""
+    ``None`` where it has to wait for SYNC, or is of parameters without gradients. ``each``: under ZeRO 2 and 3, for
+    each chunk the position of the call after which a microbatch has added all to it that it adds.
+    """
 
     states: tuple[str, ...]
     axes: tuple[str, ...]
     ready: tuple[int, int] | None
+    sharded: bool = False
+    each: Mapping[int, int] = field(default_factory=dict)
+
+    def done_by(self, index: int, chunk: int) -> int | None:
+        """The position of the call of ``chunk`` whose backward, the order's action ``index``, it is to follow."""
+        if self.each:
+            return self.each.get(chunk)
+        return self.ready[1] if self.ready is not None and self.ready[0] == index else None
 
 
 def plan_buckets(
@@ -49,11 +61,12 @@ def plan_buckets(
     gradients: Sequence[Gradient],
     adds: Mapping[str, Sequence[int]],
     limit: Callable[[tuple[str, ...]], int],
+    zero: int = 0,
 ) -> list[PlannedBucket]:
     """Buckets of ``gradients``, in the order in which they are to be reduced.
 
     ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
-    bytes that fill a bucket over these axes.
+    bytes that fill a bucket over these axes. ``zero``: under 3 a bucket is of what the same calls read, without limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -68,12 +81,25 @@ def plan_buckets(
     def close(key: object) -> None:
         content = filling.pop(key)
         action, position = done(content[-1])
-        ready = None if content[0].tied else (action, -position)
-        buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready))
+        sharded = bool(content[0].sharded)
+        ready = None if (content[0].tied and not sharded) or not content[0].axes else (action, -position)
+        each: dict[int, int] = {}
+        if sharded and zero >= 2:
+            for i in (i for g in content for i in adds.get(g.state, ())):
+                chunk = stage.chunk_of(i)
+                each[chunk] = min(i, each.get(chunk, i))
+        buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
-    for gradient in sorted((g for g in gradients if g.axes), key=done):
-        key = gradient.axes, gradient.dtype, gradient.tied
+    def together(gradient: Gradient) -> object:
+        """What may be in one bucket: under ZeRO 2 and 3 what the same chunks add to."""
+        chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
+        return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
+
+    for gradient in sorted((g for g in gradients if g.axes or g.sharded), key=done):
+        key = together(gradient)
         filling.setdefault(key, []).append(gradient)
+        if gradient.sharded and zero == 3:
+            continue
         if sum(g.nbytes for g in filling[key]) >= limit(gradient.axes):
             close(key)
     for rest in list(filling):

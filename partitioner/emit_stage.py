@@ -8,8 +8,9 @@ from typing import Any
 
 from partitioner.emit_buckets import PlannedBucket
 from partitioner.emit_routes import Routes
+from partitioner.emit_zero import with_sharding
 from partitioner.schedules import Action, Order
-from runtime.program import CallData, Instruction
+from runtime.program import CallData, Instruction, Op
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class StageJob:
     buckets: Sequence[PlannedBucket]
     syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
     total_axes: tuple[str, ...]
+    zero: int = 0
+    rest: frozenset[int] = frozenset()  # sharded buckets whose pieces are to be added up over further axes
+
+    @property
+    def by_call(self) -> bool:
+        """Whether each call is run by itself, since its parameters are gathered for it."""
+        return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
@@ -48,6 +56,8 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
             instructions += _backward(job, action, index)
     if job.train:
         instructions += _finish(job)
+    sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
+    instructions = with_sharding(instructions, job.calls, job.flow.runs, sharded, job.rest, job.zero)
     return insert_frees(instructions, job.calls, job.flow)
 
 
@@ -73,7 +83,7 @@ def _forward(job: StageJob, action: Action) -> Iterator[Instruction]:
         yield Instruction(op="RECV_F", values=job.routes.arriving[virtual], peer=(virtual - 1) % job.num_stages, **at)
     start, end = here.forward_range(action.chunk)
     # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
-    steps = [(start, end)] if job.train else [(i, i + 1) for i in range(start, end)]
+    steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
     for span in steps:
         if span[0] < span[1]:
             yield Instruction(op="F", calls=span, **at)
@@ -95,9 +105,11 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
     reduced: dict[int, list[int]] = {}
     if action.kind != "I":
         for number, bucket in enumerate(job.buckets):
-            if bucket.ready is not None and bucket.ready[0] == index:
-                reduced.setdefault(bucket.ready[1], []).append(number)
-    for span in _pieces(start, end, reduced, job.flow.runs):
+            position = bucket.done_by(index, action.chunk)
+            if position is not None:
+                reduced.setdefault(position, []).append(number)
+    cuts = range(start + 1, end) if job.by_call else reduced
+    for span in _pieces(start, end, cuts, job.flow.runs):
         if any(job.flow.runs[span[0] : span[1]]):
             yield Instruction(op=action.kind, calls=span, **at)
         # what others wait for goes out before what only has to be done by the end
@@ -106,7 +118,8 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
             yield Instruction(op="SEND_B", values=values, peer=(virtual - 1) % job.num_stages, **at)
         for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
             for number in reduced[position]:
-                yield Instruction(op="REDUCE", stage=job.stage, bucket=number)
+                op: Op = "SCATTER" if job.buckets[number].sharded else "REDUCE"
+                yield Instruction(op=op, stage=job.stage, bucket=number)
 
 
 def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -122,7 +135,7 @@ def _finish(job: StageJob) -> Iterator[Instruction]:
     for states in job.syncs:
         yield Instruction(op="SYNC", stage=job.stage, states=states)
     for number, bucket in enumerate(job.buckets):
-        if bucket.ready is None:
+        if bucket.ready is None and bucket.axes:
             yield Instruction(op="REDUCE", stage=job.stage, bucket=number)
     yield Instruction(op="STEP", stage=job.stage)
 

@@ -60,6 +60,8 @@ class Job:
             ep=point.ep,
             etp=point.etp,
             zero=point.zero,
+            dp_shard=point.dp_shard,
+            trained_bytes=self.trained_bytes,
             overlap=self.constraints.overlap is not False,
             software=Software(
                 overlap_tensor=bool(self.constraints.overlap_tensor),
@@ -68,6 +70,11 @@ class Job:
             ),
             num_experts=self.num_experts,
         )
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Of all parameters that take a gradient."""
+        return sum(s.spec.nbytes for s in self.model.states.values() if s.requires_grad)
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -218,7 +225,7 @@ class Evaluator:
         if not self.placements.complete(point.grid):
             return None
         whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
-        key = *point.grid.values(), point.ep, point.etp, point.zero, size, whole
+        key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         if key not in self._floors:
             self._floors[key] = self._floor(point, size, whole)
         found, share = self._floors[key], point.microbatch_size / size
@@ -267,7 +274,7 @@ class Evaluator:
 
     def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """What states cost a rank, which does not depend on where it is."""
-        held = point.dp > 1, point.kind, point.zero and (point.zero, point.replicas, point.expert_replicas), key
+        held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
         if held not in self._held:
             job = self.job
             machine = job.dressed(Machine(job.topology, point.grid), point)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.draw.figures import AXIS_NAMES, candidate_text, capacities
+from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_tables import (
     bars,
@@ -259,8 +259,10 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
-            size = f"{bytes_text(moved.num_bytes)} of gradients over {moved.axis} in {plural(moved.count, 'bucket')}"
-            reductions.setdefault(f"all-reduce of {size}, once per step", []).append(stage.index)
+            what = "parameters" if moved.op == "all_gather" else "gradients"
+            size = f"{bytes_text(moved.num_bytes)} of {what} over {moved.axis} in {plural(moved.count, 'bucket')}"
+            name = COLLECTIVE_NAMES.get(moved.op, moved.op)
+            reductions.setdefault(f"{name} of {size}, once per step", []).append(stage.index)
     for text, stages in reductions.items():
         yield _line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
     for tie in whole.ties:

@@ -9,6 +9,7 @@ from partitioner.baselines import compared, standards, unpinned
 from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
+from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Job, Solved
 from partitioner.floors import Floors
 from partitioner.plan import Certificate, ContextWay
@@ -38,6 +39,8 @@ def explore(
 ) -> tuple[Solved, Certificate]:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
 
+    Where none fits in memory and state sharding was neither fixed nor searched, it is.
+
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
     """
@@ -47,6 +50,22 @@ def explore(
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     space = space_of(job, bounds)
+    try:
+        return _explore(job, evaluator, bounds, space, progress, compare)
+    except CapacityError:
+        if not job.train or pinned.zero is not None or pinned.ahead:
+            raise
+    return _explore(job, evaluator, bounds, replace(space, sharded=True), progress, compare)
+
+
+def _explore(
+    job: Job,
+    evaluator: Evaluator,
+    bounds: ModelBounds,
+    space: Space,
+    progress: Callable[[Progress], None] | None,
+    compare: bool,
+) -> tuple[Solved, Certificate]:
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 from partitioner.constraints import Constraints
 from partitioner.emit import emit
 from partitioner.evaluate import Job, Solved
@@ -17,7 +19,6 @@ def planned_only(point: Point, constraints: Constraints, precision: str, selecti
     chosen = Constraints(
         ep=point.ep,
         etp=None if shares_experts else point.etp,
-        zero=point.zero,
         virtual_stages=point.virtual_stages,
         schedule=point.schedule,
         recompute="selective" if selective else constraints.recompute,
@@ -43,6 +44,8 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         layouts=layouts_of(local, job.batch),
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
+        zero=cast(Literal[0, 1, 2, 3], point.zero),
+        dp_shard=point.dp_shard,
     )
     prove(program)
     return program

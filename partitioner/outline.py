@@ -17,7 +17,8 @@ import torch
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
 from partitioner.units import bytes_text
-from runtime.program import Instruction, Program, Stage, shard_shape
+from runtime.program import Bucket, Instruction, Program, Stage, shard_shape
+from runtime.zero import rest_axes, zero_axes
 
 Direction = Literal["forward", "backward"]
 
@@ -114,7 +115,7 @@ class StageOutline:
     num_calls: int
     num_parameters: int
     parameter_bytes: int
-    reductions: tuple[Moved, ...]
+    reductions: tuple[Moved, ...]  # of gradients and parameters, in one step
     loads: tuple[str, ...]
 
 
@@ -128,6 +129,24 @@ class Outline:
 
     def group(self, place: tuple[int, int]) -> CallGroup:
         return self.stages[place[0]].groups[place[1]]
+
+
+_SHARED_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
+
+
+def _exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str], int]:
+    """What a GATHER, SCATTER or REDUCE of a bucket is, over which axes, and its bytes on a rank."""
+    shared = zero_axes(program, bucket.states)
+    num_bytes = sum(state_bytes(program, s) for s in bucket.states)
+    axes = [a for a in bucket.axes if program.size(a) > 1]
+    if shared and op == "REDUCE":
+        axes, num_bytes = [*rest_axes(program, bucket)], num_bytes // math.prod(program.size(a) for a in shared)
+    return (_SHARED_OPS[op], "×".join(axes if op == "REDUCE" else shared)), num_bytes
+
+
+def _kept_by(program: Program, state: str) -> int:
+    """The ranks that keep a parameter together."""
+    return math.prod(program.size(a) for a in program.states[state].zero_axes) if program.zero == 3 else 1
 
 
 def outline(program: Program) -> Outline:
@@ -231,13 +250,11 @@ class _Outliner:
         held = {n: s for n, s in program.states.items() if index in s.stages and s.kind == "parameter"}
         reductions = Counter[tuple[str, str]]()
         counts = Counter[tuple[str, str]]()
-        for bucket in stage.buckets:
-            axes = [a for a in bucket.axes if program.size(a) > 1]
-            if not axes:
-                continue
-            key = ("all_reduce", "×".join(axes))
-            reductions[key] += sum(state_bytes(program, s) for s in bucket.states)
-            counts[key] += 1
+        for i in stage.instructions:
+            if i.op in _SHARED_OPS and i.bucket is not None:
+                key, num_bytes = _exchanged(program, stage.buckets[i.bucket], i.op)
+                reductions[key] += num_bytes
+                counts[key] += 1
         loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
         inputs = {i.value: i.path for i in program.inputs}
         return StageOutline(
@@ -246,7 +263,7 @@ class _Outliner:
             groups=self.groups(index),
             num_calls=len(stage.calls),
             num_parameters=sum(math.prod(s.shape) for s in held.values()),
-            parameter_bytes=sum(state_bytes(program, s) for s in held),
+            parameter_bytes=sum(state_bytes(program, s) // _kept_by(program, s) for s in held),
             reductions=tuple(
                 Moved(op, over, "backward", counts[op, over], num_bytes) for (op, over), num_bytes in reductions.items()
             ),

@@ -62,6 +62,7 @@ class Candidate(Data):
     memory: int | None = None  # bytes on the fullest rank
     reason: str = ""
     zero: int = 0
+    dp_shard: int = 0
     virtual_stages: int = 1
     etp: int = 1
     breakdown: dict[str, float] | None = None

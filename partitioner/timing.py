@@ -6,16 +6,17 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
 from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
-from partitioner.topology.groups import stage_ranks
+from partitioner.topology.groups import Group, stage_ranks
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
-from runtime.program import Program
+from runtime.program import HYBRID_AXES, Program
 from runtime.simulate import Part, Timeline, simulate
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
@@ -75,9 +76,20 @@ class PlanDurations:
         link = self.plan.topology.link(devices[ranks[source].start], devices[ranks[target].start])
         return message_time(nbytes, link)
 
+    def share(
+        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
+    ) -> float:
+        return collective_time(op, nbytes, self._groups(axes)[stage])
+
+    def _groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
+        """By stage, over axes of the mesh, of the experts' mesh, or of what these are split into."""
+        if any(axis in HYBRID_AXES for axis in axes):
+            return self.machine.grid_groups(self.plan.program.grid(axes), axes)
+        return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
+
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         if axes:
-            groups = self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
+            groups = self._groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
         if len(stages) < 2:
             return 0.0

@@ -182,7 +182,7 @@ def _sentences(stages: Sequence[Row], kinds: Sequence[Row]) -> Iterator[str]:
     where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
     yield (
         f"Most of the difference is in {worst.what}{where}: predicted {seconds_text(worst.predicted)}, measured "
-        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of what was measured."
+        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of what it took."
     )
     works = [r for r in stages if r.what == "work"]
     ratios = [r.measured / r.predicted for r in works if r.predicted]

@@ -22,7 +22,7 @@ from passes.errors import PartitionError
 if TYPE_CHECKING:
     from torch import nn
 
-_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero")
+_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from passes.serialize import dtype_of
 from runtime.bind import Binder, gradient_needs
-from runtime.gradients import Sink
 from runtime.program import CallData, Program
+from runtime.sinks import Sink
 
 
 class Environment:

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from passes.layouts import Layout, join_shards
 from runtime.engine import Engine
 from runtime.parts import by_model_names, model_names
-from runtime.program import OutputData, Program
+from runtime.pieces import join_pieces
+from runtime.program import OutputData, Program, shard_shape
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,26 @@ def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] 
     leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
     grads: dict[str, Tensor] = dict(extra or {})
     for name, state in program.states.items():
-        found = [p.grads[name] for _, p in sorted(by_rank.items()) if name in p.grads]
+        found = {r: p.grads[name] for r, p in sorted(by_rank.items()) if name in p.grads}
         if found:
             whole = _whole(program, name, found)
             grads.update(by_model_names(name, state, whole))
     return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves)
 
 
-def _whole(program: Program, state: str, parts: Sequence[Tensor]) -> Tensor:
-    """A state of which ``parts`` are what its first holders have, in order of rank: cut over ep, then over tp."""
+def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
+    """A state of which ``held`` is what its first holders have, by rank in order: cut over ep, then tp, then shared."""
     data = program.states[state]
+    shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
+    for rank, tensor in held.items():
+        shared.setdefault(program.group(rank, data.zero_axes), []).append(tensor)
+    shape = shard_shape(program, state)
+    parts = [join_pieces(p, shape) if data.zero_axes else p[0] for p in shared.values()]
     by_expert, by_tensor = Layout.parse(data.expert_layout), Layout.parse(data.layout)
     count = program.size("ep") if by_expert.is_shard else 1
     each = len(parts) // count
-    held = [parts[i * each : (i + 1) * each] for i in range(count)]
-    return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in held], by_expert)
+    of_experts = [parts[i * each : (i + 1) * each] for i in range(count)]
+    return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in of_experts], by_expert)
 
 
 def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:

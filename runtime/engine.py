@@ -40,6 +40,7 @@ from runtime.membership import groups_of, links_of
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
 from runtime.scaling import Scale, scale_of
+from runtime.sharded import ShardedParameters
 from runtime.state import load_weights, parameters_of
 from runtime.weights import FileWeights, Source, is_weights, weights_of
 
@@ -90,17 +91,20 @@ class Engine:
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        sharded = ShardedParameters(self.rank_program, self._shards, communicator)
+        self._masters.take(sharded.pieces)
         self._saver = Saver(communicator, program.world_size)
         self._parameters = parameters_of(self.rank_program, self._masters.held)
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator)
         self._executor = Executor(
             self.rank_program,
-            self._shards,
+            self._shards | sharded.whole,
             self._gradients,
             communicator,
             library or Library(program, self.device),
             keep_outputs,
+            sharded,
         )
 
     @property
@@ -146,26 +150,37 @@ class Engine:
             self._scale.overflowed |= lost
         if before:
             torch._foreach_add_(views, before)
-        for name, sink in self._gradients.sinks.items():
+        for name, gradient in self._gradients.owned.items():
             parameter = self._parameters[name]
             if self.overflowed:
                 parameter.grad = None
-            elif parameter.grad is not sink.view:
-                parameter.grad = sink.view
+            elif parameter.grad is not gradient:
+                parameter.grad = gradient
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter."""
+        """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter.
+
+        See :meth:`parameters`.
+        """
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards, for any optimizer of torch.
+
+        Under tensor and expert parallelism a parameter is cut along its dims; under ZeRO what is left is shared flat,
+        and the parameter is this rank's elements, of shape ``[elements]``, none at all perhaps. What an optimizer
+        computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
+        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
+        and computes something else: use it with plans that shard nothing.
+        """
         yield from self._parameters.values()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero. A step does not need it: it starts anew."""
-        for name, sink in self._gradients.sinks.items():
-            sink.view.zero_()
-            self._parameters[name].grad = sink.view
+        for name, gradient in self._gradients.owned.items():
+            gradient.zero_()
+            self._parameters[name].grad = gradient
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""

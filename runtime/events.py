@@ -45,7 +45,9 @@ class Receive:
 
 @dataclass(frozen=True)
 class Finish:
-    """Wait until everything that was started has ended."""
+    """Wait until everything that was started has ended; or, if given, what has this ``what``."""
+
+    what: Hashable = None
 
 
 Event = Collective | Send | Receive | Finish

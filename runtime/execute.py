@@ -23,8 +23,10 @@ from runtime.groups import Communicator
 from runtime.losses import LossSum
 from runtime.program import InputData, Instruction, RankProgram
 from runtime.recorder import Recorder
+from runtime.sharded import ShardedParameters
 from runtime.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
 from runtime.waiting import waited
+from runtime.zero import states_read
 
 Action = Callable[[], None]
 
@@ -32,8 +34,9 @@ Action = Callable[[], None]
 class Executor:
     """Runs one rank's program: ``run(inputs)`` is one step.
 
-    ``states`` are the rank's shards by name. With ``keep``, the model's results that this rank makes are collected in
-    ``outputs``: value -> microbatch -> tensor. ``loss`` is the whole loss, on every rank; ``None`` without one.
+    ``states`` are the rank's shards by name; of parameters that it shares (``sharded``) the whole. With ``keep``, the
+    model's results that this rank makes are collected in ``outputs``: value -> microbatch -> tensor. ``loss`` is the
+    whole loss, on every rank; ``None`` without one.
 
     ``actions`` is the step: ``(index of the instruction, function)`` in order. It is a plain list: what debugging or a
     test wants to do at an instruction is put around its function there. ``recorder`` notes when each begins.
@@ -47,11 +50,13 @@ class Executor:
         communicator: Communicator,
         library: Library,
         keep: bool = False,
+        sharded: ShardedParameters | None = None,
     ) -> None:
         self.rank = rank
         self.program = rank.program
         self.communicator = communicator
         self.gradients = gradients
+        self.gathered = {} if sharded is None else sharded.buckets
         self.binder = Binder(rank, library, communicator)
         self.env = Environment(self.program, library.device)
         self.sender = Sender(rank, self.env, communicator)
@@ -128,6 +133,7 @@ class Executor:
             for slot in slots_read(instruction, self.rank.stage):
                 if slot in open_:
                     finish(open_[slot])
+            actions += [(index, self.gathered[b].wait) for b in self._awaited(instruction)]
             if index in receives:
                 open_.update(dict.fromkeys(receives[index].slots, index))
             elif instruction.op not in RECEIVING:
@@ -136,6 +142,15 @@ class Executor:
             finish(index)
         actions.append((len(instructions), self._finish))
         return actions
+
+    def _awaited(self, instruction: Instruction) -> list[int]:
+        """The buckets whose parameters have to be there for ``instruction``."""
+        if not self.gathered:
+            return []
+        if instruction.op == "FREE" and instruction.bucket is not None:
+            return [instruction.bucket]
+        read = set(states_read(instruction, self.rank.stage))
+        return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
     def _arrives(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
@@ -243,6 +258,15 @@ class Executor:
             return _nothing
         return self.sender.action(instruction)
 
+    def _gather(self, instruction: Instruction) -> Action:
+        assert instruction.bucket is not None
+        return self.gathered[instruction.bucket].start
+
+    def _scatter(self, instruction: Instruction) -> Action:
+        bucket = instruction.bucket
+        assert bucket is not None
+        return lambda: self.gradients.scatter(bucket)
+
     def _reduce(self, instruction: Instruction) -> Action:
         bucket = instruction.bucket
         assert bucket is not None
@@ -252,6 +276,8 @@ class Executor:
         return lambda: self.gradients.sync(instruction.states)
 
     def _free(self, instruction: Instruction) -> Action:
+        if instruction.bucket is not None:
+            return self.gathered[instruction.bucket].free
         held = self.env.gradients if instruction.gradients else self.env.values
         places = held if instruction.microbatch is None else [held[instruction.microbatch]]
 
@@ -297,6 +323,8 @@ _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "I": Executor._backward,
     "W": Executor._backward,
     "SEND_B": Executor._send,
+    "GATHER": Executor._gather,
+    "SCATTER": Executor._scatter,
     "REDUCE": Executor._reduce,
     "SYNC": Executor._sync,
     "FREE": Executor._free,

@@ -24,7 +24,8 @@ from runtime.checkpoint.saving import saved_states
 from runtime.files import write_text
 from runtime.groups import Communicator
 from runtime.parts import by_model_names
-from runtime.program import Program, RankProgram
+from runtime.pieces import join_pieces, padded_piece
+from runtime.program import Program, RankProgram, shard_shape
 from runtime.weights import INDEX
 
 FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other ranks' shards
@@ -70,8 +71,9 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
     for name in saved_states(rank.program):
         data = rank.program.states[name]
-        if apart:  # takes part where its experts are asked for
-            if rank.stage_index == min(data.stages) and Layout.parse(data.expert_layout).is_shard:
+        if apart:  # takes part where its experts, or its pieces, are asked for
+            held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
+            if rank.stage_index == min(data.stages) and held:
                 _gather(name, shards[name], rank, communicator)
             continue
         tensor = torch.zeros(data.shape, dtype=dtype_of(data.dtype), device=communicator.device)
@@ -111,7 +113,7 @@ def chunks_of(program: Program) -> list[Chunk]:
 def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
     """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
-    if rank.program.size("ep") > 1:  # the parts of experts' weights are on ranks of any dp and tp
+    if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
         if rank.stage_index != chunk.stage:
             return None
         return rank.rank % rank.program.strides["pp"] == chunk.number % rank.program.strides["pp"]
@@ -140,8 +142,12 @@ def _write(
 
 
 def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """The whole of a shard over ``tp`` and, of experts' weights, over ``ep``."""
+    """The whole of a shard over the ranks that share it, over ``tp`` and, of experts' weights, over ``ep``."""
     data = rank.program.states[name]
+    if data.zero_axes:
+        shape, sharing = shard_shape(rank.program, name), communicator.group(rank.zero_group(name))
+        piece = padded_piece(shard.detach(), math.prod(shape), sharing.size)
+        shard = join_pieces([sharing.all_gather(piece, 0).wait()], shape)
     for axis, text in (("tp", data.layout), ("ep", data.expert_layout)):
         group, layout = communicator.group(rank.group(axis)), Layout.parse(text)
         if shard.dim() and layout.is_shard and group.size > 1:

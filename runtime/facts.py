@@ -7,6 +7,7 @@ often it is asked for.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -146,6 +147,17 @@ class ProgramFacts:
         """The bytes of one rank's part of a state."""
         state = self.program.states[name]
         return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
+
+    def piece_bytes(self, name: str) -> int:
+        """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
+        return -(-self.state_bytes(name) // self._sharing(name))
+
+    def gradient_piece_bytes(self, name: str) -> int:
+        """As :meth:`piece_bytes`, of the gradient."""
+        return -(-self.gradient_bytes(name) // self._sharing(name))
+
+    def _sharing(self, name: str) -> int:
+        return math.prod(self.program.size(a) for a in self.program.states[name].zero_axes)
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

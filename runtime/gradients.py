@@ -5,6 +5,7 @@ Those of parameters shorter than float32 are added up and reduced in float32.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,65 +14,18 @@ from torch import Tensor
 from passes.gradients import accumulated_in
 from runtime.groups import Communicator, Pending
 from runtime.program import RankProgram
+from runtime.scattered import ScatteredBucket
+from runtime.sinks import Sink, sink_of
+from runtime.zero import SCATTERING, rest_axes, zero_axes
 
 _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
 
-class Sink:
-    """Where the gradient of one parameter is added up. The first gradient of a step overwrites the last step's."""
-
-    __slots__ = ("fresh", "view")
-
-    def __init__(self, view: Tensor) -> None:
-        self.view = view
-        self.fresh = True
-
-    def add(self, gradient: Tensor) -> None:
-        if self.fresh:
-            self.view.copy_(gradient)
-            self.fresh = False
-        else:
-            self.view.add_(gradient)
-
-    def addmm(self, a: Tensor, b: Tensor) -> None:
-        if self.fresh:
-            torch.mm(a, b, out=self.view)
-            self.fresh = False
-        else:
-            self.view.addmm_(a, b)
-
-    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
-        if self.fresh:
-            torch.sum(x, dims, out=self.view)
-            self.fresh = False
-        else:
-            self.view.add_(torch.sum(x, dims))
-
-    def settle(self) -> None:
-        """A gradient that nothing was added to is zero."""
-        if self.fresh:
-            self.view.zero_()
-            self.fresh = False
-
-
-class WideSink(Sink):
-    """A sink in float32 of a parameter in a shorter type: what comes is added up in float32."""
-
-    __slots__ = ()
-
-    def addmm(self, a: Tensor, b: Tensor) -> None:
-        self.add(torch.mm(a, b))
-
-    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
-        self.add(torch.sum(x, dims, dtype=self.view.dtype))
-
-
-def _sink(shard: Tensor, view: Tensor) -> Sink:
-    return Sink(view) if view.dtype == shard.dtype else WideSink(view)
-
-
 class Gradients:
-    """A rank's gradients, by state; ``shapes`` are those of its shards."""
+    """A rank's gradients, by state; ``shards`` are what it holds of each.
+
+    ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces.
+    """
 
     def __init__(self, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
         self.rank = rank
@@ -79,51 +33,96 @@ class Gradients:
         states = rank.program.states
         train = rank.program.objective == "train"
         trained = [s for s in rank.states if train and states[s].requires_grad]
-        self.sinks: dict[str, Sink] = {}
-        self.buffers: list[Tensor] = []
-        for bucket in rank.stage.buckets:
-            buffer, views = _flat([shards[s] for s in bucket.states])
-            self.buffers.append(buffer)
-            self.sinks.update((s, _sink(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
+        self._whole: dict[str, Sink] = {}  # the sinks of what is not sharded
+        self.buffers: dict[int, Tensor] = {}
+        self.scattered: dict[int, ScatteredBucket] = {}
+        for number, bucket in enumerate(rank.stage.buckets):
+            if not bucket.axes:  # parameters without a gradient
+                continue
+            if zero_axes(rank.program, bucket.states):
+                self.scattered[number] = self._scattered_bucket(number)
+                continue
+            self.buffers[number], views = _flat([shards[s] for s in bucket.states])
+            self._whole.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
+        sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
         for state in trained:
-            if state not in self.sinks:
+            if state not in self._whole and state not in sharded:
                 shard = shards[state]
                 wide = accumulated_in(shard.dtype)
-                self.sinks[state] = _sink(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
-        self._groups = [communicator.group(rank.group(*bucket.axes)) for bucket in rank.stage.buckets]
+                self._whole[state] = sink_of(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
+        self.sinks = self._whole | sharded
+        self.owned = {s: sink.view for s, sink in self._whole.items()}
+        self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
+        self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
         self._under_way: dict[int, Pending] = {}
+        self._scattering: deque[tuple[int, Pending]] = deque()
+
+    def _scattered_bucket(self, number: int) -> ScatteredBucket:
+        rank, states = self.rank, self.rank.stage.buckets[number].states
+        group = self.communicator.group(rank.zero_group(states[0]))
+        rest = self.communicator.group(rank.group(*rest_axes(rank.program, rank.stage.buckets[number])))
+        return ScatteredBucket(rank, number, group, rest, self.communicator.device, keep=rank.program.zero < 2)
 
     def views(self) -> list[Tensor]:
-        """The gradient of every parameter."""
-        return [sink.view for sink in self.sinks.values()]
+        """The gradient of every parameter, or of this rank's piece of it."""
+        return list(self.owned.values())
 
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""
-        for sink in self.sinks.values():
+        for sink in self._whole.values():
             sink.fresh = True
+        for bucket in self.scattered.values():
+            bucket.begin()
+
+    def scatter(self, bucket: int) -> None:
+        """Start adding up a bucket over the axes that shard it."""
+        while len(self._scattering) >= SCATTERING:
+            self._collect()
+        self._scattering.append((bucket, self.scattered[bucket].start()))
+
+    def _collect(self) -> None:
+        bucket, pending = self._scattering.popleft()
+        self.scattered[bucket].collect(pending.wait())
+
+    def _await(self, bucket: int) -> None:
+        """Wait for the SCATTERs of a bucket, and for all before them."""
+        while any(number == bucket for number, _ in self._scattering):
+            self._collect()
 
     def reduce(self, bucket: int) -> None:
-        """Start adding up a bucket over its axes."""
+        """Start adding up a bucket over its axes, or its pieces over those that are left."""
+        if bucket in self.scattered:
+            self._await(bucket)
+            self._under_way[bucket] = self.scattered[bucket].reduce()
+            return
         for state in self.rank.stage.buckets[bucket].states:
             self.sinks[state].settle()
         self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def sync(self, states: Sequence[str]) -> None:
         """Add up the gradients of tied states over the stages that share them."""
+        for number, bucket in self.scattered.items():
+            if not bucket.pieces.keys().isdisjoint(states):
+                self._await(number)
+                if number in self._under_way:
+                    self._under_way.pop(number).wait()
         for ranks, tied in sharing(self.rank, states).items():
             group = self.communicator.group(ranks)
-            views = [self.sinks[s] for s in tied]
-            for sink in views:
-                sink.settle()
-            for work in [group.all_reduce(sink.view) for sink in views]:
+            for state in tied:
+                if state in self._whole:
+                    self._whole[state].settle()
+            views = [self.owned[s] for s in tied if self.owned[s].numel()]
+            for work in [group.all_reduce(view) for view in views]:
                 work.wait()
 
     def finish(self) -> None:
         """Wait until every gradient is whole."""
+        while self._scattering:
+            self._collect()
         for pending in self._under_way.values():
             pending.wait()
         self._under_way.clear()
-        for sink in self.sinks.values():
+        for sink in self._whole.values():
             sink.settle()
 
 

@@ -25,6 +25,8 @@ Op = Literal[
     "I",
     "W",
     "SEND_B",
+    "GATHER",
+    "SCATTER",
     "REDUCE",
     "SYNC",
     "FREE",
@@ -54,9 +56,12 @@ class Instruction(Data):
     B        backward of calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of parameters
     I, W     the same in two halves: gradients of inputs; gradients of parameters
     SEND_B   send the gradients of ``values`` to the stage ``peer``
-    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes
+    GATHER   start gathering the parameters of bucket ``bucket`` over the axes that shard them
+    SCATTER  start adding up the gradients of bucket ``bucket`` over the axes that shard it: a shard to each rank
+    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards
     SYNC     add up the gradients of the tied ``states`` over the stages that share them
-    FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead
+    FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead; with ``bucket``:
+             forget its parameters, but for this rank's shard of them
     STEP     wait for all reductions: every gradient is whole
     ======== =============================================================================================
 
@@ -74,7 +79,13 @@ class Instruction(Data):
     * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between
       two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
       receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
-    * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``.
+    * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``. Of sharded
+      states it adds up the shards, after their SCATTER and REDUCE.
+    * Parameters that are sharded (:attr:`StateData.zero_axes`) are read between their GATHER and FREE; who reads them
+      waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
+      the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.
+    * Under ZeRO 2 and 3 a SCATTER takes what was added since the last one, adds it to the shard and makes room; it
+      waits for the SCATTER before.
     """
 
     op: Op
@@ -91,7 +102,7 @@ class Instruction(Data):
     def __str__(self) -> str:
         """The action grammar of torch.distributed.pipelining where it has a word: ``0F3``, ``1SEND_B2``."""
         tail = "" if self.microbatch is None else str(self.microbatch)
-        if self.op == "REDUCE":
+        if self.bucket is not None:
             tail = f":{self.bucket}"
         return f"{self.stage}{self.op}{tail}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
@@ -27,8 +28,15 @@ class Masters:
             name: tensor.to(dtype_of(rank.program.states[name].dtype)) if name in wide else tensor
             for name, tensor in self.held.items()
         }
+        self._names = list(wide)
         self._short = [self.shards[name] for name in wide]
         self._wide = [self.held[name] for name in wide]
+
+    def take(self, pieces: Mapping[str, Tensor]) -> None:
+        """Parameters that ranks share are these now: the same numbers, where they are gathered from."""
+        self.shards.update(pieces)
+        self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
+        self._short = [self.shards[name] for name in self._names]
 
     def refresh(self) -> None:
         """Make the short parameters anew."""

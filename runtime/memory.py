@@ -1,18 +1,20 @@
 """What a rank holds while it runs its instructions, in bytes.
 
-Counted: states, the gradients of parameters (from the start), values and their gradients from when they are made
+Counted: states, the gradients of parameters (from the start), of those that ranks share their pieces and, while it is
+there, the whole, values and their gradients from when they are made
 until they are freed, and what each call keeps for its backward. What an operator needs while it runs, and optimizer
 state, are not: they are to be given as extra.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.program import Instruction
+from runtime.zero import SCATTERING, zero_axes
 
 Key = tuple[str, int | None]
 
@@ -21,20 +23,35 @@ class Moment(NamedTuple):
     """What a rank holds besides its states, in bytes, at the fullest of an instruction or of one of its calls.
 
     ``saved``: values, and what calls keep for backward; ``gradients``: of values; ``recomputed``: what a backward holds
-    while it runs. ``call``: which of the stage's calls, ``None``: no single one.
+    while it runs. ``gathered``: parameters that are gathered for a while, and gradients that are to be, or being,
+    scattered. ``call``: which of the stage's calls, ``None``: no single one.
     """
 
     call: int | None
     saved: int
     gradients: int
     recomputed: int = 0
+    gathered: int = 0
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """The bytes of a stage's states and of their gradients, on one rank."""
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
-    gradients = sum(facts.gradient_bytes(name) for name in held if name in facts.with_gradient)
-    return gradients + sum(facts.state_bytes(name) for name in held)
+    return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held)
+
+
+def parameter_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of a state that a rank holds all the time."""
+    return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
+
+
+def gradient_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of a state's gradient that a rank holds all the time; under ZeRO 1 the whole and its piece."""
+    if state not in facts.with_gradient:
+        return 0
+    if not facts.program.states[state].zero_axes:
+        return facts.gradient_bytes(state)
+    return facts.gradient_piece_bytes(state) + (facts.gradient_bytes(state) if facts.program.zero < 2 else 0)
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
@@ -79,14 +96,27 @@ class _Holder:
         self.moments: list[Moment] | None = None
         self.values: Counter[Key] = Counter()  # how many hold the value: the table, and calls that keep it
         self.gradients: set[Key] = set()
+        buckets = facts.program.stages[stage].buckets
+        self.shared = [b.states if zero_axes(facts.program, b.states) else () for b in buckets]
+        self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
+        self.gathered = 0
+        self.added: set[str] = set()  # states whose whole gradient is there
+        self.scattering: deque[int] = deque(maxlen=SCATTERING)
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
 
     @property
     def held(self) -> int:
-        return self.states + self.saved + self.flowing
+        return self.states + self.saved + self.flowing + self.of_shared
+
+    @property
+    def of_shared(self) -> int:
+        return self.gathered + sum(self.facts.gradient_bytes(s) for s in self.added) + sum(self.scattering)
+
+    def bucket_bytes(self, number: int) -> int:
+        return sum(self.facts.state_bytes(s) for s in self.shared[number])
 
     def moment(self, call: int | None = None, recomputed: int = 0) -> Moment:
-        return Moment(call, self.saved, self.flowing, recomputed)
+        return Moment(call, self.saved, self.flowing, recomputed, self.of_shared)
 
     def note(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:
@@ -110,6 +140,18 @@ class _Holder:
                     self.hold_gradient(value, i.microbatch)
             case "B" | "I" | "W":
                 peak = self.backward(i)
+            case "GATHER" if self.facts.program.zero == 3:
+                assert i.bucket is not None
+                self.gathered += self.bucket_bytes(i.bucket)
+            case "SCATTER":
+                assert i.bucket is not None
+                self.scattering.append(sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket]))
+                peak = max(peak, self.held)  # what is sent is a copy
+                self.added.difference_update(self.shared[i.bucket])
+            case "SYNC" | "STEP":
+                self.scattering.clear()
+            case "FREE" if i.bucket is not None:
+                self.gathered -= self.bucket_bytes(i.bucket)
             case "FREE":
                 for value in i.values:
                     if i.gradients:
@@ -156,6 +198,8 @@ class _Holder:
             if i.op != "W":
                 for value in call.gives:
                     self.hold_gradient(value, i.microbatch)
+            if i.op != "I":
+                self.added.update(s for s in call.adds if s in self.passing)
             peak = max(peak, self.held + call.recomputed_bytes)
             self.note(position, call.recomputed_bytes)
             if i.op != "I":

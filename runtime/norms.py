@@ -16,8 +16,7 @@ def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, m
     """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before."""
     norm = total_norm(rank, gradients, communicator)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    views = [sink.view for sink in gradients.sinks.values()]
-    for view in views:
+    for view in gradients.owned.values():
         view.mul_(scale.to(view.dtype))
     return norm
 
@@ -25,8 +24,8 @@ def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, m
 def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicator) -> Tensor:
     """The 2-norm of all gradients of all ranks; the same on all ranks."""
     device = communicator.device
-    owned = [sink.view for name, sink in gradients.sinks.items() if _counts(rank, name)]
-    double = any(view.dtype == torch.float64 for view in owned)
+    owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]
+    double = any(view.dtype == torch.float64 for view in gradients.owned.values())  # what this rank counts or not
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
         squares += norm * norm
@@ -36,8 +35,8 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
 
 
 def _axes(rank: RankProgram) -> tuple[str, ...]:
-    """Where gradients differ: over ``dp`` and ``cp`` only those of experts do."""
-    return AXES if rank.program.size("ep") > 1 else ("pp", "tp")
+    """Where gradients differ: over ``dp`` and ``cp`` only those of experts do, and pieces."""
+    return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 
 
 def _counts(rank: RankProgram, state: str) -> bool:

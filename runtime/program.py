@@ -22,12 +22,16 @@ from runtime.listing import Data, Instruction, Instructions, Op
 AXES = ("pp", "dp", "cp", "tp")  # outermost first: neighbouring ranks differ in the last axes
 MESH_AXES = (*AXES, "ep")  # what a mesh names: ep is folded over dp x cp x tp, its size multiplies with no other
 EXPERT_AXES = ("edp", "ep", "etp")  # the ranks of a stage as experts see them, outermost first
+HYBRID_AXES = ("dp_replicate", "dp_shard", "edp_replicate", "edp_shard")  # dp and edp in two, outermost first
+ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 FORMAT_VERSION = 1
 
 __all__ = [
+    "ALL_AXES",
     "AXES",
     "EXPERT_AXES",
     "FORMAT_VERSION",
+    "HYBRID_AXES",
     "MESH_AXES",
     "BlockGraph",
     "Bucket",
@@ -44,6 +48,7 @@ __all__ = [
     "StateData",
     "Value",
     "expert_mesh",
+    "hybrid_mesh",
     "num_ranks",
     "shard_shape",
     "shards_of",
@@ -88,6 +93,8 @@ class StateData(Data):
 
     ``parts``: the model's own parameters of which it is a stack along dim 0; what goes in and out is under their names.
     ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
+    ``zero_axes``: the mesh axes whose ranks share it, or what is kept for it, under the program's ``zero``: what the
+    cuts over ``ep`` and ``tp`` leave is taken flat, in equal pieces but for the last (see ``runtime/pieces.py``).
     """
 
     shape: tuple[int, ...]
@@ -100,6 +107,7 @@ class StateData(Data):
     expert_layout: str = "R"  # over ep
     stages: tuple[int, ...] = ()
     grad_axes: tuple[str, ...] = ()
+    zero_axes: tuple[str, ...] = ()
 
 
 class InputData(Data):
@@ -125,7 +133,10 @@ class OutputData(Data):
 
 
 class Bucket(Data):
-    """Gradients that are reduced together: the same axes, the same type."""
+    """Gradients that are reduced together: the same axes, the same type; sharded over the same ranks, or not at all.
+
+    Parameters that are sharded are gathered together, too; those that take no gradient have buckets without ``axes``.
+    """
 
     states: tuple[str, ...]
     axes: tuple[str, ...]
@@ -145,6 +156,9 @@ class Program(Data):
 
     ``mesh["ep"]`` ranks of dp x cp x tp share the experts, each expert over ``etp`` of them (0: as many as ``tp``).
     Experts see the ranks of a stage as the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost first.
+
+    ``zero``: what the ranks of a state's ``zero_axes`` share: optimizer states (1), gradients too (2), and parameters
+    too (3). ``dp_shard``: the ranks of ``dp`` that do, neighbours (0: all); the rest, ``dp_replicate``, has replicas.
     """
 
     mesh: dict[str, int]
@@ -162,6 +176,8 @@ class Program(Data):
     constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
     tree: str | None = None
     etp: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
+    dp_shard: int = 0
 
     @property
     def world_size(self) -> int:
@@ -172,8 +188,15 @@ class Program(Data):
         """The same ranks as the experts see them."""
         return expert_mesh(self.mesh, self.etp)
 
+    @cached_property
+    def hybrid_mesh(self) -> dict[str, int]:
+        """``dp`` and ``edp`` in two: ranks that share states, and replicas of all these."""
+        return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
+
     def size(self, axis: str) -> int:
-        """The ranks along an axis of the mesh, or of the experts' mesh."""
+        """The ranks along an axis of the mesh, of the experts' mesh, or of what either is split into."""
+        if axis in HYBRID_AXES:
+            return self.hybrid_mesh[axis]
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
@@ -181,9 +204,17 @@ class Program(Data):
 
         Of axes with one rank, which change no group, it may leave out any.
         """
-        if any(axis in EXPERT_AXES and self.size(axis) > 1 for axis in axes):
-            return self.expert_mesh
-        return {axis: self.mesh.get(axis, 1) for axis in AXES}
+        many = {axis for axis in axes if self.size(axis) > 1}
+        return next(grid for grid in self._grids if many <= grid.keys())
+
+    @cached_property
+    def _grids(self) -> tuple[dict[str, int], ...]:
+        plain, parts = {axis: self.mesh.get(axis, 1) for axis in AXES}, self.hybrid_mesh
+        inner = {axis: n for axis, n in plain.items() if axis not in ("pp", "dp")}
+        experts = {axis: n for axis, n in self.expert_mesh.items() if axis not in ("pp", "edp")}
+        pp = {"pp": plain["pp"]}
+        dp, edp = ({axis: parts[axis] for axis in HYBRID_AXES[i : i + 2]} for i in (0, 2))
+        return plain, self.expert_mesh, pp | dp | inner, pp | edp | experts
 
     @property
     def experts_span_tp(self) -> bool:
@@ -244,6 +275,19 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
     return {"pp": mesh.get("pp", 1), "edp": room // (ep * shared), "ep": ep, "etp": shared}
+
+
+def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
+    """How ``dp`` falls into ``dp_replicate`` x ``dp_shard`` (0: all of it), and the experts' ``edp`` likewise.
+
+    Replicas of an expert that are among the ranks which share other states share it; where an expert is spread over
+    more than these, there are none.
+    """
+    dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
+    shard = dp_shard or dp
+    each = num_ranks(mesh) // mesh.get("pp", 1) // edp  # ranks over which all experts are spread once
+    inner = edp if shard == dp else math.gcd(edp, max(1, shard * mesh.get("cp", 1) * mesh.get("tp", 1) // each))
+    return {"dp_replicate": dp // shard, "dp_shard": shard, "edp_replicate": edp // inner, "edp_shard": inner}
 
 
 def weights_fingerprint(states: dict[str, StateData]) -> str:
@@ -318,10 +362,20 @@ class RankProgram(Data):
     def is_first_holder(self, state: str) -> bool:
         """Whether no other rank of its stage has the same part of a state and comes before this one."""
         data = self.program.states[state]
-        sharded = Layout.parse(data.layout).is_shard
-        if Layout.parse(data.expert_layout).is_shard:
-            return self.expert_coordinates["edp"] == 0 and (sharded or self.expert_coordinates["etp"] == 0)
-        return self.coordinates["dp"] == self.coordinates["cp"] == 0 and (sharded or self.coordinates["tp"] == 0)
+        experts = Layout.parse(data.expert_layout).is_shard
+        alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
+        if Layout.parse(data.layout).is_shard:
+            alike.pop()
+        # of the ranks alike but for their pieces, those that have this rank's piece
+        same = set(self.group(*alike))
+        if data.zero_axes:
+            index = self.zero_group(state).index(self.rank)
+            same = {r for r in same if self.program.group(r, data.zero_axes).index(r) == index}
+        return self.rank == min(same)
+
+    def zero_group(self, state: str) -> tuple[int, ...]:
+        """The ranks that share a state with this one; this one alone where it is not sharded."""
+        return self.group(*self.program.states[state].zero_axes)
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:
         return self.model_copy(update={"own": instructions})

@@ -1,8 +1,9 @@
 """When everything happens: the same instructions, with durations.
 
 All ranks of a stage do the same, so one rank of each stage is followed. A rank computes one thing at a time. What it
-sends goes out at once, over one channel per neighbour and direction; reductions run one after another on the side;
-what a receive, TOTAL, SYNC or STEP waits for is idle time.
+sends goes out at once, over one channel per neighbour and direction; reductions and scatters run one after another on
+the side, and gathers of parameters on another channel; what a receive, a call that reads what is gathered, TOTAL, SYNC
+or STEP waits for is idle time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from runtime.facts import ProgramFacts, value_bytes
 from runtime.memory import memory_steps
 from runtime.program import Instruction, Instructions, Program
 from runtime.proof.states import split_axes
+from runtime.zero import SCATTERING, rest_axes, states_read, zero_axes
 
 Part = Literal["F", "B", "I", "W"]
 COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
@@ -33,6 +35,12 @@ class Durations(Protocol):
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
         """From a rank of one stage to the same rank of another."""
+        ...
+
+    def share(
+        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
+    ) -> float:
+        """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients."""
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
@@ -132,6 +140,10 @@ class _Lane:
     position: int = 0
     clock: float = 0.0
     reducing: float = 0.0  # until when the reductions that it has started keep their channel busy
+    gathering: float = 0.0  # the same for gathers
+    gathered: dict[int, float] = field(default_factory=dict)  # bucket -> when it is there, until it has been waited for
+    scattered: dict[int, float] = field(default_factory=dict)  # bucket -> when its last SCATTER ends
+    scattering: deque[float] = field(default_factory=deque)  # when the last SCATTERs end
     spans: list[Span] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
@@ -173,7 +185,7 @@ class _Simulation:
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
-                lane.spend(lane.clock, self.compute(lane.stage, i))
+                lane.spend(self.parameters(lane, i), self.compute(lane.stage, i))
             case "SEND_F" | "SEND_B":
                 self.send(lane, i)
             case "RECV_F" | "RECV_B":
@@ -186,12 +198,17 @@ class _Simulation:
                 axes = split_axes(self.program, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
                 lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
+            case "GATHER":
+                self.gather(lane, i)
+            case "SCATTER":
+                self.scatter(lane, i)
             case "REDUCE":
                 self.reduce(lane, i)
             case "SYNC":
                 return self.meet(lane, i)
             case "STEP":
                 lane.spend(lane.reducing, 0.0)
+                lane.scattering.clear()
             case _:
                 lane.spend(lane.clock, 0.0)
         return True
@@ -226,11 +243,52 @@ class _Simulation:
     def reduce(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
-        nbytes = sum(self.facts.gradient_bytes(s) for s in bucket.states)
-        start = max(lane.clock, lane.reducing)
-        lane.reducing = start + self.durations.all_reduce(split_axes(self.program, bucket.axes), nbytes, (lane.stage,))
+        if zero_axes(self.program, bucket.states):
+            axes = rest_axes(self.program, bucket)
+            nbytes = sum(map(self.facts.gradient_piece_bytes, bucket.states))
+            ready = lane.scattered.get(i.bucket, 0.0)
+        else:
+            axes, nbytes = bucket.axes, sum(map(self.facts.gradient_bytes, bucket.states))
+            ready = 0.0
+        start = max(lane.clock, lane.reducing, ready)
+        lane.reducing = start + self.durations.all_reduce(split_axes(self.program, axes), nbytes, (lane.stage,))
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
+        lane.spend(max(lane.clock, ready), 0.0)
+
+    def gather(self, lane: _Lane, i: Instruction) -> None:
+        assert i.bucket is not None
+        start = max(lane.clock, lane.gathering)
+        seconds, nbytes = self.shared(lane, i, "all_gather")
+        lane.gathering = lane.gathered[i.bucket] = start + seconds
+        lane.background.append(Background(start, lane.gathering, lane.position, i, nbytes))
         lane.spend(lane.clock, 0.0)
+
+    def scatter(self, lane: _Lane, i: Instruction) -> None:
+        assert i.bucket is not None
+        waited = lane.scattering.popleft() if len(lane.scattering) == SCATTERING else 0.0
+        start = max(lane.clock, lane.reducing)
+        seconds, nbytes = self.shared(lane, i, "reduce_scatter")
+        lane.reducing = lane.scattered[i.bucket] = start + seconds
+        lane.scattering.append(lane.reducing)
+        lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
+        lane.spend(max(lane.clock, waited), 0.0)
+
+    def shared(self, lane: _Lane, i: Instruction, op: Literal["all_gather", "reduce_scatter"]) -> tuple[float, int]:
+        """Seconds and bytes of a GATHER or SCATTER."""
+        assert i.bucket is not None
+        states = self.program.stages[lane.stage].buckets[i.bucket].states
+        size = self.facts.state_bytes if op == "all_gather" else self.facts.gradient_bytes
+        nbytes = sum(map(size, states))
+        return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
+
+    def parameters(self, lane: _Lane, i: Instruction) -> float:
+        """When the parameters that a computation reads are there."""
+        if not lane.gathered:
+            return lane.clock
+        stage = self.program.stages[lane.stage]
+        read = set(states_read(i, stage))
+        needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
+        return max([lane.clock, *(lane.gathered.pop(b) for b in needed)])
 
     def meet(self, lane: _Lane, i: Instruction) -> bool:
         """SYNC: everyone starts when the last has come."""

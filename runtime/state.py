@@ -14,6 +14,7 @@ from passes.layouts import REPLICATED, Shard, take_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.parts import stacked
+from runtime.pieces import take_piece
 from runtime.program import Program, RankProgram, StateData, shard_shape
 from runtime.weights import FileWeights, Weights
 
@@ -63,15 +64,26 @@ def _differences(program: Program, weights: Weights) -> Iterator[str]:
 def load_states(
     rank: RankProgram, weights: Weights | None, device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, Tensor]:
-    """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name. Without
-    ``weights``: small random values, the same on all ranks that hold the same shard.
+    """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name; of what
+    ranks share, its piece. Without ``weights``: small random values, the same on all ranks that hold the same shard.
 
     Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
     """
     if weights is not None:
         check_weights(rank.program, weights)
         weights = stacked(rank.program, weights)
-    return {name: _shard(rank, name, weights, device, (dtypes or {}).get(name)) for name in rank.states}
+    return {
+        name: own_piece(rank, name, _shard(rank, name, weights, device, (dtypes or {}).get(name)))
+        for name in rank.states
+    }
+
+
+def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
+    """What ``rank`` keeps of ``shard``, its part of a state by ``ep`` and ``tp``: all, or its piece, flat."""
+    if not rank.program.states[name].zero_axes:
+        return shard
+    group = rank.zero_group(name)
+    return take_piece(shard, len(group), group.index(rank.rank)).clone()
 
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
@@ -83,7 +95,7 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
-                shard.copy_(read_shards(weights, found, rank.shards(name)))
+                shard.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
     files.close()
 
 

@@ -48,8 +48,8 @@ def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]
     held = saving.OptimizerState(optimizer, dict(engine.named_parameters()))
     rank = engine.rank_program
     for name, tensor in engine.state_dict().items():
-        state, shards = engine.program.states[name], rank.shards(name)
-        parts = boxes.pieces("model.", name, state, shards, tensor)
+        state, parts_of = engine.program.states[name], boxes.held_by(rank.program, name, rank.rank)
+        parts = boxes.pieces("model.", name, state, parts_of, tensor)
         parts += held.pieces(rank, name) if name in held.parameters else []
         found.update({f"{p.key} {p.shape} {p.offsets}": (p.offsets, p.tensor.detach().clone()) for p in parts})
     return found  # type: ignore[return-value]
@@ -146,6 +146,19 @@ def test_replicas_share_the_writing():
     sizes = {name: math.prod(state.shape) for name, state in program.states.items()}
     loads = [sum(sizes[n] for n in written_by(program.rank(r), program.states)) for r in range(2)]
     assert abs(loads[0] - loads[1]) <= max(sizes.values())
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.data())
+def test_runs_are_boxes(shape: list[int], data: st.DataObject):
+    """Elements from one place to another of a tensor that is taken flat, whatever its shape."""
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, tensor.numel()))
+    size = data.draw(st.integers(0, tensor.numel() - start))
+    found = torch.full((size,), -1)
+    for box in boxes.runs(shape, start, size):
+        part = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
+        found[box.local[0] : box.local[0] + part.numel()] = part.reshape(-1)
+    assert torch.equal(found, tensor.reshape(-1)[start : start + size])
 
 
 def _local(program: Program, name: str) -> tuple[int, ...]:

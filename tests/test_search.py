@@ -199,10 +199,10 @@ def test_a_tensor_axis_must_divide_something():
     ("pinned", "beyond"),
     [
         ({"cp": 2}, ()),
-        ({"cp": 2, "zero": 2}, ("zero=2",)),
+        ({"cp": 2, "zero": 2}, ()),
         ({"etp": 2}, ("etp=2",)),
         ({"ep": 4, "etp": 1}, ()),
-        ({"zero": 3, "virtual_stages": 2}, ("zero=3", "virtual_stages=2")),
+        ({"zero": 3, "virtual_stages": 2}, ("virtual_stages=2",)),
         ({"schedule": "zb-1p", "recompute": "selective"}, ("schedule=zb-1p", "recompute=selective")),
         ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),
     ],
@@ -216,7 +216,7 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
     work = space(ahead=True)
     ahead = points(Space(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
     assert all(math.prod(p.grid.values()) == 64 for p in ahead)
-    assert {p.zero for p in ahead} == {0, 2, 3}
+    assert {p.zero for p in ahead} == {0, 1, 2, 3}
     assert {p.ep for p in ahead} == {1, 2, 4, 8}
     assert {"zb-1p", "interleaved", "1f1b"} <= {p.schedule for p in ahead}
     assert all(p.num_microbatches(512) % p.pp == 0 for p in ahead if p.schedule == "interleaved")

@@ -37,6 +37,9 @@ class Even:
         assert abs(source - target) == 1
         return self.hop
 
+    def share(self, op: str, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
+        return 0.0
+
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         assert len(stages) == 1 if axes else len(stages) > 1
         return self.reduction

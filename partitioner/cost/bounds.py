@@ -300,7 +300,7 @@ class ModelBounds:
         update = update_time(list(self.states.values()), self.device)
         return np.array(
             [
-                update / (p.pp * p.tp * p.ep * (p.replicas if p.zero else 1))
+                update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1))
                 + (max(0.0, self._reduction(p) - hidden) if p.pp == 1 else 0.0)
                 for p, hidden in zip(points, backward.tolist(), strict=True)
             ]
@@ -308,7 +308,7 @@ class ModelBounds:
 
     def _reduction(self, point: Point) -> float:
         """Of a single stage's gradients, for what is not experts' and not sharded."""
-        if point.replicas == 1 or point.zero == 3:
+        if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
             return 0.0
         key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1)
         if key not in self._reductions:
@@ -326,15 +326,15 @@ class ModelBounds:
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
-        key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.replicas, point.expert_replicas)
+        key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
         if key in self._shares:
             return self._shares[key]
         shares = self._shares[key] = {}
         for name, cost in self.states.items():
             expert = name in self.job.experts
             parts = point.expert_tp * point.ep if expert else point.tp
-            replicas = point.expert_replicas if expert else point.replicas
-            shares[name] = cost.scaled(1 / parts).zero(point.zero, replicas)
+            sharers = point.expert_sharers if expert else point.sharers
+            shares[name] = cost.scaled(1 / parts).zero(point.zero, sharers)
         return shares
 
     def refine(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> float:

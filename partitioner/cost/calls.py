@@ -251,10 +251,14 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
 
 
 def _gathered_bytes(sizes: list[float], spread: Spread) -> float:
-    """Bytes of weights that are gathered, and of their gradients, at a time."""
+    """Bytes of weights that are gathered, and of gradients that are whole, at a time.
+
+    Under ZeRO-3 the weights of a call and of the next; backward their gradients and those of the call before, too, on
+    their way to their shards.
+    """
     if spread.shards.size == 1:
-        return 0.0
-    return 2 * (max(sizes, default=0.0) if spread.software.by_parameter else sum(sizes))
+        return spread.scattered_bytes
+    return 4 * (max(sizes, default=0.0) if spread.software.by_parameter else sum(sizes))
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

@@ -208,14 +208,14 @@ def reduction_tail(
     if not problem.train:
         return 0.0
     held = [_held(problem, stage, states) for stage in split.stages]
-    every = {c.grad_axes for costs in held for c in costs.values() if c.grad_axes}
+    every = {axes for costs in held for c in costs.values() for axes in (c.scatter_axes, c.rest_axes) if axes}
     groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         work = reduction(list(costs.values()), {axes: by_stage[s] for axes, by_stage in groups.items()})
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         window = stage.backward_s + stage.recompute_s
-        exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap)
+        exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, problem.num_microbatches)
         tail = max(tail, exposed - ahead)
         ahead += stage.backward_s + stage.recompute_s
     return tail + _tied(held, machine)

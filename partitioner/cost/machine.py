@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import numpy as np
 
 from partitioner.cost.spread import EXECUTED, NO_SPREAD, Software, Spread
 from partitioner.cost.states import Sharded
+from partitioner.emit_buckets import bucket_limit
 from partitioner.experts import split_of
 from partitioner.topology.groups import (
     Devices,
@@ -26,7 +27,7 @@ from partitioner.topology.groups import (
 )
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Link
-from runtime.program import AXES
+from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
 
@@ -45,8 +46,9 @@ class Machine:
     """``devices``: the device of every rank; ``None``: rank ``i`` on device ``i``. ``precision``: of most of the work.
 
     ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
-    (0: ``tp``); ``zero``: the stage of state sharding; ``overlap``: whether collectives of gradients and weights run
-    behind computation; ``num_experts``: of the layer that has most; ``software``: how what runs it communicates.
+    (0: ``tp``); ``zero``: the stage of state sharding, over ``dp_shard`` of ``dp`` (0: all); ``trained_bytes``: of the
+    model's parameters that take gradients; ``overlap``: whether collectives of gradients and weights run behind
+    computation; ``num_experts``: of the layer that has most; ``software``: how what runs it communicates.
     All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
     """
 
@@ -57,6 +59,8 @@ class Machine:
     ep: int = 1
     etp: int = 0
     zero: int = 0
+    dp_shard: int = 0
+    trained_bytes: int = 0
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
@@ -87,8 +91,24 @@ class Machine:
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
         """The slowest group over ``axes``, ``pp`` not among them; ``experts`` are the replicas of an expert."""
+        if any(a in HYBRID_AXES for a in axes):
+            return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
         return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
+
+    def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
+        """The slowest group over ``axes`` of ``grid``, any axes whose sizes multiply to the ranks, outermost first."""
+        runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
+        for axis, size in grid.items():
+            if axis != "pp" and size > 1:
+                inside = axis in axes
+                merged = runs.pop()[1] if runs and runs[-1][0] == inside else 1
+                runs.append((inside, merged * size))
+        names = AXES[1:]
+        if len(runs) > len(names):  # apart in more places than a mesh has: the group around them
+            runs = [(True, math.prod(size for _, size in runs))]
+        mesh = {"pp": grid.get("pp", 1), **{name: size for name, (_, size) in zip(names, runs, strict=False)}}
+        return self._over(mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside))
 
     def _plain(self, *axes: str) -> tuple[Group, ...]:
         return self._over(self.mesh, axes)
@@ -109,6 +129,24 @@ class Machine:
         etp = self.expert_tp
         return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
 
+    @cached_property
+    def hybrid_mesh(self) -> dict[str, int]:
+        return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
+
+    def hybrid_grid(self, experts: bool) -> dict[str, int]:
+        """The ranks with ``dp`` (of experts: ``edp``) in two, of replicas and of those that share states."""
+        parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
+        if experts:
+            edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
+            return pp | edp | {"ep": self.ep, "etp": self.expert_tp}
+        dp = {axis: parts[axis] for axis in ("dp_replicate", "dp_shard")}
+        return pp | dp | {"cp": mesh.get("cp", 1), "tp": mesh.get("tp", 1)}
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some of the data-parallel ranks share states, and others have replicas."""
+        return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
+
     @property
     def expert_tp(self) -> int:
         """Ranks that share one expert."""
@@ -121,25 +159,36 @@ class Machine:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, but for experts."""
-        return self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
+        """Ranks that share the same weights under ZeRO, but for experts."""
+        return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
     def spread(self) -> Spread:
         """How calls are spread besides ``tp``, over the slowest groups of any stage."""
-        used = self.ep, self.etp, self.zero, self.overlap, self.num_experts, self.software, self.precision
+        used = (
+            self.ep,
+            self.etp,
+            self.zero,
+            self.dp_shard,
+            self.trained_bytes,
+            self.overlap,
+            self.num_experts,
+            self.software,
+            self.precision,
+        )
         return self._once(("spread", *used), self._spread)
 
     def _spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
-        plain = self.ep == 1 and self.zero < 3 and self.expert_tp == tp
+        plain = self.ep == 1 and self.zero < 2 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded = self.zero == 3
         return Spread(
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
-            shards=self.group("dp", "cp") if sharded else Group(1),
-            expert_shards=self.group("experts") if sharded else Group(1),
+            shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
+            expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
+            scattered_bytes=self._scattered_bytes if self.zero == 2 else 0.0,
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
             by_rows=self.by_rows,
@@ -152,7 +201,14 @@ class Machine:
     def sharded(self, experts: frozenset[str]) -> Sharded:
         """How states are sharded; ``experts``: those that are experts' weights."""
         held = self.spread.of_experts
-        return Sharded(self.zero, self.replicas, experts, held, self.expert_mesh["dp"], self.by_rows)
+        sharers = self.hybrid_mesh["edp_shard"]
+        return Sharded(self.zero, self.replicas, experts, held, sharers, self.by_rows, self.hybrid)
+
+    @property
+    def _scattered_bytes(self) -> float:
+        """Of gradients on their way to their shards under ZeRO 2: a bucket that fills, and one that is sent."""
+        each = self.trained_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
+        return 2 * min(float(bucket_limit(self.replicas)), each)
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

@@ -48,6 +48,10 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     return numel * (kind.moment_bytes + (4 if kind.master and itemsize < 4 else 0))
 
 
+_INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
+_OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
+
+
 @dataclass(frozen=True)
 class StateCost:
     """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up."""
@@ -59,12 +63,30 @@ class StateCost:
     stage: int = 0  # of ZeRO
     replicas: int = 1
     expert: bool = False
+    hybrid: bool = False
+
+    @property
+    def scatter_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are scattered to their shards; none without ZeRO."""
+        shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
+        return tuple(_INNER[a] for a in shared) if self.hybrid else shared
+
+    @property
+    def rest_axes(self) -> tuple[str, ...]:
+        """The axes over which the gradients, or the shards that are left of them, are added up."""
+        if not self.stage:
+            return self.grad_axes
+        outer = (_OUTER[a] for a in self.grad_axes if self.hybrid and a in _OUTER)
+        return (*outer, *(a for a in self.grad_axes if a == "tp"))
 
     @property
     def kept(self) -> dict[str, float]:
-        """What stays on the rank, by kind."""
+        """What stays on the rank, by kind. The first stage keeps whole gradients, and the shards that it makes."""
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
-        return {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
+        kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
+        if self.stage == 1 and self.replicas > 1:
+            kept["gradients"] += self.gradient / self.replicas
+        return kept
 
     @cached_property
     def total(self) -> float:
@@ -86,19 +108,21 @@ class StateCost:
             optimizer=self.optimizer * share,
         )
 
-    def zero(self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False) -> StateCost:
-        """It under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``: see :class:`Sharded`."""
+    def zero(
+        self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
+    ) -> StateCost:
+        """It under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``, ``hybrid``: see :class:`Sharded`."""
         axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
         axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
         axes = tuple(dict.fromkeys(axes))
-        return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes)
+        return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes, hybrid=hybrid)
 
 
 @dataclass(frozen=True)
 class Sharded:
     """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; ``experts``: the states that
     are experts' weights, of which a rank holds ``of_experts``, alike on ``expert_replicas`` ranks. ``by_rows``: ranks
-    along ``tp`` have different experts."""
+    along ``tp`` have different experts. ``hybrid``: others of the ranks with the same states have replicas."""
 
     zero: int = 0
     replicas: int = 1
@@ -106,6 +130,7 @@ class Sharded:
     of_experts: float = 1.0
     expert_replicas: int = 1
     by_rows: bool = False
+    hybrid: bool = False
 
 
 WHOLE = Sharded()
@@ -133,7 +158,8 @@ def state_costs(
         expert = name in sharded.experts
         cost = cost.scaled(sharded.of_experts) if expert else cost
         replicas = sharded.expert_replicas if expert else sharded.replicas
-        costs[name] = cost.zero(sharded.zero, replicas, expert, sharded.by_rows)
+        stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
+        costs[name] = cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid)
     return costs
 
 
@@ -155,23 +181,29 @@ def _cost(
 class Reduction:
     """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
 
+    ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
     ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
     """
 
     total_s: float = 0.0
     last_s: float = 0.0
     gather_s: float = 0.0
+    again_s: float = 0.0
     by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
-    def exposed(self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True) -> float:
-        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``.
+    def exposed(
+        self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
+    ) -> float:
+        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``;
+        and to the backwards of all ``microbatches`` but the last.
 
         While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
         """
         if not overlap:
-            return self.total_s + self.gather_s
+            return self.total_s + self.gather_s + (microbatches - 1) * self.again_s
         gathered = (slowdown - 1) * min(self.gather_s, forward_s) + max(0.0, self.gather_s - forward_s)
-        return gathered + self._behind(window_s, slowdown)
+        again = (slowdown - 1) * min(self.again_s, window_s) + max(0.0, self.again_s - window_s)
+        return gathered + (microbatches - 1) * again + self._behind(window_s, slowdown)
 
     def _behind(self, window_s: float, slowdown: float) -> float:
         hidden = max(0.0, self.total_s - self.last_s)
@@ -181,22 +213,29 @@ class Reduction:
 def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Group]) -> Reduction:
     """The reduction of the gradients of ``costs``, in buckets by axes; ``groups`` by the axes that are added over.
 
-    Under ZeRO 1 and 2 it is a reduce-scatter and, after the update, an all-gather; under 3 both are the calls' own.
+    Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
+    What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
     """
-    sizes: dict[tuple[tuple[str, ...], int], float] = {}
+    sizes: dict[tuple[str, tuple[str, ...], int], float] = {}
     for cost in costs:
-        if cost.grad_axes and cost.gradient and cost.stage < 3:
-            key = cost.grad_axes, min(cost.stage, 1)
+        if not cost.gradient:
+            continue
+        if cost.scatter_axes and cost.stage < 3:
+            key = "reduce_scatter", cost.scatter_axes, cost.stage
             sizes[key] = sizes.get(key, 0.0) + cost.gradient
+        if cost.rest_axes:
+            key = "all_reduce", cost.rest_axes, 0
+            sizes[key] = sizes.get(key, 0.0) + cost.gradient / (cost.replicas if cost.stage else 1)
     by_axes: dict[tuple[str, ...], float] = {}
-    last = gathered = 0.0
-    for (axes, stage), size in sizes.items():
+    last = gathered = again = 0.0
+    for (op, axes, stage), size in sizes.items():
         count = math.ceil(size / bucket_limit(groups[axes].size))
-        bucket = collective_time("reduce_scatter" if stage else "all_reduce", size / count, groups[axes])
+        bucket = collective_time(op, size / count, groups[axes])
         by_axes[axes] = by_axes.get(axes, 0.0) + count * bucket
         last = max(last, bucket)
         gathered += count * collective_time("all_gather", size / count, groups[axes]) if stage else 0.0
-    return Reduction(sum(by_axes.values()), last, gathered, by_axes)
+        again += count * bucket if stage == 2 else 0.0
+    return Reduction(sum(by_axes.values()), last, gathered, again, by_axes)
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:

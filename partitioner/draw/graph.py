@@ -22,7 +22,7 @@ from partitioner.plan import Plan
 from partitioner.units import bytes_text, count_text, percent, plural, ranges
 
 MOST_STAGES = 8  # with more, runs of equal stages are drawn once
-REDUCED = "; reductions of gradients are once per step."
+REDUCED = "; reductions of gradients, and gathers of sharded parameters, are those of a step."
 _FEWEST_EQUAL = 3
 _WIDEST = 1900.0  # pixels of a row of panels
 _MARGIN, _LINK_Y, _LABEL = 24.0, 42.0, 10.0
@@ -240,7 +240,8 @@ class _Scene:
         rows.append(Row(size, 12, space=2))
         rows += self.memory(ranks)
         for moved in stage.reductions:
-            name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of gradients over {moved.axis}"
+            what = "parameters" if moved.op == "all_gather" else "gradients"
+            name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {what} over {moved.axis}"
             amount = f"{bytes_text(moved.num_bytes)} in {plural(moved.count, 'bucket')}"
             rows.append(Row(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))

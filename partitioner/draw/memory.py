@@ -21,13 +21,14 @@ from partitioner.timing import PlanDurations
 from partitioner.units import bytes_text, percent, ranges, seconds_text
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
-from runtime.memory import Moment, memory_moments
+from runtime.memory import Moment, gradient_bytes, memory_moments, parameter_bytes
 from runtime.simulate import Span, Timeline, simulate
 
 KINDS: dict[str, tuple[str, str]] = {
     "parameters": ("memory", "parameters and buffers of the model"),
     "optimizer": ("total", "optimizer states"),
     "gradients": ("backward", "gradients of parameters"),
+    "gathered": ("tied", "parameters while they are gathered, gradients until they are scattered"),
     "saved": ("all_gather", "activations, saved for backward"),
     "flowing": ("reduce_scatter", "gradients of activations"),
     "recomputed": ("send", "activations while they are recomputed"),
@@ -96,17 +97,17 @@ def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
     for name, state in program.states.items():
         if stage not in state.stages:
             continue
-        nbytes = facts.state_bytes(name)
-        sizes["parameters"] += nbytes
+        sizes["parameters"] += parameter_bytes(facts, name)
         if name in facts.with_gradient:
             itemsize = dtype_of(state.dtype).itemsize
-            sizes["gradients"] += facts.gradient_bytes(name)
-            sizes["optimizer"] += optimizer_bytes(nbytes // itemsize, itemsize, plan.optimizer)
+            sizes["gradients"] += gradient_bytes(facts, name)
+            sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, plan.optimizer)
     return sizes
 
 
 def _sizes(fixed: dict[str, int], moment: Moment, working: int) -> dict[str, int]:
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
+    moving["gathered"] = moment.gathered
     return {**fixed, **moving}
 
 

@@ -23,8 +23,9 @@ from partitioner.timing import plan_timeline
 from partitioner.units import percent, ranges, seconds_text
 from runtime.program import Instruction, Program
 from runtime.simulate import Timeline
+from runtime.zero import rest_axes, zero_axes
 
-Lane = Literal["compute", "exchange", "reduce"]
+Lane = Literal["compute", "exchange", "reduce", "gather"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ LOOKS: dict[str, Look] = {
     "SEND_F": Look("exchange", "send", "on_forward", "send", "send"),
     "SEND_B": Look("exchange", "send", "on_forward", "send", "send gradients"),
     "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
+    "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
+    "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 
-_LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0}
+_LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0}
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 19.0, 860.0, 3000.0
 _MOST_SENDS = 4000  # beyond which they are left out: the picture would be megabytes of hairlines
@@ -222,7 +225,12 @@ class _Chart:
             lines.append(f"from stage {bar.stage} to stage {instruction.peer}: {', '.join(instruction.values[:8])}")
         if instruction.bucket is not None:
             bucket = self.program.stages[bar.stage].buckets[instruction.bucket]
-            lines.append(f"{len(bucket.states)} gradients over {' × '.join(bucket.axes)}")
+            shared = zero_axes(self.program, bucket.states)
+            what = "parameters" if instruction.op == "GATHER" else "gradients"
+            over = (
+                (rest_axes(self.program, bucket) if instruction.op == "REDUCE" else shared) if shared else bucket.axes
+            )
+            lines.append(f"{len(bucket.states)} {what} over {' × '.join(over)}")
         lines.append(f"{seconds_text(bar.end - bar.start)}, from {seconds_text(bar.start)} to {seconds_text(bar.end)}")
         return "\n".join(lines)
 

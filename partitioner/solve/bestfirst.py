@@ -254,6 +254,7 @@ def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = ""
         memory=evaluated.memory if evaluated is not None else None,
         reason=reason,
         zero=point.zero,
+        dp_shard=point.dp_shard,
         virtual_stages=point.virtual_stages,
         etp=point.expert_tp,
         breakdown=dict(breakdown) if breakdown is not None else None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.solve.pipelines import PIPELINES
 from partitioner.topology.model import Topology
+from runtime.program import hybrid_mesh
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _VIRTUAL = (2, 3, 4, 6, 8, 12)  # virtual stages that are tried
@@ -19,7 +20,7 @@ class Point:
     """One combination. ``recompute`` is left to the stages unless it is pinned.
 
     ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
-    sharding.
+    sharding, over ``dp_shard`` of the ``dp`` ranks (0: all), each of ``cp``.
     """
 
     pp: int
@@ -32,6 +33,7 @@ class Point:
     etp: int = 0
     zero: int = 0
     virtual_stages: int = 1
+    dp_shard: int = 0
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -54,8 +56,18 @@ class Point:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, but for experts: ZeRO shards over them."""
+        """Ranks that have the same weights, but for experts."""
         return self.dp * self.cp
+
+    @property
+    def sharers(self) -> int:
+        """Those of them that share the weights under ZeRO."""
+        return (self.dp_shard or self.dp) * self.cp
+
+    @property
+    def expert_sharers(self) -> int:
+        """The ranks that share the experts that they have under ZeRO."""
+        return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def num_microbatches(self, global_batch: int) -> int:
         return global_batch // (self.dp * self.microbatch_size)
@@ -66,20 +78,21 @@ class Point:
         return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", self.schedule])
 
     @property
-    def kind(self) -> tuple[int, ...]:
+    def kind(self) -> tuple[Hashable, ...]:
         """Points of one kind run the same local graphs; only microbatches and stages differ."""
-        return self.tp, self.cp, self.ep, self.etp, self.replicas if self.zero == 3 else 1
+        return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def _more(self) -> list[tuple[str, int, int]]:
-        return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), ("v", self.virtual_stages, 1)]
+        shard = ("dp_shard", self.dp_shard, 0)
+        return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 
 
 @dataclass(frozen=True)
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens."""
+    sample's tokens; ``sharded``: state sharding is searched, too."""
 
     topology: Topology
     global_batch: int
@@ -89,6 +102,7 @@ class Space:
     train: bool = True
     experts: int = 0
     length: int = 0
+    sharded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -113,11 +127,11 @@ def points(space: Space) -> list[Point]:
     pinned.check(space.world_size, space.global_batch, space.dims)
     pinned.check_experts(space.experts)
     found = [
-        Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual)
+        Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard)
         for pp, dp, tp, cp in meshes(space)
         for ep, etp in _expert_axes(space, dp * cp * tp, tp)
         for schedule, virtual in _schedules(space, pp)
-        for zero in _zero(space, dp * cp)
+        for zero, shard in _zero(space, dp, cp)
         for size in divisors(space.global_batch // dp)
         if pinned.microbatch_size in (None, size) and _interleaves(schedule, space.global_batch // dp // size, pp)
     ]
@@ -194,12 +208,18 @@ def _interleaves(schedule: str, num_microbatches: int, pp: int) -> bool:
     return schedule != "interleaved" or num_microbatches % pp == 0
 
 
-def _zero(space: Space, replicas: int) -> list[int]:
+def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
+    """(stage, ranks of dp that share states; 0: all)."""
     pinned = space.constraints
+    if pinned.dp_shard is not None and dp % pinned.dp_shard:
+        return []
     if pinned.zero is not None:
-        return [pinned.zero]
-    # under the model the second stage takes no longer than the first, and less memory
-    return [0, 2, 3] if pinned.ahead and space.train and replicas > 1 else [0]
+        stages = [pinned.zero]
+    else:
+        searched = pinned.ahead or space.sharded
+        stages = [0, 1, 2, 3] if searched and space.train and dp * cp > 1 else [0]
+    part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
+    return [(stage, part or 0 if stage else 0) for stage in stages]
 
 
 def _tensor_axis_fits(space: Space, tp: int) -> bool:

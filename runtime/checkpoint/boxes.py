@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from passes.layouts import Shard, shard_slices
-from runtime.program import RankProgram, StateData, shards_of
+from passes.layouts import Shard, local_shape, shard_slices
+from runtime.pieces import Piece as FlatPiece
+from runtime.program import Program, RankProgram, StateData, shard_shape, shards_of
 
 Range = tuple[int, int]  # start, length
 
@@ -28,6 +29,23 @@ class Box(NamedTuple):
     local: tuple[int, ...]
 
 
+class Held(NamedTuple):
+    """What a rank holds of a state: what cut upon cut leaves, and of that (flat) the elements of its ``piece``."""
+
+    shards: tuple[Shard, ...]
+    piece: tuple[int, int] | None = None  # the first element and how many; ``None``: all
+
+
+def held_by(program: Program, state: str, rank: int) -> Held:
+    """What ``rank`` holds of ``state``."""
+    shards = shards_of(program, state, rank)
+    if not program.states[state].zero_axes:
+        return Held(shards)
+    group = program.rank(rank).zero_group(state)
+    piece = FlatPiece(math.prod(shard_shape(program, state)), len(group), group.index(rank))
+    return Held(shards, (piece.start, piece.size))
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of the tensor ``key`` of global ``shape``; ``tensor`` is a view of what the rank holds of it."""
@@ -38,14 +56,19 @@ class Piece:
     tensor: Tensor
 
 
-def boxes(shape: Sequence[int], shards: Sequence[Shard]) -> list[Box]:
-    """The boxes of a tensor of global ``shape`` that cut upon cut leaves to a rank, in the order of its shard."""
+def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = None) -> list[Box]:
+    """The boxes of a tensor of global ``shape`` that cut upon cut leaves to a rank, in the order of its shard.
+
+    ``within``: only what is in this box of the shard.
+    """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:
         if layout.is_shard:
             held = ranges[layout.dim]
             pieces = shard_slices(layout, sum(length for _, length in held), num_ranks, index)
             ranges[layout.dim] = _merged(r for piece in pieces for r in _within(held, piece))
+    if within is not None:
+        ranges = [list(_within(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)]
     starts = [_starts(held) for held in ranges]
     return [
         Box(tuple(r[0] for r, _ in chosen), tuple(r[1] for r, _ in chosen), tuple(at for _, at in chosen))
@@ -80,15 +103,58 @@ def _starts(held: Sequence[Range]) -> list[int]:
     return starts
 
 
-def pieces(
-    prefix: str, name: str, state: StateData, shards: Sequence[Shard], tensor: Tensor, suffix: str = ""
-) -> list[Piece]:
+def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
+    """The boxes that ``size`` elements from ``start`` are of a tensor of ``shape``, taken row by row, in their order.
+
+    ``local``: where a box's elements start among these.
+    """
+    if not shape:
+        if size:
+            yield Box((), (), (0,))
+        return
+    row, done = math.prod(shape[1:]), 0
+    while done < size:
+        at, inside = divmod(start + done, row)
+        if inside or size - done < row:
+            part = min(row - inside, size - done)
+            for box in runs(shape[1:], inside, part):
+                yield Box((at, *box.offsets), (1, *box.sizes), (done + box.local[0],))
+        else:
+            part = (size - done) // row * row
+            yield Box((at, *(0 for _ in shape[1:])), (part // row, *shape[1:]), (done,))
+        done += part
+
+
+def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes that a rank holds, and a view of what it holds of each."""
+    if held.piece is None or not tensor.dim():
+        yield from ((box, _part(tensor, box)) for box in boxes(state.shape, held.shards))
+        return
+    shape = state.shape
+    for layout, num_ranks, _ in held.shards:
+        shape = local_shape(layout, shape, num_ranks)
+    for run in runs(shape, *held.piece):
+        flat = tensor[run.local[0] : run.local[0] + math.prod(run.sizes)].view(run.sizes)
+        for box in boxes(state.shape, held.shards, run):
+            yield box, _part(flat, box)
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    if tensor.dim():
+        for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
+            tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
+def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor, suffix: str = "") -> list[Piece]:
     """What a rank holds of a state, or of the optimizer's for it, by the model's names: a stack is its parts.
 
     A number (a 0-d ``tensor``, of a state that is none) belongs to the box at the tensor's origin.
     """
     found = []
-    for box in boxes(state.shape, shards):
+    if state.shape and not tensor.dim() and held.piece is not None and held.piece[0]:
+        return []  # of those that share a state the first one has its numbers
+    for box, view in _views(state, held, tensor):
         if not state.parts:
             named = [(name, box.offsets)]
         else:
@@ -96,9 +162,6 @@ def pieces(
         if state.shape and not tensor.dim():
             found += [Piece(f"{prefix}{n}{suffix}", (), (), tensor) for n, at in named if not any(at)]
             continue
-        view = tensor
-        for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
-            view = view.narrow(dim, at, size)
         views, shape = (view.unbind(0), state.shape[1:]) if state.parts else ((view,), state.shape)
         found += [Piece(f"{prefix}{n}{suffix}", shape, at, v) for (n, at), v in zip(named, views, strict=True)]
     return found
@@ -115,15 +178,25 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
     Every part is written once, on the first stage that reads it; ranks that hold the same parts share them out by size.
     All ranks find the same without a word to each other.
     """
-    alike: dict[tuple[str, str, tuple[Shard, ...]], list[str]] = {}
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for name in states:
         data = rank.program.states[name]
         if rank.stage_index == min(data.stages):
-            alike.setdefault((data.layout, data.expert_layout, rank.shards(name)), []).append(name)
+            # of states that are shared alike, pieces of the same number are on the same ranks
+            number = rank.zero_group(name).index(rank.rank)
+            cut = data.layout, data.expert_layout, rank.shards(name), data.zero_axes, number
+            alike.setdefault(cut, []).append(name)
     everyone = rank.group("dp", "cp", "tp")
     mine: set[str] = set()
-    for (*_, shards), names in alike.items():
-        holders = [r for r in everyone if shards_of(rank.program, names[0], r) == shards]
+    for names in alike.values():
+        own = held_by(rank.program, names[0], rank.rank)
+        number = rank.zero_group(names[0]).index(rank.rank)
+        holders = [
+            r
+            for r in everyone
+            if shards_of(rank.program, names[0], r) == own.shards
+            and rank.program.rank(r).zero_group(names[0]).index(r) == number
+        ]
         mine |= {n for n, place in _shared_out(names, len(holders), rank).items() if holders[place] == rank.rank}
     return mine
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.boxes import Piece, number, pieces
+from runtime.checkpoint.boxes import Piece, held_by, number, pieces
 from runtime.checkpoint.folders import MANIFEST, read_manifest, recover
 from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, all_ranks, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
@@ -155,7 +155,7 @@ def _pieces(prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: T
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
         return [number(prefix, saved_as, data, tensor, suffix)]
-    return pieces(prefix, saved_as, data, rank.shards(state), tensor, suffix)
+    return pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
 
 
 def _check_files(found: Found, rank: RankProgram) -> None:

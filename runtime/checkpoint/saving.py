@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.boxes import Piece, pieces, written_by
+from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
 from runtime.checkpoint.folders import MANIFEST, Target, remove
 from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
 from runtime.checkpoint.training import OptimizerState, packed
@@ -166,7 +166,8 @@ def pieces_of(rank: RankProgram, states: Mapping[str, Tensor], optimizer: Optimi
     found: list[Piece] = []
     for name in saved:
         if name in mine:
-            found += pieces(MODEL, name, rank.program.states[name], rank.shards(name), states[name])
+            held = held_by(rank.program, name, rank.rank)
+            found += pieces(MODEL, name, rank.program.states[name], held, states[name])
             if optimizer is not None and name in optimizer.parameters:
                 found += optimizer.pieces(rank, name)
     return found

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.boxes import Piece, pieces
+from runtime.checkpoint.boxes import Piece, held_by, pieces
 from runtime.errors import CheckpointError
 from runtime.program import RankProgram
 
@@ -55,8 +55,8 @@ class OptimizerState:
 
     def pieces(self, rank: RankProgram, name: str) -> list[Piece]:
         """What this rank holds for one parameter."""
-        data, shards = rank.program.states[name], rank.shards(name)
-        return [p for key, t in self.of(name).items() for p in pieces(STATE, name, data, shards, t, f".{key}")]
+        data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
+        return [p for key, t in self.of(name).items() for p in pieces(STATE, name, data, held, t, f".{key}")]
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""

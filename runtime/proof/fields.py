@@ -19,13 +19,18 @@ FIELDS: dict[str, frozenset[str]] = {
     "I": frozenset({"microbatch", "calls"}),
     "W": frozenset({"microbatch", "calls"}),
     "SEND_B": frozenset({"microbatch", "values", "peer"}),
+    "GATHER": frozenset({"bucket"}),
+    "SCATTER": frozenset({"bucket"}),
     "REDUCE": frozenset({"bucket"}),
     "SYNC": frozenset({"states"}),
-    "FREE": frozenset({"values"}),
+    "FREE": frozenset(),
     "STEP": frozenset(),
 }
-OPTIONAL: dict[str, frozenset[str]] = {"TOTAL": frozenset({"axes"}), "FREE": frozenset({"microbatch", "gradients"})}
-TRAIN_ONLY = frozenset({"RECV_B", "B", "I", "W", "SEND_B", "REDUCE", "SYNC", "STEP"})
+OPTIONAL: dict[str, frozenset[str]] = {
+    "TOTAL": frozenset({"axes"}),
+    "FREE": frozenset({"values", "microbatch", "gradients", "bucket"}),
+}
+TRAIN_ONLY = frozenset({"RECV_B", "B", "I", "W", "SEND_B", "SCATTER", "REDUCE", "SYNC", "STEP"})
 _EMPTY: dict[str, object] = {
     "microbatch": None,
     "calls": None,
@@ -59,6 +64,14 @@ def _problem(program: Program, stage: int, instruction: Instruction) -> str:
             return f"{op} needs {name}"
         if given and name not in wanted | optional:
             return f"{op} has no {name}; got {getattr(instruction, name)!r}"
+    if op == "FREE" and (not instruction.values) == (instruction.bucket is None):
+        return "FREE needs values" if instruction.bucket is None else "FREE has values or a bucket, not both"
+    if (
+        op == "FREE"
+        and instruction.bucket is not None
+        and (instruction.gradients or instruction.microbatch is not None)
+    ):
+        return "FREE of a bucket has no microbatch and no gradients"
     microbatch, peer, bucket, calls = instruction.microbatch, instruction.peer, instruction.bucket, instruction.calls
     if microbatch is not None and not 0 <= microbatch < program.num_microbatches:
         return f"microbatch {microbatch} of {program.num_microbatches}"

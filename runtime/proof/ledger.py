@@ -8,6 +8,7 @@ from runtime.facts import ProgramFacts
 from runtime.proof.errors import Refusal
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
+from runtime.zero import rest_axes, zero_axes
 
 Key = tuple[str, int]  # value, microbatch
 Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
@@ -89,6 +90,10 @@ class StateGradients:
                 self.missing.setdefault(state, set()).update(runs)
         held = (n for n, s in facts.program.states.items() if stage in s.stages and n in facts.with_gradient)
         self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
+        self.shared = {n: b for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
+        self.home = {state: number for number, bucket in self.shared.items() for state in bucket.states}
+        self.unscattered: set[str] = set()  # what was added to since the last SCATTER
+        self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
         self.reduced: dict[int, int] = {}  # bucket -> index
         self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
@@ -100,6 +105,34 @@ class StateGradients:
                 "gradient", f"adds to the gradient of {state!r} after instruction {self.sealed[state]} took it"
             )
         self.missing[state].discard((position, microbatch))
+        if state in self.home:
+            self.unscattered.add(state)
+
+    def scatter(self, number: int, index: int) -> None:
+        if number not in self.shared or not self.shared[number].axes:
+            raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")
+        self.before_step()
+        states = self.shared[number].states
+        for state in states:
+            if state in self.sealed:
+                raise Refusal("order", f"comes after instruction {self.sealed[state]} took the gradient of {state!r}")
+        if self.unscattered.isdisjoint(states):
+            raise Refusal(
+                "twice", f"nothing was added to bucket {number} since instruction {self.scattered.get(number)}"
+            )
+        if self.program.zero < 2:  # the whole gradient is kept, and would be counted again
+            for state in states:
+                self.whole(state)
+                self.sealed[state] = index
+        self.unscattered.difference_update(states)
+        self.scattered[number] = index
+
+    def pieces(self, number: int) -> None:
+        """The pieces of a shared bucket's gradients are all there."""
+        for state in self.shared[number].states:
+            self.whole(state)
+            if state in self.unscattered:
+                raise Refusal("order", f"bucket {number} is to be scattered first: {state!r} was added to since")
 
     def whole(self, state: str) -> None:
         if self.missing.get(state):
@@ -112,9 +145,13 @@ class StateGradients:
         if number in self.reduced:
             raise Refusal("twice", f"bucket {number} was reduced at instruction {self.reduced[number]}")
         self.before_step()
+        if number in self.shared:
+            if not self.group(number):
+                raise Refusal("fields", f"bucket {number} is shared over all of its axes: there is nothing to reduce")
+            self.pieces(number)
         for state in self.here.buckets[number].states:
             self.whole(state)
-            if state in self.tied and state not in self.synced:
+            if number not in self.shared and state in self.tied and state not in self.synced:
                 raise Refusal("order", f"bucket {number} has the tied state {state!r}, which is to be SYNCed first")
             self.sealed[state] = index
         self.reduced[number] = index
@@ -129,6 +166,12 @@ class StateGradients:
             if state in self.synced:
                 raise Refusal("twice", f"the state {state!r} was synced at instruction {self.synced[state]}")
             self.whole(state)
+            if state in self.home:
+                self.pieces(self.home[state])
+                if self.group(self.home[state]) and self.home[state] not in self.reduced:
+                    raise Refusal(
+                        "order", f"bucket {self.home[state]} has the tied state {state!r} and is to be REDUCEd"
+                    )
             self.synced[state] = self.sealed[state] = index
             among.add(self.program.states[state].stages)
         if len(among) != 1:
@@ -146,10 +189,15 @@ class StateGradients:
             self.whole(state)
         for state in sorted(self.tied - self.synced.keys()):
             raise Refusal("missing", f"the tied state {state!r} is never synced")
+        for number in self.shared:
+            if self.shared[number].axes:
+                self.pieces(number)
         for number in range(len(self.here.buckets)):
-            if number not in self.reduced:
+            if number not in self.reduced and self.group(number):
                 raise Refusal("missing", f"bucket {number} is never reduced")
         self.stepped = index
 
     def group(self, number: int) -> tuple[str, ...]:
-        return split_axes(self.program, self.here.buckets[number].axes)
+        """The axes over which a REDUCE of the bucket adds up."""
+        bucket = self.here.buckets[number]
+        return split_axes(self.program, rest_axes(self.program, bucket) if number in self.shared else bucket.axes)

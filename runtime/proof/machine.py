@@ -5,6 +5,7 @@ The result is what the rank shows to others: its events, in order. Ranks with th
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -17,8 +18,10 @@ from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
 from runtime.proof.fields import check_fields
 from runtime.proof.ledger import StateGradients, ValueGradients
+from runtime.proof.parameters import Parameters
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
+from runtime.zero import SCATTERING
 
 Place = tuple[str, int | None]  # value, microbatch; a total has none
 _Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
@@ -71,6 +74,11 @@ class _Machine:
         self.added_up: set[int] = set()
         self.total_at: int | None = None
         self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
+        self.parameters = Parameters(facts, stage)
+        self.scatters: Counter[int] = Counter()
+        self.scattering: deque[tuple[int, Hashable]] = (
+            deque()
+        )  # (bucket, what) of the SCATTERs that were not waited for
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -98,6 +106,9 @@ class _Machine:
             self.make(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
+        if i.bucket is not None:
+            self.wait(self.parameters.free(i.bucket, self.index))
+            return
         for value in i.values:
             if i.gradients:
                 if i.microbatch is None:
@@ -130,6 +141,7 @@ class _Machine:
                     if value not in temporary:
                         self.read(value, i.microbatch)
                 temporary.update(call.data.outputs)
+                self.read_states(position)
                 self.collectives("F", position, i.microbatch)
         self.added_up.add(i.microbatch)
 
@@ -163,6 +175,7 @@ class _Machine:
                 raise Refusal("twice", f"runs {self.path(position)} forward on microbatch {i.microbatch} again")
             for value in self.calls[position].data.inputs:
                 self.read(value, i.microbatch)
+            self.read_states(position)
             self.collectives("F", position, i.microbatch)
             for value in self.calls[position].data.outputs:
                 self.make(value, i.microbatch)
@@ -204,6 +217,7 @@ class _Machine:
                 raise Refusal("twice", f"runs {what} again")
             if after_inputs and run not in self.halfway:
                 raise Refusal("order", f"runs {what} for weights before inputs")
+            self.read_states(run[0])
         self.states.before_step()
         return runs
 
@@ -251,15 +265,49 @@ class _Machine:
             self.gradients.take((value, i.microbatch), self.index)
         self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), _what(i))))
 
+    def gather(self, i: Instruction) -> None:
+        assert i.bucket is not None
+        what = self.parameters.gather(i.bucket, self.index)
+        self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
+
+    def read_states(self, position: int) -> None:
+        """A call reads its states: those that are shared have to be gathered, which it waits for."""
+        for what in self.parameters.read(position):
+            self.wait(what)
+
+    def wait(self, what: Hashable) -> None:
+        if what is not None:
+            self.trace.append((self.index, Finish(what)))
+
+    def scatter(self, i: Instruction) -> None:
+        assert i.bucket is not None
+        self.states.scatter(i.bucket, self.index)
+        while len(self.scattering) >= SCATTERING:
+            self.wait(self.scattering.popleft()[1])
+        self.scatters[i.bucket] += 1
+        what = "SCATTER", self.parameters.states(i.bucket), self.scatters[i.bucket]
+        self.collective(self.parameters.axes(i.bucket), what, f"reduce_scatter of bucket {i.bucket}", waits=False)
+        self.scattering.append((i.bucket, what))
+
+    def scattered(self, number: int) -> None:
+        """Wait for the SCATTERs of a bucket, and for all before them."""
+        while any(bucket == number for bucket, _ in self.scattering):
+            self.wait(self.scattering.popleft()[1])
+
     def reduce(self, i: Instruction) -> None:
         assert i.bucket is not None
         self.states.reduce(i.bucket, self.index)
+        self.scattered(i.bucket)
         states = self.states.here.buckets[i.bucket].states
         text = f"all_reduce of bucket {i.bucket}"
         self.collective(self.states.group(i.bucket), ("REDUCE", states), text, waits=False)
 
     def sync(self, i: Instruction) -> None:
         stages = self.states.sync(i.states, self.index)
+        for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
+            self.scattered(number)
+            if number in self.states.reduced and self.states.group(number):
+                self.wait(("REDUCE", self.states.here.buckets[number].states))
         event = Collective((), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages)
         self.trace.append((self.index, event))
 
@@ -311,6 +359,7 @@ class _Machine:
                 self.taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
             raise Refusal("leak", f"{_text(place)} is made here and never freed", index=index)
+        self.parameters.finish()
         self.gradients.finish()
 
     def taken(self, value: str, what: str) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
-from runtime.events import Collective, Receive, Send, Trace
+from runtime.events import Collective, Finish, Receive, Send, Trace
 from runtime.program import Program
 from runtime.proof.classes import representatives
 from runtime.proof.errors import Fault
@@ -110,7 +110,7 @@ class Progress:
             elif isinstance(event, Receive):
                 if not self.receive(rank, index, event):
                     break
-            elif not self.finished(rank):
+            elif not self.finished(rank, event):
                 break
             position += 1
         self.position[rank] = position
@@ -164,13 +164,21 @@ class Progress:
             mine[2].node,
         )
 
-    def finished(self, rank: int) -> bool:
-        """Whether all that the rank has started has ended; if not, it is woken when more has."""
-        open_ = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
-        self.started[rank] = open_
+    def finished(self, rank: int, event: Finish) -> bool:
+        """Whether what the rank waits for has ended; if not, it is woken when more has."""
+        self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
+        open_ = self.awaited(rank, event)
         if open_:
             open_[0][0].waiting.append(rank)
         return not open_
+
+    def awaited(self, rank: int, event: Finish) -> list[tuple[_Group, int]]:
+        """The operations that the rank has started, that have not ended, and that ``event`` waits for."""
+        return [
+            (group, number)
+            for group, number in self.started[rank]
+            if not group.complete(number) and event.what in (None, group.operations[number].event.what)
+        ]
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
@@ -239,7 +247,8 @@ class Progress:
         index, event = self.traces[rank][self.position[rank]]
         if isinstance(event, Receive):
             return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
-        group, number = next((g, n) for g, n in self.started[rank] if not g.complete(n))
+        assert isinstance(event, Finish)
+        group, number = self.awaited(rank, event)[0]
         started = group.operations[number].event
         return f"waits for {started.text}", self.absent(rank, started, group, number), index, ""
 

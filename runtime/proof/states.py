@@ -5,7 +5,7 @@ from __future__ import annotations
 from passes.layouts import Layout, divides
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
-from runtime.program import AXES, EXPERT_AXES, Program, StateData
+from runtime.program import ALL_AXES, AXES, EXPERT_AXES, HYBRID_AXES, Program, StateData
 from runtime.proof.errors import Refusal
 
 
@@ -42,8 +42,35 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     if name in facts.with_gradient and not _is_added_up(program, state, layout, over_ep):
         where = f"{layout} over tp" + (f" and {over_ep} over ep" if over_ep.is_shard else "")
         return f"is {where}, but its gradient is added up over {state.grad_axes or 'no axis'}"
+    shared = _zero_problem(facts, name)
+    if shared:
+        return shared
     if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
         return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
+    return ""
+
+
+def _zero_problem(facts: ProgramFacts, name: str) -> str:
+    """What is wrong with how ranks share a state: those that share it have the same of it, and the whole gradient."""
+    program, state = facts.program, facts.program.states[name]
+    if not state.zero_axes:
+        return ""
+    axes = split_axes(program, state.zero_axes)
+    experts = bool(state.expert_layout != "R" and program.size("ep") > 1)
+    known = {"edp", *HYBRID_AXES[2:]} if experts else {"dp", "cp", *HYBRID_AXES[:2]}
+    if axes != state.zero_axes or set(axes) - known:
+        return (
+            f"is shared over {state.zero_axes}; expected axes with more than one rank among {', '.join(sorted(known))}"
+        )
+    if not program.zero:
+        return f"is shared over {axes}, but the program shares no states (zero=0)"
+    if state.kind != "parameter" or not state.shape:
+        return f"is a {state.kind} of shape {state.shape} and shared over {axes}; expected a parameter with dims"
+    if name not in facts.with_gradient:
+        return "" if program.zero == 3 else f"takes no gradient, but is shared over {axes} under zero={program.zero}"
+    added = {*state.grad_axes, *(p for a in state.grad_axes for p in (f"{a}_shard", f"{a}_replicate"))}
+    if not set(axes) <= added:
+        return f"is shared over {axes}, but its gradient is added up over {state.grad_axes}"
     return ""
 
 
@@ -67,15 +94,16 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Each gradient that is a partial sum over mesh axes is in one bucket of each of its stages, with those axes.
+    """Each gradient that is a partial sum over mesh axes is in one bucket of each of its stages, with those axes; and
+    each parameter that is shared, with others that are shared over the same axes.
 
     Raises :class:`Refusal`.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
     for name, state in program.states.items():
-        axes = split_axes(program, state.grad_axes)
-        if name in facts.with_gradient and stage in state.stages and axes:
+        axes = split_axes(program, state.grad_axes) if name in facts.with_gradient else ()
+        if stage in state.stages and (axes or state.zero_axes):
             wanted[name] = axes
     found: set[str] = set()
     for number, bucket in enumerate(here.buckets):
@@ -89,12 +117,16 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
                 problem = f"is added up over {bucket.axes}, but the gradient of {name!r} is a sum over {wanted[name]}"
             elif program.states[name].dtype != program.states[bucket.states[0]].dtype:
                 problem = "has gradients of several types"
+            elif program.states[name].zero_axes != program.states[bucket.states[0]].zero_axes:
+                problem = "has states that different ranks share"
             found.add(name)
         if problem:
             raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
     for name, axes in wanted.items():
         if name not in found:
-            problem = f"no bucket has {name!r}, whose gradient is a sum over {axes}"
+            shared = program.states[name].zero_axes
+            what = f"which is shared over {shared}" if shared else f"whose gradient is a sum over {axes}"
+            problem = f"no bucket has {name!r}, {what}"
             raise Refusal("structure", problem, stage=stage, state=name)
     for position in here.checkpoint_calls:
         if not 0 <= position < len(here.calls):
@@ -104,4 +136,4 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``axes`` that have more than one rank, in the mesh's order: they name a group."""
-    return tuple(a for a in (*AXES, *EXPERT_AXES) if a in axes and program.size(a) > 1)
+    return tuple(a for a in ALL_AXES if a in axes and program.size(a) > 1)

@@ -70,6 +70,8 @@ def _mesh(program: Program) -> None:
     if program.etp < 0 or room % (program.size("ep") * program.size("etp")):
         problem = f"experts over ep={program.size('ep')} x etp={program.size('etp')} of the {room} ranks of a stage"
         raise Refusal("structure", f"{problem}: expected sizes whose product divides them")
+    if program.dp_shard < 0 or (program.dp_shard and program.size("dp") % program.dp_shard):
+        raise Refusal("structure", f"states shared by {program.dp_shard} of dp={program.size('dp')} ranks: no divisor")
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
         raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
     if program.num_microbatches < 1:

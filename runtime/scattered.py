@@ -1,0 +1,69 @@
+"""The gradients of parameters that a group shares: whole while backward adds to them, then a piece on each rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from passes.gradients import accumulated_in
+from passes.serialize import dtype_of
+from runtime.groups import Group, Pending
+from runtime.program import RankProgram, shard_shape
+from runtime.sharded import Flat, Room
+from runtime.sinks import RoomSink, Sink, WideRoomSink
+from runtime.zero import pieces_of
+
+
+class ScatteredBucket:
+    """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1).
+
+    ``pieces``: what an optimizer sees; ``sinks``: what backward adds to.
+    """
+
+    def __init__(
+        self, rank: RankProgram, number: int, group: Group, rest: Group, device: torch.device, keep: bool
+    ) -> None:
+        states = rank.stage.buckets[number].states
+        program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
+        dtype = accumulated_in(short)
+        sink = RoomSink if dtype == short else WideRoomSink
+        self.group, self.rest, self.keep = group, rest, keep
+        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device)
+        shapes = [shard_shape(program, s) for s in states]
+        self.rooms = [Room(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
+        self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
+        self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
+        self.fresh = True  # nothing of this step is in the pieces yet
+        if not keep:
+            self.give()
+
+    def begin(self) -> None:
+        self.fresh = True
+        for sink in self.sinks.values():
+            sink.fresh = True
+
+    def give(self) -> None:
+        for room in self.rooms:
+            room.give()
+
+    def start(self) -> Pending:
+        """Send what was added since the last time to those whose piece it is."""
+        whole = self.flat.buffer.new_empty(self.group.size * self.flat.length)
+        for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
+            sink.settle()
+            self.flat.rows(whole, i).copy_(room.rows)
+            sink.fresh = True
+        if not self.keep:
+            self.give()
+        return self.group.reduce_scatter(whole, 0)
+
+    def collect(self, arrived: Tensor) -> None:
+        if self.fresh:
+            self.flat.buffer.copy_(arrived)
+            self.fresh = False
+        else:
+            self.flat.buffer.add_(arrived)
+
+    def reduce(self) -> Pending:
+        """Add up the pieces over the ranks that have the same ones."""
+        return self.rest.all_reduce(self.flat.buffer)

@@ -1,0 +1,38 @@
+"""What a program says of the states that ranks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from runtime.pieces import Piece
+from runtime.program import Bucket, Instruction, Program, Stage, shard_shape
+
+SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
+
+
+def states_read(instruction: Instruction, stage: Stage) -> list[str]:
+    """The states that an instruction's calls read."""
+    if instruction.op == "TOTAL_F":
+        return [s for call in stage.calls if call.prologue for s in call.states]
+    if instruction.calls is None:
+        return []
+    return [s for call in stage.calls[slice(*instruction.calls)] for s in call.states]
+
+
+def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a bucket's states are sharded: those of any of them."""
+    return program.states[states[0]].zero_axes
+
+
+def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
+    """The axes over which a sharded bucket's gradients are still to be added up after SCATTER."""
+    within = zero_axes(program, bucket.states)
+    split = {"dp": "dp_replicate", "edp": "edp_replicate"}
+    rest = [a if f"{a}_shard" not in within else split[a] for a in bucket.axes if a not in within]
+    return tuple(a for a in rest if program.size(a) > 1)
+
+
+def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[Piece]:
+    """The ``index``-th piece of each of ``states``, shared by ``ranks``."""
+    return [Piece(math.prod(shard_shape(program, s)), ranks, index) for s in states]

@@ -1,0 +1,434 @@
+"""State sharding (ZeRO): programs that train as one process does, and what they hold and say meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import runtime
+from partitioner import Constraints, Plan, PlanError, Topology, partition
+from partitioner.reference import run_reference
+from partitioner.verify import compare, relative_error
+from runtime.checkpoint.boxes import Piece
+from runtime.checkpoint.storage import ShardReader
+from runtime.engine import Engine
+from runtime.facts import ProgramFacts
+from runtime.listing import Listing
+from runtime.memory import peak_bytes, state_bytes
+from runtime.pieces import join_pieces, padded_piece, take_piece
+from runtime.precision import with_precision
+from runtime.program import Instruction, Program, hybrid_mesh
+from runtime.prove import ProofError, prove
+from tests.experts_zoo import plain, plain_inputs
+from tests.test_infeasible import Infeasible, cluster
+from tests.test_runtime_state import on_every_rank
+
+VOCAB, WIDTH, STEPS = 24, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class TiedModel(nn.Module):
+    """Embedding and head are one parameter; one block is frozen, and a scale has no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tied_model() -> nn.Module:
+    torch.manual_seed(0)
+    return TiedModel()
+
+
+def tied_inputs(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {n: torch.randint(VOCAB, (8, 4), generator=generator) for n in ("tokens", "target")}
+
+
+def expert_inputs(step: int = 0) -> dict[str, Tensor]:
+    return {n: x + 0.01 * step for n, x in plain_inputs().items()}
+
+
+MODELS: dict[str, tuple[Any, Any]] = {"tied": (tied_model, tied_inputs), "experts": (plain, expert_inputs)}
+MESHES: dict[str, tuple[str, dict[str, int]]] = {
+    "dp4": ("tied", dict(dp=4, tp=1, pp=1)),
+    "dp2 tp2": ("tied", dict(dp=2, tp=2, pp=1)),
+    "dp2 pp2": ("tied", dict(dp=2, tp=1, pp=2)),
+    "dp2 ep2": ("experts", dict(dp=2, ep=2, tp=1, pp=1)),
+    "dp4 ep2": ("experts", dict(dp=4, ep=2, tp=1, pp=1, microbatch_size=1)),
+}
+SHARDINGS: dict[str, dict[str, int]] = {
+    "zero0": dict(zero=0),
+    "zero1": dict(zero=1),
+    "zero2": dict(zero=2),
+    "zero3": dict(zero=3),
+    "hybrid2": dict(zero=2, dp_shard=2),
+    "hybrid3": dict(zero=3, dp_shard=2),
+}
+
+
+@cache
+def planned(mesh: str, sharding: str, recompute: str = "none", microbatch_size: int = 2) -> Plan:
+    name, axes = MESHES[mesh]
+    model, inputs = MODELS[name]
+    pinned = dict(microbatch_size=microbatch_size) | axes | SHARDINGS[sharding]
+    ranks = axes["dp"] * axes["tp"] * axes["pp"]
+    return partition(model(), Topology.local(ranks), inputs(), constraints=Constraints(**pinned, recompute=recompute))
+
+
+@cache
+def trained_alone(name: str) -> dict[str, Tensor]:
+    """Parameters and states of AdamW after the steps, in float64, by one process."""
+    model, inputs = MODELS[name][0]().double(), MODELS[name][1]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(**{n: x.double() if x.is_floating_point() else x for n, x in inputs(step).items()}).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    held = {n: p.detach() for n, p in model.named_parameters()}
+    for n, p in model.named_parameters():
+        held |= {f"{n}::{key}": value for key, value in optimizer.state.get(p, {}).items()}
+    return held
+
+
+def train(program: Program, name: str, folder: Path, first: int = 0, last: int = STEPS, load: bool = False) -> None:
+    """Steps ``first`` to ``last`` on threads, from the model or from what ``folder`` has; ends with a checkpoint."""
+    model, inputs = MODELS[name]
+    weights, program = model().double(), with_precision(program, "fp64")
+
+    def work(communicator: Any) -> None:
+        engine = Engine(program, None if load else weights, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        if load:
+            engine.load(folder, optimizer)
+        for step in range(first, last):
+            engine.step({n: x.double() if x.is_floating_point() else x for n, x in inputs(step).items()})
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+        engine.save(folder, optimizer)
+
+    on_every_rank(program, work)
+
+
+def errors(folder: Path, name: str) -> dict[str, float]:
+    """How far a checkpoint is from what one process trains, by name."""
+    reader = ShardReader(folder)
+    found = {key: torch.empty(list(t.size), dtype=t.properties.dtype) for key, t in reader.tensors.items()}
+    reader.read([Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()])
+    found = {key.removeprefix("model.").removeprefix("optimizer.state."): t for key, t in found.items()}
+    return {n: relative_error(found.get(n.replace("::", ".")), value) for n, value in trained_alone(name).items()}
+
+
+def matrix() -> list[Any]:
+    """All of it is slow; what meets every sharding and almost every mesh once is not."""
+    quick = {
+        ("dp4", "hybrid3", "none"),
+        ("dp4", "zero1", "full"),
+        ("dp2 tp2", "zero3", "full"),
+        ("dp2 pp2", "zero3", "none"),
+        ("dp2 pp2", "zero2", "full"),
+        ("dp4 ep2", "hybrid2", "none"),
+    }
+    cases = itertools.product(MESHES, SHARDINGS, ("none", "full"))
+    wanted = [c for c in cases if not c[1].startswith("hybrid") or MESHES[c[0]][1]["dp"] > 2]
+    return [pytest.param(*c, marks=() if c in quick else pytest.mark.slow) for c in wanted]
+
+
+@pytest.mark.parametrize(("mesh", "sharding", "recompute"), matrix())
+def test_five_steps_are_those_of_one_process(mesh: str, sharding: str, recompute: str, tmp_path: Path):
+    name = MESHES[mesh][0]
+    plan = planned(mesh, sharding, recompute)
+    assert plan.planned_only == ()
+    assert plan.program.zero == SHARDINGS[sharding]["zero"]
+    train(plan.program, name, tmp_path / "out")
+    found = errors(tmp_path / "out", name)
+    assert max(found.values()) < 1e-9, {n: e for n, e in found.items() if e > 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("dp4", "zero3"), ("dp2 pp2", "zero2")),
+        (("dp2 pp2", "zero1"), ("dp4", "hybrid3")),
+        pytest.param(("dp2 tp2", "zero0"), ("dp4", "zero3"), marks=pytest.mark.slow),
+        pytest.param(("dp4", "hybrid2"), ("dp2 tp2", "zero0"), marks=pytest.mark.slow),
+        pytest.param(("dp4 ep2", "hybrid3"), ("dp2 ep2", "zero1"), marks=pytest.mark.slow),
+    ],
+)
+def test_any_plan_may_load_what_another_one_saved(saved: tuple[str, str], loaded: tuple[str, str], tmp_path: Path):
+    name = MESHES[saved[0]][0]
+    train(planned(*saved).program, name, tmp_path / "out", last=2)
+    train(planned(*loaded).program, name, tmp_path / "out", first=2, load=True)
+    found = errors(tmp_path / "out", name)
+    assert max(found.values()) < 1e-9, {n: e for n, e in found.items() if e > 1e-9}
+
+
+def test_processes_over_gloo():
+    plan = planned("dp4", "hybrid3")
+    run = runtime.run_local(plan, tied_model(), tied_inputs(), precision="fp64")
+    found = compare(run, run_reference(tied_model(), tied_inputs()), plan.program)
+    assert max(found.values()) < 1e-9, found
+
+
+def test_a_frozen_model_is_gathered_for_inference():
+    plan = partition(
+        tied_model(),
+        Topology.local(2),
+        tied_inputs(),
+        objective="infer",
+        constraints=Constraints(dp=2, tp=1, pp=1, zero=3),
+    )
+    assert "GATHER" in {i.op for i in plan.program.stages[0].instructions}
+    assert plan.verify(tied_model(), tied_inputs()).ok
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def test_every_element_is_on_one_rank_and_counts_once():
+    program, weights = planned("dp4", "zero3").program, tied_model()
+
+    def work(communicator: Any) -> tuple[int, Tensor]:
+        engine = Engine(program, weights, communicator=communicator)
+        engine.step(tied_inputs())
+        pieces = [p for n, p in engine.named_parameters() if n != "scale"]  # no dims: it is not worth sharing
+        assert all(p.dim() == 1 and (p.grad is None or p.grad.shape == p.shape) for p in pieces)
+        return sum(p.numel() for p in pieces), engine.clip_grad_norm_(1.0)
+
+    found = on_every_rank(program, work)
+    weights(**tied_inputs()).backward()
+    norm = nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
+    assert sum(count for count, _ in found) == sum(p.numel() for p in weights.parameters()) - 1
+    for _, mine in found:
+        torch.testing.assert_close(mine, norm)
+
+
+def test_what_is_gathered_is_gone_after_the_step():
+    program, weights = planned("dp4", "zero3").program, tied_model()
+
+    def work(communicator: Any) -> None:
+        engine = Engine(program, weights, communicator=communicator)
+        engine.step(tied_inputs())
+        rooms = [r for b in engine._executor.gathered.values() for r in b.rooms]
+        rooms += [r for b in engine._gradients.scattered.values() for r in b.rooms]
+        assert rooms
+        assert all(room.padded.untyped_storage().nbytes() == 0 for room in rooms)
+
+    on_every_rank(program, work)
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=3), ranks=st.integers(1, 9))
+def test_pieces_make_the_whole(shape: list[int], ranks: int):
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    pieces = [take_piece(tensor, ranks, i) for i in range(ranks)]
+    assert torch.equal(join_pieces(pieces, shape), tensor)
+    padded = [padded_piece(p, tensor.numel(), ranks) for p in pieces]
+    assert len({len(p) for p in padded}) == 1
+    assert torch.equal(join_pieces(padded, shape), tensor)
+
+
+def test_each_stage_keeps_less():
+    kept, peaks = {}, {}
+    for sharding in ("zero0", "zero2", "zero3"):
+        program = planned("dp4", sharding).program
+        facts = ProgramFacts(program)
+        kept[sharding] = state_bytes(facts, 0)
+        peaks[sharding] = peak_bytes(facts, 0, program.stages[0].instructions)[0]
+        assert peaks[sharding] <= max(planned("dp4", sharding).estimate.memory)
+    assert kept["zero0"] > kept["zero2"] > kept["zero3"]
+    assert peaks["zero0"] > peaks["zero2"] > peaks["zero3"]
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def ops(program: Program, stage: int = 0) -> str:
+    """The instructions that share, compute or end a step, in short."""
+    shown = {"GATHER": "G", "SCATTER": "S", "REDUCE": "R", "F": "F", "B": "B", "STEP": ".", "SYNC": "="}
+    words = []
+    for i in program.stages[stage].instructions:
+        if i.op == "FREE" and i.bucket is not None:
+            words.append(f"-{i.bucket}")
+        elif i.op in shown:
+            words.append(shown[i.op] + ("" if i.bucket is None else str(i.bucket)))
+    return " ".join(words)
+
+
+def tower(microbatch_size: int = 4, **sharding: int) -> Program:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    inputs, axes = (torch.randn(16, 8),), dict(dp=4 if "dp_shard" in sharding else 2, tp=1, pp=1)
+    constraints = Constraints(**axes, **sharding, microbatch_size=microbatch_size)
+    plan = partition(
+        model, Topology.local(axes["dp"]), inputs, loss=lambda y: y.square().mean(), constraints=constraints
+    )
+    return plan.program
+
+
+def test_parameters_are_gathered_one_call_ahead_and_scattered_behind():
+    assert ops(tower(zero=3, microbatch_size=8)) == ("G2 G1 F -2 G0 F -1 F G1 B -0 S0 G2 B -1 S1 B -2 S2 .")
+
+
+def test_the_first_stages_gather_once():
+    assert ops(tower(zero=1)) == "G0 F B F B S0 ."
+    assert ops(tower(zero=2)) == "G0 F B S0 F B S0 ."
+
+
+def test_replicas_add_up_their_pieces_once():
+    assert ops(tower(zero=2, dp_shard=2, microbatch_size=2)) == "G0 F B S0 F B S0 R0 ."
+
+
+def test_many_microbatches_are_written_in_few_words():
+    program = planned("dp2 pp2", "zero3").program
+    inputs = {n: torch.cat([x] * 8) for n, x in tied_inputs().items()}
+    plan = partition(
+        tied_model(),
+        Topology.local(4),
+        inputs,
+        constraints=Constraints(**MESHES["dp2 pp2"][1], microbatch_size=1, zero=3),
+    )
+    assert all(isinstance(stage.instructions, Listing) for stage in plan.program.stages)
+    assert not isinstance(program.stages[0].instructions, Listing)
+    assert plan.verify(tied_model(), inputs).ok
+
+
+def edited(program: Program, change: Any) -> ProofError:
+    """What the prover says where all ranks run a changed list."""
+    stage = program.stages[0]
+    stages = (stage.model_copy(update={"instructions": tuple(change([*stage.instructions]))}), *program.stages[1:])
+    with pytest.raises(ProofError) as caught:
+        prove(program.model_copy(update={"stages": stages}))
+    return caught.value
+
+
+def without(op: str, nth: int = 0) -> Any:
+    def change(instructions: list[Instruction]) -> list[Instruction]:
+        found = [k for k, i in enumerate(instructions) if i.op == op and i.bucket is not None]
+        return [i for k, i in enumerate(instructions) if k != found[nth]]
+
+    return change
+
+
+def twice(op: str) -> Any:
+    def change(instructions: list[Instruction]) -> list[Instruction]:
+        first = next(k for k, i in enumerate(instructions) if i.op == op and i.bucket is not None)
+        return [*instructions[: first + 1], *instructions[first:]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("sharding", "change", "fault", "words"),
+    [
+        (dict(zero=3), without("GATHER"), "order", "reads '.*', which was never gathered"),
+        (dict(zero=3), without("GATHER", -1), "order", "which was freed at instruction"),
+        (dict(zero=3), without("FREE", -1), "leak", "is gathered here and never freed"),
+        (dict(zero=3), without("SCATTER", -1), "order", "is to be scattered first"),
+        (dict(zero=3), twice("GATHER"), "twice", "was gathered at instruction"),
+        (dict(zero=3), twice("FREE"), "twice", "was freed at instruction"),
+        (dict(zero=2), twice("SCATTER"), "twice", "nothing was added to bucket 0"),
+        (dict(zero=1), without("GATHER"), "order", "never gathered"),
+        (dict(zero=1), without("SCATTER"), "order", "is to be scattered first"),
+        (dict(zero=2, dp_shard=2, microbatch_size=2), without("REDUCE"), "missing", "is never reduced"),
+        (dict(zero=2), lambda i: [*i[:-1], Instruction(op="REDUCE", stage=0, bucket=0), i[-1]], "fields", "nothing to"),
+        (dict(zero=0), lambda i: [Instruction(op="GATHER", stage=0, bucket=0), *i], "fields", "whole on every rank"),
+    ],
+)
+def test_a_broken_program_is_refused(sharding: dict[str, int], change: Any, fault: str, words: str):
+    error = edited(tower(**sharding), change)
+    assert error.fault == fault, str(error)
+    assert re.search(words, str(error)), str(error)
+
+
+def test_ranks_that_gather_in_another_order_are_refused():
+    program = tower(zero=3)
+    mine = list(program.stages[0].instructions)
+    first, second = [k for k, i in enumerate(mine) if i.op == "GATHER"][:2]
+    mine[first], mine[second] = mine[second], mine[first]
+    with pytest.raises(ProofError, match="enters all_gather of bucket"):
+        prove(program, {1: program.rank(1).with_instructions(tuple(mine))})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(zero_axes=("tp",)), "is shared over .*; expected axes"),
+        (dict(zero_axes=()), "has states that different ranks share"),
+        (dict(zero_axes=("dp",), grad_axes=()), "its gradient is added up over"),
+    ],
+)
+def test_states_that_cannot_be_shared_so_are_refused(changes: dict[str, Any], words: str):
+    program = tower(zero=2)
+    name = program.stages[0].buckets[0].states[-1]
+    states = {**program.states, name: program.states[name].model_copy(update=changes)}
+    with pytest.raises(ProofError, match=words):
+        prove(program.model_copy(update={"states": states}))
+
+
+def test_hybrid_groups_are_neighbours():
+    program = tower(zero=2, dp_shard=2, microbatch_size=2)
+    assert program.hybrid_mesh == {"dp_replicate": 2, "dp_shard": 2, "edp_replicate": 2, "edp_shard": 2}
+    assert [program.group(r, ("dp_shard",)) for r in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert program.group(1, ("dp_replicate",)) == (1, 3)
+    assert hybrid_mesh({"dp": 4, "ep": 2}, 0, 2) == {
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "edp_replicate": 2,
+        "edp_shard": 1,
+    }
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_searched_where_nothing_fits_without():
+    """4 MiB of states on devices of 3 MiB."""
+    job = Infeasible(PlanError, "", cluster(3), pins=dict(pp=1, tp=1))
+    plan = job.plan(job.topology, Constraints(**job.pins))
+    assert plan.program.zero > 0
+    assert max(plan.estimate.memory) <= 3 * 2**20
+    assert {c.zero for c in plan.certificate.candidates} == {0, 1, 2, 3}
+    with pytest.raises(PlanError):
+        job.plan(job.topology, Constraints(**job.pins, zero=0))
+
+
+def test_pictures_and_reports_know_the_words(tmp_path: Path):
+    plan = planned("dp4", "hybrid3")
+    assert "gather of parameters" in plan.to_svg(tmp_path / "t.svg", view="timeline").read_text()
+    assert "while they are gathered" in plan.to_svg(tmp_path / "m.svg", view="memory").read_text()
+    assert "all-gather of parameters over dp_shard" in plan.to_svg(tmp_path / "g.svg").read_text()
+    text = plan.explain()
+    assert "all-gather of" in text and "of parameters over dp_shard" in text
+    assert "of gradients over dp_replicate" in text
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan

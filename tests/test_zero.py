@@ -432,3 +432,31 @@ def test_pictures_and_reports_know_the_words(tmp_path: Path):
     assert "all-gather of" in text and "of parameters over dp_shard" in text
     assert "of gradients over dp_replicate" in text
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_pieces_of_float32_copies_train_as_whole_ones(sharding: str):
+    """In bfloat16: what the optimizer steps is this rank's piece of the float32 copy."""
+
+    def losses(sharding: str) -> list[float]:
+        pinned = Constraints(dp=2, pp=1, tp=1, microbatch_size=2, **SHARDINGS[sharding])
+        model = tied_model()
+        plan = partition(model, Topology.local(2), tied_inputs(), precision="bf16", constraints=pinned)
+
+        def work(communicator: Any) -> list[float]:
+            engine = Engine(plan.program, model, communicator=communicator)
+            assert {p.dtype for p in engine.parameters() if p.requires_grad} == {torch.float32}
+            optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+            found = []
+            for step in range(STEPS):
+                loss = engine.step(tied_inputs(step))
+                assert loss is not None
+                found.append(loss.item())
+                engine.clip_grad_norm_(0.5)
+                optimizer.step()
+            return found
+
+        result: list[float] = on_every_rank(plan.program, work)[0]
+        return result
+
+    assert losses(sharding) == pytest.approx(losses("zero0"), rel=1e-3)

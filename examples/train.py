@@ -1,9 +1,11 @@
-"""A training script for torchrun: a plan, its engine, any torch optimizer, clipping, and checkpoints.
+"""A training script for torchrun: a plan, its engine, any torch optimizer, clipping, metrics, and checkpoints.
 
-    torchrun --nproc-per-node 4 examples/train.py --steps 20
-    torchrun --nproc-per-node 2 examples/train.py --steps 20 --resume     # another plan, the same checkpoint
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py --steps 20
+    torchrun --nproc-per-node 2 examples/train.py --steps 40 --resume     # another plan, the same checkpoints
 
-The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part.
+The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part. A
+rank that fails, dies or stands still is named by one line, all leave, and what torchrun starts anew goes on from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="in all, those before a restart included")
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--folder", type=Path, default=Path("out/train"))
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's newest checkpoint")
     options = parser.parse_args()
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -69,19 +72,21 @@ def main() -> None:
 
     engine = runtime.Engine(Plan.load(path), weights=model)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
-    checkpoint = options.folder / "checkpoint"
-    if options.resume:
-        engine.load(checkpoint, optimizer)
+    checkpoints = options.folder / "checkpoints"
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    with runtime.Watch(engine), runtime.StepLog(engine, path, options.folder if rank == 0 else None) as log:
+        if options.resume or restarted:
+            engine.resume(checkpoints, optimizer)
+        while engine.steps < options.steps:
+            loss = engine.step(batch(engine.steps))
+            norm = engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            metrics = log.step(loss, norm=norm.item())
+            if rank == 0:
+                print(metrics, f"gradient norm {norm.item():.3f}", sep="  ", flush=True)
+            if engine.steps % options.every == 0 or engine.steps == options.steps:
+                engine.checkpoint(checkpoints, optimizer)  # whole tensors: a plan for other ranks loads it, too
 
-    first = engine.steps
-    for step in range(first, first + options.steps):
-        loss = engine.step(batch(step))
-        norm = engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        if rank == 0:
-            print(f"step {step:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}")
-
-    engine.save(checkpoint, optimizer)  # whole tensors: a plan for another number of ranks loads it, too
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # Gloo's tear-down may abort after all is done

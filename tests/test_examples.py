@@ -56,13 +56,13 @@ def test_a_rule_shards_the_users_operator(tmp_path: Path):
 
 
 def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
-    def train(processes: int, *arguments: str) -> list[float]:
+    def train(processes: int, steps: int, *arguments: str) -> list[float]:
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
         script = str(ROOT / "examples" / "train.py")
-        printed = execute(*launcher, script, "--steps", "3", "--folder", "train", *arguments, cwd=tmp_path)
+        printed = execute(*launcher, script, "--steps", str(steps), "--folder", "train", *arguments, cwd=tmp_path)
         return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
-    losses = train(4) + train(2, "--resume")
+    losses = train(4, 3) + train(2, 6, "--resume")
 
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

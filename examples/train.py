@@ -1,11 +1,12 @@
-"""A training script for torchrun: a plan, its engine, any torch optimizer, a schedule, clipping, and checkpoints.
+"""A training script for torchrun: a plan, its engine, any torch optimizer, a schedule, clipping, metrics, checkpoints.
 
-    torchrun --nproc-per-node 4 examples/train.py --steps 20 --save-every 5
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py --steps 20 --save-every 5
     torchrun --nproc-per-node 2 examples/train.py --steps 40              # another plan, on from the last checkpoint
     torchrun --nproc-per-node 4 examples/train.py --precision bf16 --export out/weights
 
-The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part.
-Started again, after a crash too, it goes on where the last complete checkpoint was: weights, optimizer, schedule, data.
+The first rank plans; the others read the plan. Every rank is given the whole global batch and takes its own part. A
+rank that fails, dies or stands still is named by one line, and all leave. Started again it goes on where the last
+complete checkpoint was: weights, optimizer, schedule, data.
 """
 
 from __future__ import annotations
@@ -104,16 +105,17 @@ def main() -> None:
     if checkpoints.restore() is not None and rank == 0:
         print(f"going on from step {engine.steps}")
 
-    while engine.steps < options.steps:
-        loss = engine.step(next(batches))
-        norm = engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        schedule.step()
-        checkpoints.after_step()  # copied to host memory, and written while training goes on
-        if rank == 0:
-            print(f"step {engine.steps:3d}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}")
-
-    checkpoints.close()  # the last step, too; a plan for another number of ranks may go on from it
+    with runtime.Watch(engine), runtime.StepLog(engine, path, options.folder if rank == 0 else None) as log:
+        while engine.steps < options.steps:
+            loss = engine.step(next(batches))
+            norm = engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            schedule.step()
+            metrics = log.step(loss, norm=norm.item())
+            if rank == 0:
+                print(metrics, f"gradient norm {norm.item():.3f}", sep="  ", flush=True)
+            checkpoints.after_step()  # copied to host memory, and written while training goes on
+        checkpoints.close()  # the last step, too; a plan for another number of ranks may go on from it
     if options.export:
         engine.export_weights(options.export)
     dist.barrier()

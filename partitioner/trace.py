@@ -82,7 +82,7 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of work (or of waiting) that were predicted, and the median over a stage's ranks of what was measured."""
+    """Seconds of work (or of waiting) that were predicted, and the median over a stage's ranks of the whole."""
 
     stage: int
     what: str
@@ -182,7 +182,7 @@ def _sentences(stages: Sequence[Row], kinds: Sequence[Row]) -> Iterator[str]:
     where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
     yield (
         f"Most of the difference is in {worst.what}{where}: predicted {seconds_text(worst.predicted)}, measured "
-        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of what it took."
+        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of all."
     )
     works = [r for r in stages if r.what == "work"]
     ratios = [r.measured / r.predicted for r in works if r.predicted]

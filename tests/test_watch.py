@@ -21,7 +21,7 @@ from runtime.watch.diagnose import cause_of
 from runtime.watch.place import Place
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 
 
 def state(

@@ -26,6 +26,7 @@ class Difference:
     path: str
     source: str
     own: bool
+    instead: str = ""  # of which operator it runs this one, in the other run
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}", f"step {self.step}", f"instruction {self.index}: {self.instruction}"]
@@ -33,6 +34,8 @@ class Difference:
         where += [f"module {self.path}"] * bool(self.path and self.path != self.call)
         where += [self.source] * bool(self.source)
         how = "gives other bits for the same operands" if self.own else "is given other bits"
+        if self.instead:
+            how = f"is run instead of {self.instead}"
         return f"{', '.join(where)}: {self.operator} {how}"
 
 
@@ -61,12 +64,13 @@ def _first(rank: int, one: Path, other: Path) -> Difference | None:
             if a is None or b is None:
                 raise LaunchError(f"{one if a is None else other} ends early: compare runs of as many steps")
             mine, yours = json.loads(a), json.loads(b)
-            if (mine["index"], mine["operator"], mine["step"]) != (yours["index"], yours["operator"], yours["step"]):
-                raise LaunchError(f"{one} and {other} are of other programs: {mine['operator']}, {yours['operator']}")
             return _difference(rank, mine, yours)
     return None
 
 
 def _difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
-    return Difference(rank=rank, own=mine["in"] == yours["in"], **{n: mine[n] for n in names})
+    same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
+    own = not same or mine["in"] == yours["in"]
+    instead = "" if same else mine["operator"]
+    return Difference(rank=rank, own=own, instead=instead, **{n: yours[n] for n in names})

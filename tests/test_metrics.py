@@ -1,0 +1,167 @@
+"""What is told of a run while it goes: a line per step, files, spikes, slow ranks; and its step beside the plan's."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.cli import app
+from partitioner.errors import PlanError
+from partitioner.trace import compare_steps
+from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
+from runtime.engine import program_of
+from runtime.groups import TorchCommunicator
+from runtime.metrics import batch_size
+from runtime.recorder import About, Spot
+from runtime.traces import read_spans
+from runtime.watch.slow import slow_ranks
+from tests.runtime_programs import Net, net_inputs, program_of_net
+
+
+def test_a_step_is_a_line_and_an_entry(tmp_path: Path):
+    engine = Engine(program_of_net(num_microbatches=2), Net())
+    with StepLog(engine, folder=tmp_path) as log:
+        for _ in range(2):
+            found = log.step(engine.step(net_inputs()), norm=0.5)
+    assert str(found).startswith(f"step 2  loss {found.loss:.6f}  ")
+    assert found.samples_per_s == pytest.approx(8 / found.seconds)
+    assert found.mfu is None
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["norm"] == 0.5
+    assert lines[1]["memory"] > 0
+
+
+def test_the_mfu_is_the_estimates_in_proportion(tmp_path: Path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"estimate": {"step_time": 2.0, "mfu": 0.5}}))
+    found = StepLog(Engine(program_of_net(), Net()), plan).step(1.0)
+    assert found.mfu == pytest.approx(1.0 / found.seconds)
+
+
+def test_tokens_are_counted_where_there_are_some():
+    assert batch_size(program_of_net()) == (0, 8)
+
+
+def test_a_spike_is_told_and_does_not_become_usual():
+    spikes = LossSpikes()
+    for step in range(30):
+        assert spikes.see(step, 2.0 + 0.05 * math.sin(step)) is None
+    found = spikes.see(30, 4.0)
+    assert found is not None
+    assert found.step == 30
+    assert found.usual == pytest.approx(2.0, abs=0.05)
+    assert spikes.see(31, 2.0) is None
+    assert spikes.see(32, 4.0) is not None
+    assert spikes.see(33, math.nan) is not None
+
+
+def test_a_loss_that_stays_up_is_the_new_usual():
+    spikes = LossSpikes(window=32)
+    for step in range(40):
+        spikes.see(step, 1.0 + 0.01 * (step % 3))
+    told = [spikes.see(40 + k, 3.0 + 0.01 * (k % 3)) is not None for k in range(60)]
+    assert told[0]
+    assert not any(told[-20:])
+
+
+def about(rank: int, stage: int) -> About:
+    spots = tuple(Spot(text=f"{stage}F{i}", op="F", calls=f"layers.{i}", source="net.py:3") for i in range(3))
+    return About(rank, 4, stage, 1, "host", (0, 1, 2), spots, 0.0)
+
+
+STEP = {0: 0.010, 1: 0.020, 2: 0.010}
+
+
+def test_a_rank_is_compared_with_its_peers():
+    ranks = {r: about(r, 0) for r in range(4)}
+    samples = {r: [dict(STEP) for _ in range(8)] for r in ranks}
+    assert slow_ranks(samples, ranks, 1.5) == []
+    samples[2] = [{**STEP, 1: 0.060} for _ in range(8)]
+    (found,) = slow_ranks(samples, ranks, 1.5)
+    assert (found.rank, found.index, found.expected) == (2, 1, pytest.approx(0.04))
+    assert "rank 2 is slow: 80.0 ms of work in a step, its peers take 40.0 ms" in str(found)
+    assert "instruction 1: 0F1, layers.1, net.py:3" in str(found)
+
+
+def test_a_rank_alone_on_its_stage_is_compared_with_its_past():
+    ranks = {r: about(r, r) for r in range(2)}
+    twice = {i: 2 * s for i, s in STEP.items()}
+    samples = {0: [STEP] * 8 + [twice] * 6, 1: [STEP] * 8 + [twice] * 6}
+    assert slow_ranks(samples, ranks, 1.5) == []  # the machine is slower, not a rank
+    samples[1] = [STEP] * 8 + [{**STEP, 0: 0.110}] * 6
+    samples[0] = [STEP] * 14
+    assert [(s.rank, s.index) for s in slow_ranks(samples, ranks, 1.5)] == [(1, 0)]
+
+
+def test_one_disturbed_step_is_nothing():
+    ranks = {r: about(r, 0) for r in range(3)}
+    samples = {r: [STEP] * 8 for r in ranks}
+    samples[1] = [STEP] * 6 + [{**STEP, 0: 5.0}] + [STEP]
+    assert slow_ranks(samples, ranks, 1.5) == []
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    return partition(
+        model,
+        Topology.local(2),
+        (torch.ones(8, 8),),
+        loss=lambda y: y.square().mean(),
+        constraints=Constraints(pp=2, dp=1, tp=1, microbatch_size=2),
+    )
+
+
+def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path, plan: Plan):
+    path = plan.save(tmp_path / "plan.json")
+    (data,) = plan.program.inputs
+    assert data.path == "0"
+    with LocalRanks(2) as ranks:
+        ranks.call(steps_of, str(path), str(tmp_path / "watch"), timeout=120)
+    trace = tmp_path / "trace.json"
+    written = CliRunner().invoke(app, ["trace", str(path), str(tmp_path / "watch"), "-o", str(trace)])
+    assert written.exit_code == 0, written.output
+    events = json.loads(trace.read_text())["traceEvents"]
+    for kind in ("measured", "predicted"):
+        assert any(e.get("args", {}).get("kind") == kind for e in events)
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    transfers = sum(i.op.startswith("SEND") for stage in plan.program.stages for i in stage.instructions)
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 2 * transfers  # measured and predicted
+    assert all(starts[k]["ts"] <= ends[k]["ts"] and starts[k]["pid"] != ends[k]["pid"] for k in starts)
+    spans = read_spans(trace)
+    for rank in (0, 1):
+        indices = {s.index for s in spans if s.rank == rank}
+        assert indices == set(range(len(plan.program.stages[rank].instructions) + 1))
+    told = CliRunner().invoke(app, ["compare", str(path), str(trace)])
+    assert told.exit_code == 0, told.output
+    assert "was predicted to take" in told.output
+    other = plan.model_copy(update={"written": program_of_net(pp=2, num_microbatches=3)})
+    with pytest.raises(PlanError, match="not of this plan"):
+        compare_steps(other, spans)
+
+
+def steps_of(plan: str, folder: str) -> None:
+    program = program_of(plan)
+    engine = Engine(program, communicator=TorchCommunicator(program.world_size, torch.device("cpu")))
+    with Watch(engine, folder, leave=False):
+        for _ in range(3):
+            engine.step((torch.ones(8, 8),))
+
+
+def test_a_trace_without_a_measured_step_is_refused(tmp_path: Path):
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
+    with pytest.raises(LaunchError, match="holds no measured step"):
+        read_spans(tmp_path / "trace.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(LaunchError, match="is no trace"):
+        read_spans(tmp_path / "other.json")

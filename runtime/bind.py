@@ -21,6 +21,7 @@ from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
 from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
+from runtime.compiled import Segment, backend_of, fuse
 from runtime.context import ContextAttention
 from runtime.groups import Communicator, Group, Pending
 from runtime.program import CallData, Program, RankProgram
@@ -50,9 +51,11 @@ _tracing = threading.RLock()  # torch.fx traces in one thread at a time
 class Library:
     """The blocks of a program and their derivatives; safe to share between threads."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, compile: bool | str = False) -> None:
         self.program = program
         self.device = device
+        self.backend = backend_of(compile, device)
+        self._segments: dict[tuple[str, Needs | None, str, int], Segment] = {}
         self._blocks: dict[str, Block] = {}
         self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
 
@@ -71,6 +74,21 @@ class Library:
                     self.block(name), self.device, needs.inputs, needs.states, needs.outputs
                 )
             return self._derivatives[key]
+
+    def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: Needs | None, kind: str) -> fx.Graph:
+        """``graph`` with its operators compiled, if that was asked for; once for all calls of a block."""
+        if self.backend is None:
+            return graph
+        backend = self.backend
+
+        def made(number: int, module: fx.GraphModule) -> Segment:
+            key = name, needs, kind, number
+            if key not in self._segments:
+                self._segments[key] = Segment(f"{name}.{kind}.{number}", module, backend)
+            return self._segments[key]
+
+        with _tracing:
+            return fuse(graph, num_sinks, self.device, made)
 
 
 class Moment:
@@ -115,6 +133,7 @@ class Binder:
         key = name, needs, kind
         if key not in self._compiled:
             graph, num_sinks = make()
+            graph = self.library.fused(graph, num_sinks, name, needs, kind)
             self._compiled[key] = compile_graph(
                 graph, f"{name}.{kind}", self._bindings(graph), self.library.device, num_sinks
             )

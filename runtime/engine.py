@@ -57,6 +57,8 @@ class Engine:
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
         loss_scale: a factor that keeps gradients in float16 from vanishing: ``dynamic``, a number, ``None``; ``auto``:
             dynamic where parameters in float16 are trained. Gradients come without it.
+        compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
+            work), or with another of torch's backends by its name.
 
     Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
     the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32.
@@ -74,6 +76,7 @@ class Engine:
         seed: int = 0,
         keep_outputs: bool = False,
         loss_scale: Scale = "auto",
+        compile: bool | str = False,
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
@@ -102,7 +105,7 @@ class Engine:
             self._shards | sharded.whole,
             self._gradients,
             communicator,
-            library or Library(program, self.device),
+            library or Library(program, self.device, compile),
             keep_outputs,
             sharded,
         )

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from partitioner.emit import Layouts
 from partitioner.experts import split_of, spread_over_ranks
 from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sharding
-from passes.blocks import FoldedModel, TensorSpec
+from passes.blocks import Block, FoldedModel, TensorSpec
 from passes.fuse import fuse_bias
+from passes.gradients import stops_gradient
 from passes.layouts import REPLICATED, Layout, local_shape
 from passes.shard import shard_block
 
@@ -37,13 +38,22 @@ def shard_tensors(
     """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` at the least cost."""
     solution = solve_sharding(split, "tp", tp, costs)
     blocks = {
-        name: fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)) for name, block in split.blocks.items()
+        name: _unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
+        for name, block in split.blocks.items()
     }
     values = {
         name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
         for name, spec in split.values.items()
     }
     return LocalModel(split.with_(blocks=blocks, values=values), solution, context)
+
+
+def _unmark_stopped(block: Block) -> Block:
+    """``block``, where what a lowering makes of detached values alone is not marked like the operator it stands for."""
+    for node in block.graph.nodes:
+        if node.op == "call_function" and node.meta.get("grad"):
+            node.meta["grad"] = not stops_gradient(node) and any(n.meta.get("grad", True) for n in node.all_input_nodes)
+    return block
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:

@@ -197,6 +197,28 @@ def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
     return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
 
 
+@dataclass
+class _Works:
+    """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
+
+    blocks: Mapping[str, Block]
+    device: DeviceType
+    types: Sequence[DeviceType]
+    train: bool
+    fp8: bool
+
+    @cached_property
+    def best(self) -> dict[str, BlockWork]:
+        return self._on(self.device)
+
+    @cached_property
+    def paced(self) -> list[dict[str, BlockWork]]:
+        return [self._on(device) for device in self.types]
+
+    def _on(self, device: DeviceType) -> dict[str, BlockWork]:
+        return {name: block_work(block, device, self.train, self.fp8) for name, block in self.blocks.items()}
+
+
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
@@ -208,11 +230,7 @@ class ModelBounds:
         self._counts = np.bincount(of_device, minlength=len(paces))
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
-        self.blocks = {n: block_work(block, self.device, job.train, fp8) for n, block in job.model.blocks.items()}
-        self._paced = [
-            {name: block_work(block, device, job.train, fp8) for name, block in job.model.blocks.items()}
-            for device in (types if len(types) > 1 else [])
-        ]
+        self._works = _Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
         self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
@@ -223,6 +241,15 @@ class ModelBounds:
         other = copy(self)
         other.job = job
         return other
+
+    @property
+    def blocks(self) -> dict[str, BlockWork]:
+        """On the best kind of device."""
+        return self._works.best
+
+    @property
+    def _paced(self) -> list[dict[str, BlockWork]]:
+        return self._works.paced
 
     @cached_property
     def model_flops(self) -> float:

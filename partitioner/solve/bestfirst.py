@@ -120,7 +120,7 @@ def search(
         PlanError: no point has a plan for other reasons.
     """
     deadline = time.monotonic() + time_limit_s
-    first = bounds.times(points).tolist()
+    first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
     state = _State({p: _Row(p, b) for p, b in zip(points, first, strict=True)})
     interrupted = False
     try:
@@ -158,7 +158,8 @@ def _best_first(
         if time.monotonic() > deadline:
             return True
         bound, point, step = heapq.heappop(heap)
-        if step == len(bounds.steps):
+        last = state.best is None and not heap  # which no bound can spare
+        if last or step == len(bounds.steps):
             _evaluate(state, point, evaluate, progress, len(heap) + 1)
             continue
         try:
@@ -189,7 +190,7 @@ def _evaluate(
         _infeasible(row, error)
         return
     row.status = "solved"
-    row.bound = min(row.bound, row.evaluated.step_time)
+    row.bound = min(max(row.bound, row.evaluated.least or 0.0), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
 

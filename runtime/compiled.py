@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from runtime.errors import LaunchError
 META = torch.device("meta")
 _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
+_compiling = threading.RLock()  # torch compiles in one thread at a time
 _LEAST = 2  # operators that are worth a function of their own
 
 
@@ -32,16 +34,28 @@ class Segment:
         self.name = name
         self.__name__ = "compiled"  # what torch.fx calls its node
         self.module = module
-        self.backend = backend
+        self._known: set[int] = set()  # threads that have called it
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Any) -> Any:
+        if threading.get_ident() in self._known:
+            return self.function(*arguments)
+        with _compiling:
+            result = self._first(arguments)
+        self._known.add(threading.get_ident())
+        return result
+
+    def _first(self, arguments: tuple[Any, ...]) -> Any:
+        """The first call in a thread, which compiles."""
         try:
             return self.function(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if self.function == self.module.forward:
+                raise
+            result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
             _log.warning("%s is not compiled, and runs operator by operator: %s", self.name, str(error).split("\n")[0])
             self.function = self.module.forward
-            return self.function(*arguments)
+            return result
 
     def __str__(self) -> str:
         return f"compiled {self.name}"

@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoints.py --megabytes 1024 --repeat 5
 
-One rank, a model of ``--megabytes`` of float32 weights with AdamW's moments (three times that on the disk). The first
-save of each kind is not counted: the one behind training makes its buffers then. Prints medians.
+One rank, a model of ``--megabytes`` of float32 weights with AdamW's moments (three times that on the disk), and steps of
+``--rows``. Behind training, the stall is what ``save`` takes and what the optimizer's step then waits for. The first save
+of each kind is not counted: the one behind training makes its buffers then. Prints medians, in seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Layers(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=512, help="of weights")
+    parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoints"))
     options = parser.parse_args()
 
     model = Layers(max(1, options.megabytes * 2**20 // (4 * WIDTH * WIDTH)))
-    batch = (torch.randn(2, WIDTH),)
+    batch = (torch.randn(options.rows, WIDTH),)
     plan = partition(model, Topology.local(1), batch)
     engine = Engine(plan.program, model, communicator=ThreadWorld(1).communicator(0))
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-5)
@@ -57,6 +59,11 @@ def main() -> None:
             start = time.perf_counter()
             saving = engine.save(options.folder / "checkpoint", optimizer, wait=wait)
             stall = time.perf_counter() - start
+            if not wait:
+                engine.step(batch)
+                waiting = time.perf_counter()
+                saving.wait_until_copied()
+                stall += time.perf_counter() - waiting
             saving.wait()
             if number:
                 found["at once" if wait else "stall behind training"].append(stall)

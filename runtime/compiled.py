@@ -7,11 +7,13 @@ by operator.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import operator
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,11 +84,7 @@ def backend_of(asked: bool | str, device: torch.device) -> str | None:
 
 def _missing(device: torch.device) -> str:
     if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "triton"
-        return ""
+        return "" if importlib.util.find_spec("triton") else "triton"
     from torch._inductor import config
 
     named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
@@ -123,7 +121,7 @@ def fuse(
             for node in inside:
                 values[node] = new.node_copy(node, values.__getitem__)
         else:
-            _add(new, inside, values, device, lambda module, number=level: made(number, module))
+            _add(new, inside, values, device, partial(made, level))
         for node in here:
             if node in apart:
                 values[node] = new.node_copy(node, values.__getitem__)

@@ -7,10 +7,13 @@ by operator.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import operator
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from runtime.errors import LaunchError
 META = torch.device("meta")
 _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
+_compiling = threading.RLock()  # torch compiles in one thread at a time
 _LEAST = 2  # operators that are worth a function of their own
 
 
@@ -32,16 +36,28 @@ class Segment:
         self.name = name
         self.__name__ = "compiled"  # what torch.fx calls its node
         self.module = module
-        self.backend = backend
+        self._known: set[int] = set()  # threads that have called it
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Any) -> Any:
+        if threading.get_ident() in self._known:
+            return self.function(*arguments)
+        with _compiling:
+            result = self._first(arguments)
+        self._known.add(threading.get_ident())
+        return result
+
+    def _first(self, arguments: tuple[Any, ...]) -> Any:
+        """The first call in a thread, which compiles."""
         try:
             return self.function(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if self.function == self.module.forward:
+                raise
+            result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
             _log.warning("%s is not compiled, and runs operator by operator: %s", self.name, str(error).split("\n")[0])
             self.function = self.module.forward
-            return self.function(*arguments)
+            return result
 
     def __str__(self) -> str:
         return f"compiled {self.name}"
@@ -68,11 +84,7 @@ def backend_of(asked: bool | str, device: torch.device) -> str | None:
 
 def _missing(device: torch.device) -> str:
     if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "triton"
-        return ""
+        return "" if importlib.util.find_spec("triton") else "triton"
     from torch._inductor import config
 
     named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
@@ -109,7 +121,7 @@ def fuse(
             for node in inside:
                 values[node] = new.node_copy(node, values.__getitem__)
         else:
-            _add(new, inside, values, device, lambda module, number=level: made(number, module))
+            _add(new, inside, values, device, partial(made, level))
         for node in here:
             if node in apart:
                 values[node] = new.node_copy(node, values.__getitem__)

@@ -216,9 +216,9 @@ class Engine:
 
         The folder appears complete or not at all; one that it replaces stays until then. It holds the weights, the
         steps, the state of random generators, with ``optimizer`` its state and hyperparameters, and the state of what
-        ``extra`` names. With ``wait=False`` the state is copied to host memory, and written while training goes on;
-        an error is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with
-        the folder, when it is complete.
+        ``extra`` names. With ``wait=False`` the state is copied to host memory, and written, while training goes on;
+        the step of ``optimizer`` waits until what it changes is copied. An error is then raised by the result's
+        ``wait``, or by the next save. ``then``: called on the first rank with the folder, when it is complete.
 
         Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
         """
@@ -230,10 +230,10 @@ class Engine:
             "scale": None if self._scale is None else self._scale.state_dict(),
             "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
         }
-        pieces = pieces_of(self.rank_program, self._masters.held, held)
-        content = Content(self.rank_program, pieces, training, random_state(self.device), self.steps)
+        moving, still = pieces_of(self.rank_program, self._masters.held, held)
+        content = Content(self.rank_program, moving, still, training, random_state(self.device), self.steps)
         with self._doing("saving"):
-            return self._saver.save(Path(directory), content, wait=wait, then=then)
+            return self._saver.save(Path(directory), content, optimizer, wait=wait, then=then)
 
     def wait_for_save(self) -> None:
         """Until the last :meth:`save` is complete. Raises :class:`CheckpointError` where it failed."""
@@ -255,6 +255,7 @@ class Engine:
         one is damaged, and :class:`WeightsError` where it is another model's.
         """
         directory = Path(directory)
+        self._saver.wait_until_copied()
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             return

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from passes.layouts import Layout, Shard, local_shape, take_shards
 from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
-from runtime.checkpoint import boxes, folders, saving, storage
+from runtime.checkpoint import boxes, folders, saving, staging, storage
 from runtime.checkpoint.boxes import Piece, written_by
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -209,6 +209,47 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     assert engine.steps == 2
     got = whole(engine, optimizer)
     assert all(torch.equal(got[k][1], expected[k][1]) for k in expected)
+
+
+def test_a_step_waits_until_what_it_changes_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, order, copy = threading.Event(), [], staging.Staging._copy
+
+    def late(self: Any) -> None:
+        assert begun.wait(20)
+        copy(self)
+        order.append("copied")
+
+    monkeypatch.setattr(staging.Staging, "_copy", late)
+    engine, optimizer, checkpoints = one_rank(tmp_path)
+    run(engine, optimizer, checkpoints, 1)
+    expected = whole(engine, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: begun.set())
+    optimizer.register_step_post_hook(lambda *_: order.append("stepped"))
+    under_way = engine.save(tmp_path / "out", optimizer, wait=False)
+    run(engine, optimizer, checkpoints, 1)
+    assert order == ["copied", "stepped"]
+    under_way.wait()
+    engine.load(tmp_path / "out", optimizer)
+    got = whole(engine, optimizer)
+    assert all(torch.equal(got[k][1], expected[k][1]) for k in expected)
+
+
+def test_what_changes_while_it_is_copied_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    changed, copy = threading.Event(), staging.Staging._copy
+
+    def late(self: Any) -> None:
+        assert changed.wait(20)
+        copy(self)
+
+    monkeypatch.setattr(staging.Staging, "_copy", late)
+    engine, optimizer, _ = one_rank(tmp_path)
+    under_way = engine.save(tmp_path / "out", optimizer, wait=False)
+    with torch.no_grad():
+        dict(engine.named_parameters())["head.weight"].add_(1.0)
+    changed.set()
+    with pytest.raises(CheckpointError, match=r"model\.head\.weight was changed while it was copied"):
+        under_way.wait()
+    assert not (tmp_path / "out").exists()
 
 
 class Loader:

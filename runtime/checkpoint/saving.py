@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import pickle
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
 from runtime.checkpoint.folders import MANIFEST, Target, remove
+from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
 from runtime.checkpoint.training import OptimizerState, packed
 from runtime.errors import CheckpointError
@@ -32,10 +34,14 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``: this rank's."""
+    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``: this rank's.
+
+    ``still``: what does not change before the optimizer steps; ``moving``: the rest.
+    """
 
     rank: RankProgram
-    pieces: Sequence[Piece]
+    moving: Sequence[Piece]
+    still: Sequence[Piece]
     training: Mapping[str, Any]
     random: Mapping[str, Any]
     steps: int
@@ -44,8 +50,9 @@ class Content:
 class Saving:
     """A checkpoint under way."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, copied: threading.Event) -> None:
         self.directory = directory
+        self._copied = copied
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -67,6 +74,10 @@ class Saving:
         """Whether it is complete, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
+    def wait_until_copied(self) -> None:
+        """Until the state may change in other ways than by the optimizer's step, which waits by itself."""
+        self._copied.wait()
+
     def wait(self) -> None:
         """Until it is complete. Raises :class:`CheckpointError` where any rank failed; what was there before stays."""
         self.join()
@@ -87,10 +98,19 @@ class Saver:
     world_size: int
     timeout: float = TIMEOUT_S
     last: Saving | None = None
-    _buffers: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
+    _staging: Staging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = Staging(self.communicator.device)
 
     def save(
-        self, directory: Path, content: Content, *, wait: bool, then: Callable[[Path], None] | None = None
+        self,
+        directory: Path,
+        content: Content,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        wait: bool,
+        then: Callable[[Path], None] | None = None,
     ) -> Saving:
         """All ranks call it. ``then`` is called on the first rank when the checkpoint is complete.
 
@@ -98,11 +118,14 @@ class Saver:
         """
         target = self._agree(directory.absolute())
         first = content.rank.rank == 0
-        held = content.pieces if wait else self._staged(content.pieces)
-        self.last = Saving(directory)
+        held = [*content.moving, *content.still]
+        if not wait:
+            held = self._staging.begin(content.moving, content.still, optimizer)
+            content = replace(content, training=copy.deepcopy(content.training) if first else {})
+        self.last = Saving(directory, self._staging.copied)
 
         def work() -> None:
-            _write(target, content, held, self.timeout)
+            _write(target, content, held, self.timeout, None if wait else self._staging.finish)
             if first and then is not None:
                 then(target.final)
 
@@ -115,6 +138,9 @@ class Saver:
         """Until the last save is complete. Raises as :meth:`Saving.wait` does."""
         if self.last is not None:
             self.last.wait()
+
+    def wait_until_copied(self) -> None:
+        self._staging.copied.wait()
 
     def _agree(self, final: Path) -> Target:
         """One token for all ranks, once the save before is over everywhere; the first clears the place."""
@@ -135,22 +161,6 @@ class Saver:
             raise CheckpointError(f"the save before this one failed on {failed} other ranks, and this one is not begun")
         return Target(final, f"{token:015x}")
 
-    def _staged(self, held: Sequence[Piece]) -> list[Piece]:
-        """Copies in host memory, in the buffers of the last save."""
-        staged, used = [], {}
-        for piece in held:
-            key = piece.key, piece.offsets
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
-                buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
-            buffer.copy_(piece.tensor.detach(), non_blocking=True)
-            used[key] = buffer
-            staged.append(Piece(piece.key, piece.shape, piece.offsets, buffer))
-        self._buffers = used
-        if self.communicator.device.type == "cuda":
-            torch.cuda.synchronize(self.communicator.device)
-        return staged
-
 
 def all_ranks(communicator: Communicator, world_size: int) -> Group:
     """The group of all ranks."""
@@ -159,18 +169,22 @@ def all_ranks(communicator: Communicator, world_size: int) -> Group:
     return communicator.group(ranks)
 
 
-def pieces_of(rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None) -> list[Piece]:
-    """What this rank writes of its states and of the optimizer's."""
+def pieces_of(
+    rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
+) -> tuple[list[Piece], list[Piece]]:
+    """What this rank writes of its states and of the optimizer's: what may move before that steps, and the rest."""
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
-    found: list[Piece] = []
+    moving: list[Piece] = []
+    still: list[Piece] = []
     for name in saved:
         if name in mine:
-            held = held_by(rank.program, name, rank.rank)
-            found += pieces(MODEL, name, rank.program.states[name], held, states[name])
+            to = still if optimizer is not None and optimizer.steps(name) else moving
+            own = held_by(rank.program, name, rank.rank)
+            to += pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
             if optimizer is not None and name in optimizer.parameters:
-                found += optimizer.pieces(rank, name)
-    return found
+                to += optimizer.pieces(rank, name)
+    return moving, still
 
 
 def saved_states(program: Program) -> list[str]:
@@ -178,10 +192,14 @@ def saved_states(program: Program) -> list[str]:
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 
-def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float) -> None:
-    """This rank's part, and on the first rank the rest."""
+def _write(
+    target: Target, content: Content, held: Sequence[Piece], timeout: float, finish: Callable[[], None] | None
+) -> None:
+    """This rank's part, and on the first rank the rest. ``finish``: makes ``held`` what it is to be."""
     rank = content.rank.rank
     try:
+        if finish is not None:
+            finish()
         target.partial.mkdir(parents=True, exist_ok=True)
         written = write_shards(target.partial, rank, held)
         write_bytes(target.record(rank), pickle.dumps((written, dict(content.random))))

@@ -36,6 +36,11 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
+        self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def steps(self, name: str) -> bool:
+        """Whether this optimizer's step is what changes a parameter."""
+        return id(self.parameters.get(name)) in self._stepped
 
     def of(self, name: str) -> dict[str, Tensor]:
         """The tensors held for one parameter. Raises :class:`CheckpointError` on one that is not sharded as it is."""

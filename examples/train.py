@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the folder's newest checkpoint")
     options = parser.parse_args()
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    runtime.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     path = options.folder / f"plan-{world_size}.json"
     model = build()

@@ -6,7 +6,8 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from runtime.groups import DEFAULT_TIMEOUT
 

@@ -207,7 +207,7 @@ def slow(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
         looking.join()
     outcome.struck = json.loads((watch / "struck.json").read_text())
     outcome.told = "; ".join(map(str, told)) or "no rank was told to be slow"
-    outcome.named = [(s.rank, s.index) for s in told] == [(outcome.struck["rank"], outcome.struck["index"])]
+    outcome.named = {(s.rank, s.index) for s in told} == {(outcome.struck["rank"], outcome.struck["index"])}
     outcome.equal = [d["hash"] for d in done] == [e["hash"] for e in expected]
     return outcome
 

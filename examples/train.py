@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--export", type=Path, help="write the weights there at the end, as safetensors")
     options = parser.parse_args()
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    runtime.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     path = options.folder / f"plan-{world_size}-{options.precision}.json"
     model = build()

@@ -20,6 +20,7 @@ from runtime.local import run_local, run_threads
 from runtime.metrics import StepLog
 from runtime.pool import LocalRanks
 from runtime.program import Program, RankProgram
+from runtime.restarts import init_process_group
 from runtime.spikes import LossSpikes
 from runtime.watch import Monitor, Watch
 
@@ -42,6 +43,7 @@ __all__ = [
     "StepLog",
     "Watch",
     "WeightsError",
+    "init_process_group",
     "run_local",
     "run_threads",
 ]

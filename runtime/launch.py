@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,6 +32,7 @@ from runtime.errors import InstructionError, LaunchError
 from runtime.failures import is_secondary
 from runtime.metrics import StepLog
 from runtime.program import Program
+from runtime.restarts import init_process_group
 from runtime.spikes import LossSpikes
 from runtime.watch.watchdog import Watch, can_watch
 
@@ -100,7 +100,7 @@ def _train(options: argparse.Namespace) -> None:
             on_gpu = torch.cuda.is_available() and gpus
             if on_gpu:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=options.timeout))
+            init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
         engine = Engine(options.plan, options.weights, seed=options.seed)
         stack.callback(sys.stdout.flush)
         if "RANK" in os.environ and can_watch():

@@ -25,6 +25,7 @@ from runtime.precision import with_precision
 from runtime.program import Program
 from runtime.state import check_weights
 from runtime.threads import ThreadWorld
+from runtime.watch.monitor import Monitor
 from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of
 from runtime.worker import run_program
 
@@ -76,7 +77,8 @@ def run_local(
             _written(program, weights, folder / "weights.safetensors"),
             folder / "inputs.pt",
         ]
-        pool.call(run_program, *map(str, files), results, placement_of(plan), seed, outputs, grads, timeout=timeout)
+        arguments = (*map(str, files), results, placement_of(plan), seed, outputs, grads, str(folder / "watch"))
+        pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
         parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
     return joined(program, parts, _unread(program, model))
 

@@ -22,6 +22,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from runtime.restarts import SEPARATE_STORES
 from runtime.watch.monitor import Monitor
 from runtime.watch.watchdog import FOLDER
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
     if options.nnodes in ("1", "1:1"):  # otherwise a folder that all hosts see has to be given
         os.environ[FOLDER] = str(folder)
+    os.environ.setdefault(SEPARATE_STORES, "1")  # else a restart finds the addresses of ranks that have died
     try:
         run(options)
         status = 0

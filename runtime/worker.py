@@ -27,6 +27,7 @@ from runtime.failures import instruction_text, is_secondary
 from runtime.groups import TorchCommunicator
 from runtime.messages import get, put
 from runtime.program import Program
+from runtime.watch.watchdog import Watch
 
 
 def preload() -> None:
@@ -125,15 +126,17 @@ def run_program(
     seed: int,
     outputs: bool,
     grads: bool,
+    watch: str,
 ) -> None:
-    """One step. ``program``, ``weights`` and ``inputs`` are files, and so are ``results``: this rank writes its own."""
+    """One step, watched. ``program``, ``weights``, ``inputs`` and ``results`` are files; this rank writes its own."""
     parsed = Program.model_validate_json(Path(program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return
     communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
     batch = torch.load(inputs, weights_only=True)
     engine = Engine(parsed, weights, seed=seed, keep_outputs=outputs, communicator=communicator)
-    engine.step(batch)
+    with Watch(engine, watch, leave=False, slow_factor=None):
+        engine.step(batch)
     part = part_of(engine, outputs, grads)
     torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[communicator.rank])
 

@@ -98,3 +98,74 @@ def test_a_random_batch_fits_the_program():
     batch = random_batch(program, seed=0)
     assert batch.keys() == net_inputs().keys()
     assert torch.isfinite(Engine(program, Net()).step(batch))
+
+
+def supervised(*arguments: str, launcher: str = "runtime.torchrun") -> subprocess.CompletedProcess[str]:
+    """As :func:`torchrun` of two ranks, by the launcher whose last line is the cause."""
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import runtime
+from tests.runtime_programs import Net, net_inputs
+
+runtime.init_process_group("gloo")
+engine = runtime.Engine(sys.argv[1] + "/plan.json", weights=Net().state_dict())
+optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with runtime.Watch(engine, patience_s=8):
+    done = engine.resume(sys.argv[1] + "/checkpoints", optimizer)
+    if dist.get_rank() == 1 and attempt == int(sys.argv[2]) - 1:
+        places = [k for k, (i, _) in enumerate(engine._executor.actions) if i < len(engine.rank_program.instructions)]
+        place = next(k for k in places if engine.rank_program.instructions[engine._executor.actions[k][0]].op == "B")
+        index, action = engine._executor.actions[place]
+
+        def strike():
+            if engine.steps == 3:
+                os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+            action()
+
+        engine._executor.actions[place] = index, strike
+    while engine.steps < 5:
+        loss = engine.step(net_inputs())
+        optimizer.step()
+        if engine.steps % 2 == 0:
+            engine.checkpoint(sys.argv[1] + "/checkpoints", optimizer)
+    if dist.get_rank() == 0:
+        print("resumed at", done, "loss", loss.item(), flush=True)
+    engine.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("how", "kind"), [("SIGKILL", "ProcessDied"), ("SIGSTOP", "Stalled")])
+def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, how: str, kind: str):
+    program = program_of_net(pp=2, num_microbatches=2)
+    plan_file(tmp_path, program)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = supervised(str(tmp_path / "script.py"), str(tmp_path), "1", how)
+    assert done.returncode == 1
+    index = next(k for k, i in enumerate(program.rank(1).instructions) if i.op == "B")
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith(f"first cause: rank 1, instruction {index}: {program.rank(1).instructions[index]}, step 4, ")
+    assert kind in last
+    assert "net.py:" in last
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.torchrun"])
+def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, launcher: str):
+    plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = str(tmp_path / "script.py"), str(tmp_path)
+    broken_off = supervised("--max-restarts", "1", *script, "1", "SIGKILL", launcher=launcher)
+    assert broken_off.returncode == 0, broken_off.stderr
+    assert "resumed at 2" in broken_off.stdout
+    for path in sorted((tmp_path / "checkpoints").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    whole = supervised(*script, "0", "SIGKILL", launcher=launcher)
+    losses = [re.findall(r"loss (\S+)", done.stdout)[-1] for done in (broken_off, whole)]
+    assert losses[0] == losses[1]

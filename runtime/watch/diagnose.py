@@ -19,10 +19,13 @@ _SETTLE_S = 1.0  # a rank that lost another is no cause before that one had the 
 _SILENT_BEATS_S = 3.0  # without a heartbeat: the process is stopped, or its host is
 
 
-def cause_of(states: Sequence[RankState], patience_s: float, now: float, died: int | None = None) -> Failure | None:
+def cause_of(
+    states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
+) -> Failure | None:
     """Why the run cannot go on; ``None`` while it may.
 
-    ``now``: on the clock of :attr:`RankState.failed_at`; ``died``: the rank that was seen to end first, where all have.
+    ``now``: on the clock of :attr:`RankState.failed_at`; ``died``: the rank that was seen to end first, where all have;
+    ``world_size``: how many ranks there should be.
     """
     told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
     primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
@@ -32,7 +35,7 @@ def cause_of(states: Sequence[RankState], patience_s: float, now: float, died: i
     if dead:
         first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
         return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
-    if told and now - told[0].failed_at > _SETTLE_S:
+    if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
         return _lost(told)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:

@@ -32,7 +32,7 @@ class Monitor:
         if told is not None:
             return told
         states = self.states()
-        return cause_of(states, self.patience_s, time.monotonic(), died)
+        return cause_of(states, self.patience_s, time.monotonic(), died, self.board.world_size)
 
     def settle(self, seconds: float, died: int | None = None) -> Failure | None:
         """As :meth:`check`, of a run that is known to have failed: wait for up to ``seconds`` until the cause shows."""

@@ -63,14 +63,18 @@ class SlowRanks:
                 self._last[rank] = step.step
                 self.samples.setdefault(rank, deque(maxlen=_KEPT)).append(step.busy())
         about = {rank: r.about for rank, r in recordings.items()}
-        found = slow_ranks(self.samples, about, self.factor)
-        new = [s for s in found if s.rank not in self._told]
-        self._told = {s.rank for s in found}
+        new = [s for s in slow_ranks(self.samples, about, self.factor) if s.rank not in self._told]
+        if self._told:
+            self._told &= {s.rank for s in slow_ranks(self.samples, about, self.factor, spreads=0.0)}
+        self._told |= {s.rank for s in new}
         return new
 
 
 def slow_ranks(
-    samples: Mapping[int, Sequence[Mapping[int, float]]], about: Mapping[int, About], factor: float
+    samples: Mapping[int, Sequence[Mapping[int, float]]],
+    about: Mapping[int, About],
+    factor: float,
+    spreads: float = _SPREADS,
 ) -> list[SlowRank]:
     """The ranks that are slow now, the worst first; ``samples`` are seconds of work by instruction, for each step."""
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
@@ -83,7 +87,7 @@ def slow_ranks(
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
-        if seconds > factor * expected and seconds - expected > _SPREADS * _spread([rank, *peers], samples):
+        if seconds > factor * expected and seconds - expected > spreads * _spread([rank, *peers], samples):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
             spots = about[rank].spots
             spot = spots[index] if index < len(spots) else None

@@ -31,7 +31,7 @@ from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
-from runtime.membership import groups_of, links_of
+from runtime.membership import gathers_of, groups_of, links_of
 from runtime.program import Program, RankProgram
 from runtime.sharded import ShardedParameters
 from runtime.state import load_states, parameters_of
@@ -76,7 +76,8 @@ class Engine:
         self._shards = load_states(self.rank_program, source, self.device)
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
-        communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        mine = self.rank_program
+        communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
         sharded = ShardedParameters(self.rank_program, self._shards, communicator)
         self._shards |= sharded.pieces
         self._parameters = parameters_of(self.rank_program, self._shards)

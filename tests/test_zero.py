@@ -28,6 +28,8 @@ from runtime.precision import with_precision
 from runtime.program import Instruction, Program, hybrid_mesh
 from runtime.prove import ProofError, prove
 from runtime.weights import FileWeights
+from tests.context_models import Decoder
+from tests.context_models import inputs as decoder_inputs
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_infeasible import Infeasible, cluster
 from tests.test_runtime_state import on_every_rank
@@ -190,6 +192,24 @@ def test_any_plan_may_load_what_another_one_saved(saved: tuple[str, str], loaded
     train(planned(*loaded).program, name, tmp_path / "out", first=2, load=True)
     found = errors(tmp_path / "out", name)
     assert max(found.values()) < 1e-9, {n: e for n, e in found.items() if e > 1e-9}
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        dict(zero=3),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
+        pytest.param(dict(zero=2), marks=pytest.mark.slow),
+        pytest.param(dict(zero=3, dp_shard=1), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_sequence_share_states(sharding: dict[str, int]):
+    fixed = dict(dp=2, cp=2, tp=1, pp=1, microbatch_size=1) | sharding
+    plan = partition(Decoder(), Topology.local(4), decoder_inputs(), constraints=Constraints(**fixed))
+    wanted = ("cp",) if "dp_shard" in sharding else ("dp", "cp")
+    assert plan.program.states["head.weight"].zero_axes == wanted
+    report = plan.verify(Decoder(), decoder_inputs())
+    assert report.ok, str(report)
 
 
 def test_processes_over_gloo():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
+from partitioner.errors import ConstraintError
 from partitioner.reference import run_reference
 from partitioner.verify import compare, relative_error
 from runtime.engine import Engine
@@ -438,6 +439,17 @@ def test_it_is_searched_where_nothing_fits_without():
     assert {c.zero for c in plan.certificate.candidates} == {0, 1, 2, 3}
     with pytest.raises(PlanError):
         job.plan(job.topology, Constraints(**job.pins, zero=0))
+
+
+def test_what_cannot_be_shared_is_said_before():
+    def ask(**pinned: int) -> Plan:
+        return partition(tied_model(), Topology.local(4), tied_inputs(), constraints=Constraints(**pinned))
+
+    with pytest.raises(ConstraintError, match="dp_shard=3 does not divide dp=4; expected a divisor of 4"):
+        ask(dp=4, zero=3, dp_shard=3)
+    with pytest.raises(ConstraintError, match="dp_shard=2 with zero=0: nothing would be shared"):
+        ask(zero=0, dp_shard=2)
+    assert ask(dp=4, pp=1, tp=1, dp_shard=2).program.zero > 0
 
 
 def test_pictures_and_reports_know_the_words(tmp_path: Path):

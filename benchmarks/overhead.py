@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,17 @@ from rich.console import Console
 from rich.table import Table
 
 import runtime
-from benchmarks import common, peers
+from benchmarks import common, memory, peers
 from partitioner import Constraints, Plan, Topology, partition
 
 # A ratio above this is more overhead than we accept.
-LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "gpipe": 1.05, "1f1b": 1.05, "ring": 1.1}
+LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "fsdp": 1.0, "gpipe": 1.05, "1f1b": 1.05, "ring": 1.1}
 
 # Whole values between layers, as the peers have them: it is the overhead that is compared, not the layout.
 _TENSOR_PARALLEL = dict(pp=1, dp=1, tp=2, sequence_parallel=False)
+
+# All else equal: ours with everything whole, and with everything shared.
+_DATA_PARALLEL = {"ours": dict(pp=1, dp=2, tp=1, zero=0), "zero3": dict(pp=1, dp=2, tp=1, zero=3)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _jobs(only: str) -> list[Job]:
             continue
         jobs += [
             Job("tp2", name, {"ours": _TENSOR_PARALLEL}, {"explicit": "ours", "dtensor": "ours"}),
-            Job("dp2", name, {"ours": dict(pp=1, dp=2, tp=1)}, {"ddp": "ours"}),
+            Job("dp2", name, _DATA_PARALLEL, {"ddp": "ours", "fsdp": "zero3"}),
             Job("pp2", name, schedules(name), {"gpipe": "gpipe", "1f1b": "1f1b"}),
         ]
     kept = []
@@ -82,6 +85,7 @@ def _jobs(only: str) -> list[Job]:
 class Outcome:
     times: dict[str, list[float]]  # contender -> seconds per step, by repetition
     losses: dict[str, float]
+    peaks: dict[str, int] = field(default_factory=dict)  # contender -> bytes of tensors at the fullest of a step
     expected_loss: float = field(default=math.nan)
 
 
@@ -91,15 +95,19 @@ def _ours(work: common.Workload, path: str) -> common.Step:
     return lambda: engine.step(batch).item()
 
 
-def _measure(workload: str, plans: dict[str, str], rivals: list[str], repetitions: int, budget_s: float) -> Outcome:
-    """What each of the two ranks runs."""
+def _measure(
+    workload: str, plans: dict[str, str], rivals: list[str], sharing: bool, repetitions: int, budget_s: float
+) -> Outcome:
+    """What each of the two ranks runs; ``sharing``: how much memory contenders take is measured, too."""
     work = common.WORKLOADS[workload]
-    steps = {f"ours {name}": _ours(work, path) for name, path in plans.items()}
-    steps |= {rival: peers.PEERS[rival](work) for rival in rivals}
+    builds = {f"ours {name}": partial(_ours, work, path) for name, path in plans.items()}
+    builds |= {rival: partial(peers.PEERS[rival], work) for rival in rivals}
+    peaks = {name: memory.peak_bytes(build) for name, build in builds.items()} if sharing else {}
+    steps = {name: build() for name, build in builds.items()}
     losses = {name: step() for name, step in steps.items()}
     times = common.interleaved(steps, repetitions=repetitions, block_s=0.1, budget_s=budget_s)
     expected = peers.single(work)() if dist.get_rank() == 0 else math.nan
-    return Outcome(times, losses, expected)
+    return Outcome(times, losses, peaks, expected)
 
 
 def run(job: Job, repetitions: int, budget_s: float) -> Outcome:
@@ -116,13 +124,14 @@ def run(job: Job, repetitions: int, budget_s: float) -> Outcome:
             plan = partition(model, Topology.local(2), work.batch(), constraints=Constraints(**given))
             paths[name] = str(Path(folder) / f"{name}.json")
             plan.save(paths[name])
-        ranks = common.run_ranks(2, _measure, job.workload, paths, list(job.against), repetitions, budget_s)
+        measured = job.workload, paths, list(job.against), job.mesh == "dp2", repetitions, budget_s
+        ranks = common.run_ranks(2, _measure, *measured)
     for rank, outcome in enumerate(ranks):
         for name, loss in outcome.losses.items():
             if not math.isclose(loss, ranks[0].expected_loss, rel_tol=1e-5):
                 expected = ranks[0].expected_loss
                 raise RuntimeError(f"{name} has loss {loss} on rank {rank}, the model has {expected}")
-    return ranks[0]
+    return replace(ranks[0], peaks={name: max(r.peaks[name] for r in ranks) for name in ranks[0].peaks})
 
 
 def _row(case: str, ours: list[float], peer: list[float], ratio: float, limit: float) -> list[str]:
@@ -154,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         run, repetitions=12 if options.quick else 48, budget_s=10 if options.quick else 45
     )
     ratios: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     failures = 0
     table = _table()
     for job in _jobs(options.only):
@@ -167,10 +177,14 @@ def main(arguments: list[str] | None = None) -> int:
         for case, (plan, peer) in job.cases.items():
             ours, theirs = outcome.times[f"ours {plan}"], outcome.times[peer]
             ratios[case] = round(common.median_ratio(ours, theirs), 4)
+            if peer in outcome.peaks:
+                peaks[case] = round(outcome.peaks[f"ours {plan}"] / outcome.peaks[peer], 4)
             table.add_row(*_row(case, ours, theirs, ratios[case], LIMITS[peer]))
     console.print(table)
+    for case, ratio in peaks.items():
+        console.print(f"{case}: memory at the fullest of a step, ours / peer: {ratio:.3f}")
     if options.json:
-        print(json.dumps({"ratios": ratios}))
+        print(json.dumps({"ratios": ratios, "memory": peaks}))
     above = [case for case, ratio in ratios.items() if ratio > LIMITS[case.rsplit("/", 1)[1]]]
     return 1 if failures or (options.check and above) else 0
 

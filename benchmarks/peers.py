@@ -4,6 +4,7 @@
   each direction, vocabulary-parallel head and cross-entropy (three small all-reduces), a whole embedding.
 * ``dtensor``: ``parallelize_module`` with the same layout.
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
+* ``fsdp``: FSDP2, ``fully_shard`` on every layer and on the rest: parameters, gradients and optimizer states shared.
 * ``ring``: a ring attention by hand (``ring_peer.py``), with DDP.
 * ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -210,8 +212,21 @@ def dtensor(work: Workload) -> Step:
 
 
 def ddp(work: Workload) -> Step:
+    return _data_parallel(DistributedDataParallel(work.whole(), gradient_as_bucket_view=True), work)
+
+
+def fsdp(work: Workload) -> Step:
+    model, mesh = work.whole(), init_device_mesh("cpu", (dist.get_world_size(),))
+    assert isinstance(model.model.layers, nn.ModuleList)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _data_parallel(model, work)
+
+
+def _data_parallel(model: nn.Module, work: Workload) -> Step:
+    """A step on this rank's part of the batch; the loss is added up behind backward."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(work.whole(), gradient_as_bucket_view=True)
     batch = tuple(t.chunk(size)[rank] for t in work.batch())
 
     def step() -> float:
@@ -277,6 +292,7 @@ PEERS: dict[str, Callable[[Workload], Step]] = {
     "explicit": explicit,
     "dtensor": dtensor,
     "ddp": ddp,
+    "fsdp": fsdp,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "ring": ring,

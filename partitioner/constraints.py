@@ -142,6 +142,19 @@ class Constraints(BaseModel):
                 f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
             )
 
+    def check_sharding(self) -> None:
+        """Raise :class:`ConstraintError` where ``dp_shard`` ranks are to share states, and cannot or are not to."""
+        if self.dp_shard is None:
+            return
+        if self.zero == 0:
+            raise ConstraintError(
+                f"dp_shard={self.dp_shard} with zero=0: nothing would be shared; expected zero=1, 2 or 3, or none"
+            )
+        if self.dp is not None and self.dp % self.dp_shard:
+            raise ConstraintError(
+                f"dp_shard={self.dp_shard} does not divide dp={self.dp}; expected a divisor of {self.dp}"
+            )
+
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
         """All of the checks above that the arguments allow."""
         self.check_world(world_size)

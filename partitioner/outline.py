@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
-
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
+from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, state_bytes, tensor_bytes
 from partitioner.units import bytes_text
-from runtime.program import Bucket, Instruction, Program, Stage, shard_shape
-from runtime.zero import rest_axes, zero_axes
+from runtime.program import Instruction, Program, Stage
 
 Direction = Literal["forward", "backward"]
 
@@ -131,36 +129,9 @@ class Outline:
         return self.stages[place[0]].groups[place[1]]
 
 
-_SHARED_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
-
-
-def _exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str], int]:
-    """What a GATHER, SCATTER or REDUCE of a bucket is, over which axes, and its bytes on a rank."""
-    shared = zero_axes(program, bucket.states)
-    num_bytes = sum(state_bytes(program, s) for s in bucket.states)
-    axes = [a for a in bucket.axes if program.size(a) > 1]
-    if shared and op == "REDUCE":
-        axes, num_bytes = [*rest_axes(program, bucket)], num_bytes // math.prod(program.size(a) for a in shared)
-    return (_SHARED_OPS[op], "×".join(axes if op == "REDUCE" else shared)), num_bytes
-
-
-def _kept_by(program: Program, state: str) -> int:
-    """The ranks that keep a parameter together."""
-    return math.prod(program.size(a) for a in program.states[state].zero_axes) if program.zero == 3 else 1
-
-
 def outline(program: Program) -> Outline:
     """The outline of ``program``; see the classes above."""
     return _Outliner(program).outline()
-
-
-def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
-
-
-def state_bytes(program: Program, state: str) -> int:
-    """One rank's bytes of a state."""
-    return tensor_bytes(shard_shape(program, state), program.states[state].dtype)
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
@@ -251,8 +222,8 @@ class _Outliner:
         reductions = Counter[tuple[str, str]]()
         counts = Counter[tuple[str, str]]()
         for i in stage.instructions:
-            if i.op in _SHARED_OPS and i.bucket is not None:
-                key, num_bytes = _exchanged(program, stage.buckets[i.bucket], i.op)
+            if i.op in BUCKET_OPS and i.bucket is not None:
+                key, num_bytes = exchanged(program, stage.buckets[i.bucket], i.op)
                 reductions[key] += num_bytes
                 counts[key] += 1
         loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
@@ -263,7 +234,7 @@ class _Outliner:
             groups=self.groups(index),
             num_calls=len(stage.calls),
             num_parameters=sum(math.prod(s.shape) for s in held.values()),
-            parameter_bytes=sum(state_bytes(program, s) // _kept_by(program, s) for s in held),
+            parameter_bytes=sum(kept_bytes(program, s) for s in held),
             reductions=tuple(
                 Moved(op, over, "backward", counts[op, over], num_bytes) for (op, over), num_bytes in reductions.items()
             ),

@@ -36,7 +36,7 @@ from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator
 from runtime.masters import Masters
-from runtime.membership import groups_of, links_of
+from runtime.membership import gathers_of, groups_of, links_of
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
 from runtime.scaling import Scale, scale_of
@@ -93,7 +93,8 @@ class Engine:
         self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
-        communicator.prepare(groups_of(self.rank_program), links_of(self.rank_program))
+        mine = self.rank_program
+        communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
         sharded = ShardedParameters(self.rank_program, self._shards, communicator)
         self._masters.take(sharded.pieces)
         self._saver = Saver(communicator, program.world_size)

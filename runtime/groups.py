@@ -72,10 +72,13 @@ class Communicator(Protocol):
     home: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+    def prepare(
+        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         """Open what the program needs; called by all ranks, each with the groups and links that it is part of."""
 
-    def group(self, ranks: tuple[int, ...]) -> Group: ...
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        """The group of ``ranks``; ``gathering``: another one, whose operations do not wait for those of the first."""
 
     def send(self, x: Tensor, peer: int, channel: str) -> Work: ...
 
@@ -237,7 +240,7 @@ class NcclGroup(TorchGroup):
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
 # another program may place its ranks otherwise.
-_made: dict[tuple[int, ...], TorchGroup] = {}
+_made: dict[tuple[tuple[int, ...], bool], TorchGroup] = {}
 _links: dict[Link, Any] = {}
 
 
@@ -291,9 +294,13 @@ class TorchCommunicator:
         self._timeout = timeout
         self._on_gpu = device.type == "cuda"
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+    def prepare(
+        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         for ranks in groups:
             self._group(ranks)
+        for ranks in gathering:
+            self._group(ranks, gathering=True)
         for link in links:
             key = self._key(link)
             if key not in _links:
@@ -301,14 +308,14 @@ class TorchCommunicator:
                 if self._on_gpu:
                     self._connect(_links[key], key)
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
-        members = self._on(ranks)
-        if len(ranks) > 1 and members not in _made:
-            backend = self._open(members, "group")
-            _made[members] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
+    def _group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        key = members, _ = self._on(ranks), gathering
+        if len(ranks) > 1 and key not in _made:
+            backend = self._open(members, "gathers" if gathering else "group")
+            _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
             if self._on_gpu:
-                _made[members].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
-        return self.group(ranks)
+                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
+        return self.group(ranks, gathering)
 
     def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._processes[rank] for rank in ranks)
@@ -345,8 +352,8 @@ class TorchCommunicator:
             return c10d._create_process_group_wrapper(backend, name, store, index, size, self._timeout)
         return backend
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
-        return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks)]
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> Work:
         key = self._key(Link(self.rank, peer, channel))

@@ -21,6 +21,12 @@ def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(g for g in (*over_axes, *over_stages) if len(g) > 1))
 
 
+def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
+    """The groups in which ``rank`` gathers parameters, in an order that is the same on all ranks."""
+    axes = {state.zero_axes for state in rank.program.states.values()}
+    return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
+
+
 def _axes(program: Program) -> set[tuple[str, ...]]:
     """The sets of axes over which some rank communicates."""
     axes: set[tuple[str, ...]] = set(_ALWAYS)

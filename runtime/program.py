@@ -253,6 +253,15 @@ class Program(Data):
             step *= grid[axis]
         return tuple(ranks)
 
+    def place(self, rank: int, axis: str) -> int:
+        """A rank's place on an axis of the mesh, of the experts' mesh, or of what either is split into."""
+        grid = self.grid((axis,))
+        sizes = [*grid.values()]
+        if axis not in grid:  # of one rank
+            return 0
+        at = [*grid].index(axis)
+        return rank // math.prod(sizes[at + 1 :]) % sizes[at]
+
     def expert_coordinates(self, rank: int) -> dict[str, int]:
         """A rank's place on each axis of the experts' mesh."""
         places, step = {}, 1
@@ -366,12 +375,10 @@ class RankProgram(Data):
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
         if Layout.parse(data.layout).is_shard:
             alike.pop()
-        # of the ranks alike but for their pieces, those that have this rank's piece
-        same = set(self.group(*alike))
-        if data.zero_axes:
-            index = self.zero_group(state).index(self.rank)
-            same = {r for r in same if self.program.group(r, data.zero_axes).index(r) == index}
-        return self.rank == min(same)
+        # ranks that share a state have pieces of their own; only replicas of all these have the same
+        outer = {"dp": "dp_replicate", "edp": "edp_replicate"}
+        same = [outer[a] if f"{a}_shard" in data.zero_axes else a for a in alike if a not in data.zero_axes]
+        return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:
         """The ranks that share a state with this one; this one alone where it is not sharded."""

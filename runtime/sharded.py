@@ -119,7 +119,7 @@ class ShardedParameters:
         self.buckets: dict[int, GatheredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
             if zero_axes(rank.program, bucket.states):
-                group = communicator.group(rank.zero_group(bucket.states[0]))
+                group = communicator.group(rank.zero_group(bucket.states[0]), gathering=True)
                 self.buckets[number] = GatheredBucket(rank, number, group, held, keep=rank.program.zero < 3)
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}

@@ -26,7 +26,7 @@ class ThreadWorld:
         self.device = torch.device(device)
         self.timeout = timeout
         self.lock = threading.Lock()
-        self.meetings: dict[tuple[int, ...], deque[_Meeting]] = {}
+        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_Meeting]] = {}
         self.mail: dict[Link, deque[_Meeting]] = {}
         self.failure: str | None = None
 
@@ -111,13 +111,13 @@ def _total(entries: list[Tensor], maximum: bool) -> Tensor:
 class ThreadGroup:
     """A group of threads; see :class:`runtime.groups.Group`."""
 
-    def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
         self.world = world
         self.ranks = ranks
         self.size = len(ranks)
         self.index = ranks.index(rank)
         with world.lock:
-            self.queue = world.meetings.setdefault(ranks, deque())
+            self.queue = world.meetings.setdefault((ranks, gathering), deque())
 
     def _meet(self, name: str, x: Tensor, compute: Callable[[list[Any]], list[Any]], *how: int) -> Pending:
         return self._enter(f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute)
@@ -173,18 +173,21 @@ class ThreadCommunicator:
         self.rank = rank
         self.home = 0
         self.device = world.device
-        self._groups: dict[tuple[int, ...], ThreadGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], ThreadGroup] = {}
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+    def prepare(
+        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         for ranks in groups:
             self.group(ranks)
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
         if len(ranks) == 1:
             return SoloGroup()
-        if ranks not in self._groups:
-            self._groups[ranks] = ThreadGroup(self.world, ranks, self.rank)
-        return self._groups[ranks]
+        key = ranks, gathering
+        if key not in self._groups:
+            self._groups[key] = ThreadGroup(self.world, ranks, self.rank, gathering)
+        return self._groups[key]
 
     def _transfer(self, link: Link, member: int, x: Tensor) -> Work:
         with self.world.lock:

@@ -66,13 +66,21 @@ class Infeasible:
 
 JOBS: dict[str, Infeasible] = {
     # 4 MiB of states, 64 KiB for an activation of the whole batch
-    "states: plain data parallelism": Infeasible(CapacityError, "dp=|tp=|pp=|zero=", cluster(3), pins={"pp": 1, "tp": 1, "zero": 0}),
-    "states: all of the mesh is pinned": Infeasible(CapacityError, "", cluster(3), pins={"pp": 1, "tp": 1, "dp": 4, "zero": 0}),
+    "states: plain data parallelism": Infeasible(
+        CapacityError, "dp=|tp=|pp=|zero=", cluster(3), pins={"pp": 1, "tp": 1, "zero": 0}
+    ),
+    "states: all of the mesh is pinned": Infeasible(
+        CapacityError, "", cluster(3), pins={"pp": 1, "tp": 1, "dp": 4, "zero": 0}
+    ),
     "states: one device": Infeasible(CapacityError, "2 nodes", cluster(3, 1)),
     "states: one node": Infeasible(CapacityError, "nodes instead of 1", cluster(0.75, 4)),
     "states: two nodes": Infeasible(CapacityError, "nodes instead of 2", cluster(0.8, 2, 2)),
-    "states: tp is too small": Infeasible(CapacityError, "pp=2|tp=4|zero=", cluster(1.8, 4, 2), pins={"tp": 2, "pp": 1, "zero": 0}),
-    "states: too few stages": Infeasible(CapacityError, "pp=4|tp=|zero=", cluster(1.8), pins={"pp": 2, "tp": 1, "zero": 0}),
+    "states: tp is too small": Infeasible(
+        CapacityError, "pp=2|tp=4|zero=", cluster(1.8, 4, 2), pins={"tp": 2, "pp": 1, "zero": 0}
+    ),
+    "states: too few stages": Infeasible(
+        CapacityError, "pp=4|tp=|zero=", cluster(1.8), pins={"pp": 2, "tp": 1, "zero": 0}
+    ),
     "states: nothing can be divided": Infeasible(CapacityError, r"zero=\d", cluster(0.2), 127, 4, {"zero": 0}, depth=1),
     "activations: microbatch": Infeasible(
         CapacityError, "microbatch_size=", cluster(6, 1), batch=1024, pins={"microbatch_size": 1024}
@@ -121,7 +129,8 @@ JOBS: dict[str, Infeasible] = {
     ),
     "stage_of: an empty stage": Infeasible(PlanError, "no stage_of|pp=", pins={"pp": 2, "stage_of": {"layers.0": 1}}),
     "stage_of: a stage too full": Infeasible(
-        CapacityError, "no stage_of|tp=|zero=", cluster(2.6), pins={"pp": 2, "tp": 1, "zero": 0, "stage_of": {"layers.2": 0}}
+        CapacityError, "no stage_of|tp=|zero=", cluster(2.6),
+        pins={"pp": 2, "tp": 1, "zero": 0, "stage_of": {"layers.2": 0}},
     ),
 }  # fmt: skip
 
@@ -159,11 +168,12 @@ def test_so_does_every_other_change(name: str) -> None:
 
 def test_the_pins_that_conflict_are_named() -> None:
     """What is not to blame is left out: here recomputation and the microbatch."""
-    job = Infeasible(PlanError, "", cluster(1.8), pins={"pp": 2, "tp": 1, "zero": 0, "recompute": "full"})
+    beside = {"recompute": "full", "microbatch_size": 1}
+    job = Infeasible(PlanError, "", cluster(1.8), pins={"pp": 2, "tp": 1, "zero": 0, **beside})
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
-    assert caught.value.conflict == ("pp=2", "tp=1")
-    assert "in conflict: pp=2, tp=1" in str(caught.value)
+    assert caught.value.conflict == ("pp=2", "tp=1", "zero=0")
+    assert "in conflict: pp=2, tp=1, zero=0" in str(caught.value)
 
 
 def test_errors_of_no_job_have_no_changes() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
+from partitioner.errors import ConstraintError
 from partitioner.reference import run_reference
 from partitioner.verify import compare, relative_error
 from runtime.checkpoint.boxes import Piece
@@ -29,6 +30,8 @@ from runtime.pieces import join_pieces, padded_piece, take_piece
 from runtime.precision import with_precision
 from runtime.program import Instruction, Program, hybrid_mesh
 from runtime.prove import ProofError, prove
+from tests.context_models import Decoder
+from tests.context_models import inputs as decoder_inputs
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_infeasible import Infeasible, cluster
 from tests.test_runtime_state import on_every_rank
@@ -193,6 +196,24 @@ def test_any_plan_may_load_what_another_one_saved(saved: tuple[str, str], loaded
     train(planned(*loaded).program, name, tmp_path / "out", first=2, load=True)
     found = errors(tmp_path / "out", name)
     assert max(found.values()) < 1e-9, {n: e for n, e in found.items() if e > 1e-9}
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        dict(zero=3),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
+        pytest.param(dict(zero=2), marks=pytest.mark.slow),
+        pytest.param(dict(zero=3, dp_shard=1), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_sequence_share_states(sharding: dict[str, int]):
+    fixed = dict(dp=2, cp=2, tp=1, pp=1, microbatch_size=1) | sharding
+    plan = partition(Decoder(), Topology.local(4), decoder_inputs(), constraints=Constraints(**fixed))
+    wanted = ("cp",) if "dp_shard" in sharding else ("dp", "cp")
+    assert plan.program.states["head.weight"].zero_axes == wanted
+    report = plan.verify(Decoder(), decoder_inputs())
+    assert report.ok, str(report)
 
 
 def test_processes_over_gloo():
@@ -421,6 +442,17 @@ def test_it_is_searched_where_nothing_fits_without():
     assert {c.zero for c in plan.certificate.candidates} == {0, 1, 2, 3}
     with pytest.raises(PlanError):
         job.plan(job.topology, Constraints(**job.pins, zero=0))
+
+
+def test_what_cannot_be_shared_is_said_before():
+    def ask(**pinned: int) -> Plan:
+        return partition(tied_model(), Topology.local(4), tied_inputs(), constraints=Constraints(**pinned))
+
+    with pytest.raises(ConstraintError, match="dp_shard=3 does not divide dp=4; expected a divisor of 4"):
+        ask(dp=4, zero=3, dp_shard=3)
+    with pytest.raises(ConstraintError, match="dp_shard=2 with zero=0: nothing would be shared"):
+        ask(zero=0, dp_shard=2)
+    assert ask(dp=4, pp=1, tp=1, dp_shard=2).program.zero > 0
 
 
 def test_pictures_and_reports_know_the_words(tmp_path: Path):

@@ -126,6 +126,7 @@ def points(space: Space) -> list[Point]:
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
     pinned.check_experts(space.experts)
+    pinned.check_sharding()
     found = [
         Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard)
         for pp, dp, tp, cp in meshes(space)
@@ -215,6 +216,8 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
         return []
     if pinned.zero is not None:
         stages = [pinned.zero]
+    elif pinned.dp_shard is not None:
+        stages = [1, 2, 3] if space.train else [3]
     else:
         searched = pinned.ahead or space.sharded
         stages = [0, 1, 2, 3] if searched and space.train and dp * cp > 1 else [0]
@@ -232,6 +235,7 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
 
 def _why_none(space: Space) -> str:
     fixed = {"ep": space.constraints.ep, "schedule": space.constraints.schedule, "v": space.constraints.virtual_stages}
+    fixed["dp_shard"] = space.constraints.dp_shard
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (

@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep the predictions of --details and plan only the rows it lacks"
     )
+    parser.add_argument("--scores", action="store_true", help="plan nothing: score the predictions that --details has")
     parser.add_argument(
         "--free", action="store_true", help="instead: plan each row's job with nothing pinned beside it"
     )
@@ -274,21 +275,28 @@ def main() -> None:
     started = time.monotonic()
     console = Console(file=sys.stderr)
     of = {row["id"]: row for row in kept}
-    if options.resume and options.details is None:
-        parser.error("--resume continues the file of --details: give that too")
-    known = _read(options.details) if options.resume else {}
+    if (options.resume or options.scores) and options.details is None:
+        parser.error("--resume and --scores read the file of --details: give that too")
+    known = _read(options.details) if options.resume or options.scores else {}
     found = {name: prediction for name, prediction in known.items() if name in of}
+    if options.scores:
+        _print([of[name] for name in found], found, f"{len(found)} of {len(kept)} rows", options.json)
+        return
     with Progress(console=console) as progress, _lines(options.details, options.resume) as write:
         task = progress.add_task("planning published runs", total=len(kept), completed=len(found))
         for prediction in predictions([row for row in kept if row["id"] not in found], options.processes):
             found[prediction.id] = prediction
             write({**of[prediction.id], **{f"predicted_{k}": v for k, v in asdict(prediction).items()}})
             progress.advance(task)
-    scores = score(kept, found)
-    Console().print(table(scores))
-    seconds = time.monotonic() - started
-    print(f"{len(kept)} rows in {seconds:.0f} s; OOM called feasible: {scores['oom_called_feasible']}")
-    if options.json:
+    _print(kept, found, f"{len(kept)} rows in {time.monotonic() - started:.0f} s", options.json)
+
+
+def _print(rows: Sequence[Row], found: dict[str, Prediction], title: str, as_json: bool) -> None:
+    scores = score(rows, found)
+    Console(width=120).print(table(scores))
+    infeasible = _percent(scores["fitting_called_infeasible"])
+    print(f"{title}; OOM called feasible: {scores['oom_called_feasible']}; that ran called infeasible: {infeasible}")
+    if as_json:
         print(json.dumps(scores))
 
 

@@ -6,11 +6,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.solve import assignment
-from partitioner.solve.assignment import AssignmentProblem, solve_assignment
+from partitioner.solve.assignment import AssignmentProblem, TimeLimitError, solve_assignment
 from partitioner.solve.fixing import Dual, allowed_choices
 
 
@@ -66,3 +66,25 @@ def test_wide_problems_are_solved_to_the_optimum(seed: int, forbidden: float):
         answer = solve_assignment(given_problem)
     assert answer.objective == pytest.approx(least)
     assert answer.bound == pytest.approx(least)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
+def test_without_time_the_answer_is_allowed_and_its_bound_one(seed: int, forbidden: float):
+    given_problem = problem(seed, 5, 4, forbidden)
+    least, _ = optima(given_problem)
+
+    def too_late(*_: object) -> float:
+        raise TimeLimitError("no assignment found")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "QUICK_WORK", 1)
+        patch.setattr(assignment, "MOST_WORK", 8)
+        patch.setattr(assignment._Program, "solve", too_late)
+        try:
+            answer = solve_assignment(given_problem)
+        except TimeLimitError:  # the ascent found none either
+            assume(False)
+    assert answer.bound <= least * (1 + 1e-9)
+    assert answer.objective >= least * (1 - 1e-9)
+    assert np.isfinite(answer.objective)

@@ -9,7 +9,8 @@ An infinite cost forbids a choice or a pair of choices. After an exact presolve 
 component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer
 program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous
 ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``.
-HiGHS solves it through OR-Tools MathOpt.
+HiGHS solves it through OR-Tools MathOpt; where it finds nothing in its time, what a dual ascent finds (``fixing.py``)
+is the answer, with its bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
-from partitioner.solve.fixing import allowed_choices
+from partitioner.solve.fixing import allowed_choices, close_assignment
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
@@ -155,15 +156,24 @@ def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float
     for nodes in _components(reduction):
         order = _narrow(reduction, nodes, MOST_WORK)
         if order is not None:
-            tables = [(i, j, t) for i in nodes for j, t in reduction.tables[i].items() if i < j]
-            best, cost = eliminate({i: reduction.costs[i] for i in nodes}, tables, order)
+            costs, tables = _part(reduction, nodes)
+            best, cost = eliminate(costs, [(i, j, t) for (i, j), t in tables.items()], order)
             choice.update(best)
             bound += cost
             continue
         left = time_limit_s - (time.perf_counter() - start)
         program = _Program(reduction, nodes)
         size += program.num_variables
-        bound += program.solve(max(left, 0.1), relative_gap, choice)
+        try:
+            bound += program.solve(max(left, 0.1), relative_gap, choice)
+        except TimeLimitError:
+            if any(reduction.usage[i] for i in nodes):
+                raise
+            near, cost, least = close_assignment(*_part(reduction, nodes))
+            if not np.isfinite(cost):
+                raise
+            choice.update(near)
+            bound += least
     full = reduction.restore(choice)
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
@@ -206,10 +216,15 @@ def _fix(reduction: Reduction) -> None:
     """Leave wide components without resources only the choices that an optimal assignment may have."""
     for nodes in _components(reduction):
         if _narrow(reduction, nodes, MOST_WORK) is None and not any(reduction.usage[i] for i in nodes):
-            tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
-            for node, mask in allowed_choices({i: reduction.costs[i] for i in nodes}, tables).items():
+            for node, mask in allowed_choices(*_part(reduction, nodes)).items():
                 reduction.keep(node, mask)
             reduction.run()
+
+
+def _part(reduction: Reduction, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
+    """The costs and the tables of some nodes."""
+    tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
+    return {i: reduction.costs[i] for i in nodes}, tables
 
 
 def _components(reduction: Reduction) -> list[list[int]]:

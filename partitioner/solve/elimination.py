@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from partitioner.solve.presolve import InfeasibleError, Table, Vector
 
 QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
-MOST_WORK = 16_000_000  # at most 128 MB in one table
+MOST_WORK = 256_000_000  # some seconds, in which HiGHS does not solve a problem of that width
+LARGEST_TABLE = 16_000_000  # 128 MB
 
 _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 
@@ -25,13 +26,14 @@ _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
-    """An order in which the nodes can be eliminated with tables of ``most_work`` entries together, or ``None``.
+    """An order in which the nodes can be eliminated with tables of ``most_work`` entries together, none larger than
+    :data:`LARGEST_TABLE`, or ``None``.
 
     ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
     """
     orders = [_greedy(sizes, neighbours, score) for score in (_table_left, _entries_filled)]
-    work, order = min(orders)
-    return order if work <= most_work else None
+    allowed = [(work, order) for work, largest, order in orders if work <= most_work and largest <= LARGEST_TABLE]
+    return min(allowed)[1] if allowed else None
 
 
 def _table_left(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> float:
@@ -42,14 +44,15 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
     return sum(sizes[j] * sizes[k] for j, k in combinations(near[node], 2) if k not in near[j])
 
 
-def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score) -> tuple[int, list[int]]:
-    """The number of table entries, and the order that takes the node of the least ``score`` next."""
+def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score) -> tuple[int, int, list[int]]:
+    """The entries of all tables and of the largest, and the order that takes the node of the least ``score`` next."""
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}
-    order, work = list[int](), 0
+    order, work, largest = list[int](), 0, 0
     while near:
         node = min(scores, key=scores.__getitem__)
-        work += sizes[node] * math.prod(sizes[j] for j in near[node])
+        entries = sizes[node] * math.prod(sizes[j] for j in near[node])
+        work, largest = work + entries, max(largest, entries)
         del scores[node]
         around = near.pop(node)
         for j in around:
@@ -57,7 +60,7 @@ def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score:
         stale = around.union(*(near[j] for j in around))
         scores.update((j, score(j, sizes, near)) for j in stale)
         order.append(node)
-    return work, order
+    return work, largest, order
 
 
 _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order, and costs indexed (node, *others)

@@ -121,6 +121,22 @@ def allowed_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int]
     return dual.allowed(least - dual.bound + _SLACK * abs(least))
 
 
+def close_assignment(
+    costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]
+) -> tuple[dict[int, int], float, float]:
+    """An assignment, its cost, and a bound on what any costs; the cost is infinite where none that is allowed was
+    found."""
+    dual = Dual(costs, tables)
+    best, least = dict.fromkeys(costs, 0), np.inf
+    for sweep in range(_SWEEPS):
+        dual.sweep(forward=sweep % 2 == 0)
+        if sweep % _LOOK == _LOOK - 1:
+            choice = dual.assignment()
+            if (cost := dual.cost(choice)) < least:
+                best, least = choice, cost
+    return best, least, dual.bound
+
+
 def _only(size: int, index: int) -> Mask:
     mask = np.zeros(size, bool)
     mask[index] = True

@@ -24,7 +24,7 @@ from partitioner.emit_buckets import Gradient, bucket_limit, plan_buckets
 from partitioner.emit_channels import fetches
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
-from partitioner.schedules import ScheduleTable, schedule_name, timetable
+from partitioner.schedules import ScheduleTable, ranks_of, schedule_name, timetable
 from partitioner.steady import Steady, parts_of, steady
 from passes.blocks import FoldedModel, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
@@ -102,7 +102,7 @@ def emit(
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
     paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
     flow = gradient_flow(model.calls, paths, trainable, model.loss)
-    ranks = timetable(schedule, num_stages, num_microbatches, virtual_stages).ranks
+    ranks = ranks_of(schedule, num_stages, virtual_stages)
     routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
 
     states = _states(model, routes, layouts, sizes_of_axes)

@@ -45,6 +45,7 @@ __all__ = [
     "chunks_of",
     "in_flight",
     "peak_in_flight",
+    "ranks_of",
     "schedule_name",
     "schedule_orders",
     "timetable",
@@ -123,6 +124,15 @@ def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int |
         return _chunks(_known(str(schedule)), str(schedule), chunks)
     counts = {len(stages) for stages in table.own.held}
     return counts.pop() if len(counts) == 1 else None
+
+
+def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The rank of each virtual stage. Raises :class:`ScheduleError`."""
+    table = table_of(schedule)
+    if table is not None:
+        return table.own.ranks
+    known = _known(str(schedule))
+    return known.placement(num_ranks, _chunks(known, str(schedule), chunks))
 
 
 def schedule_name(schedule: str | ScheduleTable) -> str:

@@ -41,7 +41,7 @@ from partitioner.cost.saved import Kept, expanded, kept_by
 from partitioner.cost.spread import in_fp8
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
 from partitioner.solve.attempts import least_of
-from partitioner.solve.pipelines import PIPELINES, Phases
+from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
@@ -267,9 +267,8 @@ class ModelBounds:
         return bound
 
     def _bubble(self, point: Point) -> float:
-        """The least share of fill and drain: what depends on the times of the phases may be nothing."""
-        m = point.num_microbatches(self.global_batch)
-        return PIPELINES[point.schedule].bubble(Phases(0.0, 0.0, 1.0), point.pp, m, point.virtual_stages)
+        """The least share of fill and drain."""
+        return least_bubble(point.schedule)
 
     def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
         """For each point the speed of the fastest stage, and of all stages together, at best.
@@ -344,6 +343,8 @@ class ModelBounds:
 
         Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
         """
+        if not is_formula(point.schedule):  # a rank's calls are not consecutive
+            return float(self.times([point])[0])
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
@@ -364,8 +365,6 @@ class ModelBounds:
                 num_microbatches=point.num_microbatches(self.global_batch),
                 microbatch_size=point.microbatch_size,
                 schedule=point.schedule,
-                virtual_stages=point.virtual_stages,
-                bubble=self._bubble(point),
                 constraints=constraints,
                 train=self.train,
             )

@@ -8,19 +8,19 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from partitioner.errors import ConstraintError
+from partitioner.schedule_table import SUFFIX
+from partitioner.schedules import SCHEDULES, ScheduleTable
 from runtime.program import AXES
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
-    "virtual_stages": (None, 1),
-    "schedule": (None, "gpipe", "1f1b"),
     "recompute": (None, "none", "full"),
     "overlap": (None, True),
     "overlap_tensor": (None, False),
@@ -33,7 +33,9 @@ class Constraints(BaseModel):
     """What is given is fixed; ``None`` leaves the choice to the search.
 
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
-    rank and microbatch. ``stage_of``: module path prefix -> pipeline stage, negative from the end.
+    rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py``, a CSV file, or a :class:`ScheduleTable`.
+    ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
+    the end.
     ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads (``None``: as is
     cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded
     where that is
@@ -58,7 +60,7 @@ class Constraints(BaseModel):
     ep: PositiveInt | None = None
     etp: PositiveInt | None = None
     microbatch_size: PositiveInt | None = None
-    schedule: Schedule | None = None
+    schedule: str | ScheduleTable | None = None
     virtual_stages: PositiveInt | None = None
     recompute: Recompute | None = None
     zero: int | None = Field(default=None, ge=0, le=3)
@@ -71,6 +73,14 @@ class Constraints(BaseModel):
     gather: Literal["call", "parameter"] | None = None
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_schedule(cls, given: str | ScheduleTable | None) -> str | ScheduleTable | None:
+        if isinstance(given, str) and given not in SCHEDULES and not given.endswith(SUFFIX):
+            names = ", ".join(repr(name) for name in SCHEDULES)
+            raise PydanticCustomError("schedule", f"input should be {names}, or a file that ends in {SUFFIX}")
+        return given
 
     def __init__(self, **data: Any) -> None:
         try:

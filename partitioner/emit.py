@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
+from partitioner.emit_channels import fetches
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.emit_zero import zero_axes
-from partitioner.schedules import SCHEDULES, schedule_orders
-from partitioner.steady import parts_of, steady
+from partitioner.schedules import ScheduleTable, ranks_of, schedule_name, timetable
+from partitioner.steady import Steady, parts_of, steady
 from passes.blocks import FoldedModel, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.gradients import accumulated_in
@@ -76,7 +77,8 @@ def emit(
     *,
     mesh: Mapping[str, int],
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str | ScheduleTable = "1f1b",
+    virtual_stages: int | None = None,
     objective: Literal["train", "infer"] = "train",
     layouts: Layouts | None = None,
     etp: int = 0,
@@ -89,8 +91,9 @@ def emit(
 
     ``model``: blocks and ``values`` as one rank has them for one microbatch; ``states`` and ``inputs`` with their
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
-    and prologue calls are ignored, since those run wherever they are read. ``recompute``: indices of calls whose
-    insides are computed again in backward rather than kept. ``bucket_bytes``: of gradients that are reduced together.
+    and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
+    schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
+    kept. ``bucket_bytes``: of gradients that are reduced together.
     ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
@@ -104,7 +107,8 @@ def emit(
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
     paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
     flow = gradient_flow(model.calls, paths, trainable, model.loss)
-    routes = make_routes(model, stage_of_call, num_stages, SCHEDULES[schedule].chunks, flow)
+    ranks = ranks_of(schedule, num_stages, virtual_stages)
+    routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
 
     with_gradient = {s for added in flow.states for s in added}
 
@@ -131,7 +135,8 @@ def emit(
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
         """For each stage its buckets and instructions."""
-        orders = schedule_orders(schedule, num_stages, num_microbatches)
+        orders = timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
+        fetched = fetches(orders, routes, train)
         result = []
         for s, here in enumerate(routes.stages):
             gradients = [
@@ -149,6 +154,7 @@ def emit(
                 calls=calls[s],
                 flow=_stage_flow(model, here, flow),
                 order=orders[s],
+                fetches=fetched[s],
                 buckets=buckets,
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 total_axes=_split(("dp",), sizes),
@@ -169,14 +175,16 @@ def emit(
                 p for p, i in enumerate(routes.stages[s].calls) if i in again and flow.has_backward(i)
             ),
         )
-        for s, (buckets, instructions) in enumerate(_grown(lists, schedule, num_stages, num_microbatches))
+        for s, (buckets, instructions) in enumerate(
+            _grown(lists, steady(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches)
+        )
     ]
     used = {c.block for stage in stages for c in stage.calls}
     return Program(
         mesh=sizes,
         objective=objective,
         num_microbatches=num_microbatches,
-        schedule=schedule,
+        schedule=schedule_name(schedule),
         blocks={
             name: BlockGraph(nodes=block_to_data(block), states=block.states, inputs=block.inputs)
             for name, block in model.blocks.items()
@@ -209,9 +217,8 @@ def emit(
 Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage
 
 
-def _grown(lists: Callable[[int], Lists], schedule: str, num_stages: int, num_microbatches: int) -> Lists:
+def _grown(lists: Callable[[int], Lists], found: Steady | None, num_microbatches: int) -> Lists:
     """The stages' lists; of many microbatches told from those of few, where the schedule has a steady state."""
-    found = steady(schedule, num_stages, num_microbatches)
     if found is None:
         return lists(num_microbatches)
     result: list[tuple[tuple[Bucket, ...], Instructions]] = []

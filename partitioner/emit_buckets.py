@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from partitioner.actions import Order
 from partitioner.emit_routes import StageCalls
-from partitioner.schedules import Order
 
 _LEAST_BUCKET = 25 * 2**20
 _PER_RANK = 2_000_000

@@ -1,7 +1,7 @@
 """Which calls a stage runs, and how far values and their gradients travel.
 
-The pipeline's ``p`` ranks hold ``p * chunks`` virtual stages, number ``k`` on rank ``k % p``. A value that a call of
-virtual stage ``k`` makes is handed on to ``k + 1``, ``k + 2``, ... until every rank that reads it has it.
+The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` makes is handed on to
+``k + 1``, ``k + 2``, ... until every rank that reads it has it; between virtual stages of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partitioner.actions import held
 from passes.blocks import FoldedModel
 from passes.dependence import GradientFlow
 from passes.errors import PartitionError
@@ -41,9 +42,11 @@ class StageCalls:
 
 @dataclass(frozen=True)
 class Routes:
-    """``arriving[k]``: values that virtual stage ``k`` receives from ``k - 1``; ``returning[k]``: those of them whose
-    gradients go back. ``home``: the stage that yields each value that leaves the model."""
+    """``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: values that it receives from ``k - 1``;
+    ``returning[k]``: those of them whose gradients go back. ``home``: the rank that yields each value that leaves the
+    model."""
 
+    ranks: tuple[int, ...]
     stages: tuple[StageCalls, ...]
     arriving: tuple[tuple[str, ...], ...]
     returning: tuple[tuple[str, ...], ...]
@@ -51,20 +54,27 @@ class Routes:
 
 
 def make_routes(
-    model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, chunks: int, flow: GradientFlow
+    model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
 ) -> Routes:
-    """Place the calls and route their values. Raises :class:`EmitError` where ``stage_of_call`` is no pipeline."""
-    check_stages(model, stage_of_call, num_stages * chunks)
+    """Place the calls and route their values. ``ranks``: of each virtual stage.
+
+    Raises :class:`EmitError` where ``stage_of_call`` is no pipeline.
+    """
+    check_stages(model, stage_of_call, len(ranks))
     own = [
         [i for i, c in enumerate(model.calls) if not c.shared and not c.prologue and stage_of_call[i] == k]
-        for k in range(num_stages * chunks)
+        for k in range(len(ranks))
     ]
     made_at = {v: k for k, calls in enumerate(own) for i in calls for v in model.calls[i].outputs}
     leaving = [o.value for o in model.outputs if o.value is not None] + ([model.loss] if model.loss else [])
-    home = {v: made_at[v] % num_stages if v in made_at else num_stages - 1 for v in leaving}
+    home = {v: ranks[made_at[v]] if v in made_at else ranks[-1] for v in leaving}
     stages = tuple(
-        _stage_calls(model, own[s::num_stages], [v for v, at in home.items() if at == s and v not in made_at])
-        for s in range(num_stages)
+        _stage_calls(
+            model,
+            [own[k] for k in stages],
+            [v for v, at in home.items() if at == s and v not in made_at],
+        )
+        for s, stages in enumerate(held(ranks, num_stages))
     )
     arriving: list[list[str]] = [[] for _ in own]
     returning: list[list[str]] = [[] for _ in own]
@@ -78,20 +88,39 @@ def make_routes(
             for v in flow.inputs[i]:
                 adders[v].add(k)
     for value, start in made_at.items():
-        hops = _hops(start, readers[value], num_stages)
+        adding = {ranks[a] for a in adders[value]}
+        hops = _hops(start, readers[value], ranks)
         for k in hops:
             arriving[k].append(value)
-            beyond = {j % num_stages for j in hops if j >= k}
-            if any(a % num_stages in beyond for a in adders[value]):
+            if _beyond(k, hops, ranks) & adding:
                 returning[k].append(value)
-    return Routes(stages, tuple(map(tuple, arriving)), tuple(map(tuple, returning)), home)
+    return Routes(tuple(ranks), stages, tuple(map(tuple, arriving)), tuple(map(tuple, returning)), home)
 
 
-def _hops(start: int, readers: set[int], num_stages: int) -> range:
-    """The virtual stages that receive a value made at ``start``: each rank that reads it gets it once."""
-    here = start % num_stages
-    first = {start + (k - start) % num_stages for k in readers if k % num_stages != here}
-    return range(start + 1, max(first, default=start) + 1)
+def _hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
+    """The virtual stages that receive a value made at ``start``: each rank that reads it, or hands it on, gets it once.
+
+    It comes at the first of the rank's virtual stages, from that before it, whose rank has got it likewise.
+    """
+    hops: set[int] = set()
+    for reader in sorted(readers):
+        rank = ranks[reader]
+        while rank != ranks[start]:
+            hop = ranks.index(rank, start + 1)
+            if hop in hops:
+                break
+            hops.add(hop)
+            rank = ranks[hop - 1]
+    return sorted(hops)
+
+
+def _beyond(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
+    """The ranks that get a value by ``hop``, themselves or from others that do."""
+    found = {ranks[hop]}
+    for later in hops:
+        if later > hop and ranks[later - 1] in found:
+            found.add(ranks[later])
+    return found
 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:

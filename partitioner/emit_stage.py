@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from partitioner.actions import Action, Order, held
 from partitioner.emit_buckets import PlannedBucket
+from partitioner.emit_channels import Fetch
 from partitioner.emit_routes import Routes
 from partitioner.emit_zero import with_sharding
-from partitioner.schedules import Action, Order
 from runtime.program import CallData, Instruction, Op
 
 
@@ -24,7 +26,7 @@ class StageFlow:
 
 @dataclass(frozen=True)
 class StageJob:
-    """All that decides one stage's instructions."""
+    """All that decides one rank's instructions; "stage" is what a rank holds, in one or several virtual stages."""
 
     stage: int
     num_stages: int
@@ -34,6 +36,7 @@ class StageJob:
     calls: tuple[CallData, ...]
     flow: StageFlow
     order: Order
+    fetches: Sequence[Sequence[Fetch]]  # what is received before each action of the order
     buckets: Sequence[PlannedBucket]
     syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
     total_axes: tuple[str, ...]
@@ -45,13 +48,22 @@ class StageJob:
         """Whether each call is run by itself, since its parameters are gathered for it."""
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """This rank's virtual stages, by chunk."""
+        return held(self.routes.ranks, self.num_stages)[self.stage]
+
+    def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
+        """Whether there is a virtual stage ``virtual`` that receives something (``hops``) from the one before it."""
+        return virtual < len(hops) and bool(hops[virtual])
+
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     """The instruction list that all ranks of the stage run."""
     instructions = list(_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
-            instructions += _forward(job, action)
+            instructions += _forward(job, action, index)
         elif job.train:
             instructions += _backward(job, action, index)
     if job.train:
@@ -73,34 +85,41 @@ def _prologue(job: StageJob) -> Iterator[Instruction]:
     yield Instruction(op="TOTAL", stage=job.stage, values=here.totals, axes=job.total_axes)
 
 
-def _forward(job: StageJob, action: Action) -> Iterator[Instruction]:
-    here = job.routes.stages[job.stage]
-    virtual = action.chunk * job.num_stages + job.stage
+def _fetch(job: StageJob, index: int) -> Iterator[Instruction]:
+    """What arrives before the action at ``index``, in the order in which it is sent."""
+    for fetch in job.fetches[index]:
+        hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
+        yield Instruction(
+            op="RECV_F" if fetch.direction == "F" else "RECV_B",
+            stage=job.stage,
+            microbatch=fetch.microbatch,
+            values=hops[fetch.hop],
+            peer=fetch.peer,
+        )
+
+
+def _forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    here, routes = job.routes.stages[job.stage], job.routes
+    virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
     if here.loads[action.chunk]:
         yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
-    if job.routes.arriving[virtual]:
-        yield Instruction(op="RECV_F", values=job.routes.arriving[virtual], peer=(virtual - 1) % job.num_stages, **at)
+    yield from _fetch(job, index)
     start, end = here.forward_range(action.chunk)
     # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
     steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
     for span in steps:
         if span[0] < span[1]:
             yield Instruction(op="F", calls=span, **at)
-    if virtual + 1 < len(job.routes.arriving) and job.routes.arriving[virtual + 1]:
-        yield Instruction(
-            op="SEND_F", values=job.routes.arriving[virtual + 1], peer=(virtual + 1) % job.num_stages, **at
-        )
+    if job.is_sent(routes.arriving, virtual + 1):
+        yield Instruction(op="SEND_F", values=routes.arriving[virtual + 1], peer=routes.ranks[virtual + 1], **at)
 
 
 def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    here = job.routes.stages[job.stage]
-    virtual = action.chunk * job.num_stages + job.stage
+    here, routes = job.routes.stages[job.stage], job.routes
+    virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
-    receives = virtual + 1 < len(job.routes.returning) and action.kind != "W"
-    if receives and job.routes.returning[virtual + 1]:
-        values = job.routes.returning[virtual + 1]
-        yield Instruction(op="RECV_B", values=values, peer=(virtual + 1) % job.num_stages, **at)
+    yield from _fetch(job, index)
     start, end = here.chunks[action.chunk]
     reduced: dict[int, list[int]] = {}
     if action.kind != "I":
@@ -113,9 +132,8 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
         if any(job.flow.runs[span[0] : span[1]]):
             yield Instruction(op=action.kind, calls=span, **at)
         # what others wait for goes out before what only has to be done by the end
-        if span[0] == start and action.kind != "W" and job.routes.returning[virtual]:
-            values = job.routes.returning[virtual]
-            yield Instruction(op="SEND_B", values=values, peer=(virtual - 1) % job.num_stages, **at)
+        if span[0] == start and action.kind != "W" and routes.returning[virtual]:
+            yield Instruction(op="SEND_B", values=routes.returning[virtual], peer=routes.ranks[virtual - 1], **at)
         for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
             for number in reduced[position]:
                 op: Op = "SCATTER" if job.buckets[number].sharded else "REDUCE"

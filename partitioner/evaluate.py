@@ -20,13 +20,15 @@ from partitioner.errors import PlanError
 from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
+from partitioner.schedules import ranks_of
 from partitioner.solve.attempts import least_of
-from partitioner.solve.pipelines import PIPELINES, Phases
+from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.solve.share import matmul_flops
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
+from partitioner.solve.virtual import solve_virtual
 from partitioner.topology import Topology
 from partitioner.topology.groups import reference_type
 from passes.blocks import FoldedModel
@@ -158,6 +160,9 @@ class Evaluator:
 
         states = self._states(point, key, local)
 
+        plain = is_formula(point.schedule)
+        ranks = () if plain else ranks_of(point.schedule, point.pp, point.virtual_stages)
+
         seen: dict[int, tuple[Machine, Machine]] = {}  # by identity, with what keeps it alive
 
         def dressed(machine: Machine) -> Machine:
@@ -178,19 +183,21 @@ class Evaluator:
                 num_microbatches=num_microbatches,
                 microbatch_size=point.microbatch_size,
                 schedule=point.schedule,
-                virtual_stages=point.virtual_stages,
+                ranks=ranks,
                 constraints=constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
             )
-            split = solve_stages(problem)
+            if plain:
+                split = solve_stages(problem)
+            else:
+                split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages)
             expected = estimate(problem, split, states, machine, job.flops)
             return expected.step_time, (problem, split, expected)
 
         def least(machine: Machine) -> float:
             """Stages that are all as fast as the best and hold the same share of the work."""
-            weights_alone = Phases(0.0, 0.0, 1.0)  # the least share of fill and drain
-            bubble = PIPELINES[point.schedule].bubble(weights_alone, point.pp, num_microbatches, point.virtual_stages)
+            bubble = least_bubble(point.schedule)
             share = (num_microbatches - bubble) / point.pp + bubble
             return self._fastest(local, costs, dressed(machine)) * share
 
@@ -198,7 +205,7 @@ class Evaluator:
         problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
-        for stage, plan in enumerate(split.stages):
+        for stage, plan in enumerate(split.virtual or split.stages):
             for place, call in enumerate(problem.calls[plan.start : plan.stop], plan.start):
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []

@@ -19,8 +19,6 @@ def planned_only(point: Point, constraints: Constraints, precision: str, selecti
     chosen = Constraints(
         ep=point.ep,
         etp=None if shares_experts else point.etp,
-        virtual_stages=point.virtual_stages,
-        schedule=point.schedule,
         recompute="selective" if selective else constraints.recompute,
         overlap=constraints.overlap,
         overlap_tensor=constraints.overlap_tensor,
@@ -40,6 +38,7 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         mesh=point.mesh,
         num_microbatches=chosen.num_microbatches,
         schedule=point.schedule,
+        virtual_stages=point.virtual_stages,
         objective="train" if job.train else "infer",
         layouts=layouts_of(local, job.batch),
         etp=point.etp if point.ep > 1 else 0,

@@ -1,150 +1,147 @@
-"""Pipeline schedules: the order in which each rank runs its forwards and backwards.
+"""Pipeline schedules by name: the order in which each rank runs its forwards and backwards, and what it holds.
 
-A schedule is a function of (number of stages, number of microbatches) that gives each stage's actions in order; the
-table :data:`SCHEDULES` has them by name. Adding one adds a function and a line: what is sent and received, freed and
-reduced around the actions follows from them in ``partitioner/emit.py``.
-
-The pipeline of ``p`` ranks may be cut into ``p * chunks`` *virtual* stages: rank ``s`` holds the virtual stages
-``s, s + p, s + 2p, ...``, its chunks. A stage's actions say which chunk they run.
+A schedule is a function of (ranks, microbatches, chunks) that gives each rank's actions in order, and a placement of
+the virtual stages; the table :data:`SCHEDULES` has them by name. Adding one adds a function and a line: what is sent
+and received, freed and reduced around the actions follows from them in ``partitioner/emit.py``, and what it costs in
+``partitioner/solve/pipelines.py``. A schedule may also be written down (:class:`partitioner.ScheduleTable`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
-from passes.errors import PartitionError
+from partitioner.actions import (
+    Action,
+    Order,
+    ScheduleError,
+    Timetable,
+    check_timetable,
+    in_flight,
+    looped,
+    peak_in_flight,
+    v_shaped,
+)
+from partitioner.orders import (
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble_1p,
+    zero_bubble_2p,
+    zero_bubble_v,
+)
+from partitioner.schedule_table import ScheduleTable, table_of
 
-ActionKind = Literal["F", "B", "I", "W"]
-
-
-@dataclass(frozen=True)
-class Action:
-    """One microbatch through one chunk: forward, backward, or its two halves (input gradients, weight gradients)."""
-
-    kind: ActionKind
-    microbatch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}" + (f"/{self.chunk}" if self.chunk else "")
-
-
-Order = tuple[Action, ...]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Order",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleTable",
+    "Timetable",
+    "chunks_of",
+    "in_flight",
+    "peak_in_flight",
+    "ranks_of",
+    "schedule_name",
+    "schedule_orders",
+    "timetable",
+]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``orders(num_stages, num_microbatches)`` gives one order per stage, for ``chunks`` chunks on each."""
+    """``orders(num_ranks, num_microbatches, chunks)`` gives one order per rank; ``placement(num_ranks, chunks)`` the
+    rank of each virtual stage; ``chunks``: how many each rank holds, ``None``: as many as are asked for."""
 
-    orders: Callable[[int, int], tuple[Order, ...]]
-    chunks: int = 1
+    orders: Callable[[int, int, int], tuple[Order, ...]]
+    chunks: int | None = 1
+    placement: Callable[[int, int], tuple[int, ...]] = looped
     doc: str = ""
-
-
-class ScheduleError(PartitionError):
-    """A schedule that does not exist, cannot run with these numbers, or gives an order that cannot run."""
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> tuple[Order, ...]:
-    """All forwards, then all backwards (Huang et al. 2019): every microbatch is in flight at once."""
-    order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(num_microbatches))
-    return (order,) * num_stages
-
-
-def one_forward_one_backward(num_stages: int, num_microbatches: int) -> tuple[Order, ...]:
-    """1F1B (Narayanan et al. 2019, 2021): stage ``s`` has ``min(p - s, m)`` microbatches in flight at most."""
-    orders = []
-    for stage in range(num_stages):
-        warmup = min(num_stages - stage - 1, num_microbatches)
-        order = [Action("F", i) for i in range(warmup)]
-        for i in range(num_microbatches - warmup):
-            order += [Action("F", warmup + i), Action("B", i)]
-        order += [Action("B", i) for i in range(num_microbatches - warmup, num_microbatches)]
-        orders.append(tuple(order))
-    return tuple(orders)
 
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, doc="all forwards, then all backwards"),
     "1f1b": Schedule(one_forward_one_backward, doc="one forward, one backward: least memory at the same bubble"),
+    "interleaved": Schedule(interleaved, None, doc="1F1B over several virtual stages on each rank: a smaller bubble"),
+    "zb-1p": Schedule(zero_bubble_1p, None, doc="1F1B whose bubble backwards for weights fill"),
+    "zb-2p": Schedule(zero_bubble_2p, doc="the same with twice the microbatches in flight, and no bubble"),
+    "zb-v": Schedule(zero_bubble_v, 2, v_shaped, "two virtual stages there and back: no bubble, 1F1B's memory"),
+    "dualpipe-v": Schedule(dual_pipe_v, 2, v_shaped, "forwards of one chunk next to backwards of the other"),
 }
 
 
-def schedule_orders(name: str, num_stages: int, num_microbatches: int) -> tuple[Order, ...]:
-    """Each stage's order under the schedule ``name``, checked. Raises :class:`ScheduleError`."""
-    if name not in SCHEDULES:
-        raise ScheduleError(f"there is no schedule {name!r}; choose one of {', '.join(sorted(SCHEDULES))}")
-    if num_stages < 1 or num_microbatches < 1:
-        raise ScheduleError(
-            f"schedule {name!r} needs at least one stage and one microbatch, got {num_stages} and {num_microbatches}"
-        )
-    schedule = SCHEDULES[name]
-    orders = schedule.orders(num_stages, num_microbatches)
-    check_orders(orders, num_microbatches, schedule.chunks)
-    return orders
+def timetable(
+    schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
+) -> Timetable:
+    """Where the virtual stages are and each rank's order, checked. ``chunks``: on each rank, where there is a choice.
 
-
-def check_orders(orders: tuple[Order, ...], num_microbatches: int, chunks: int = 1) -> None:
-    """Raise :class:`ScheduleError` unless every stage can finish, having run each microbatch once each way.
-
-    Whether they finish is found by running them: a forward waits for that of the virtual stage before it, a backward
-    for its own forward and for the backward of the virtual stage after it.
+    Raises :class:`ScheduleError` for a schedule that does not exist, and numbers with which it cannot run.
     """
-    wanted = {(i, c) for i in range(num_microbatches) for c in range(chunks)}
-    for stage, order in enumerate(orders):
-        counts = {kind: Counter((a.microbatch, a.chunk) for a in order if a.kind in kinds) for kind, kinds in _KINDS}
-        for kind, count in counts.items():
-            if set(count) != wanted or set(count.values()) != {1}:
-                raise ScheduleError(f"stage {stage} does not run each {kind} of {num_microbatches} microbatches once")
-        halves = {k: Counter((a.microbatch, a.chunk) for a in order if a.kind == k) for k in ("I", "W")}
-        if halves["I"] != halves["W"]:
-            raise ScheduleError(f"stage {stage} does not follow each input backward by one weight backward")
-    done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
-    position = [0] * len(orders)
-    last = len(orders) * chunks - 1
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                action = order[position[stage]]
-                if not _ready(action, action.chunk * len(orders) + stage, last, done):
-                    break
-                kind = "B" if action.kind == "I" else action.kind
-                done.add((kind, action.microbatch, action.chunk * len(orders) + stage))
-                position[stage] += 1
-                moved = True
-    for stage, order in enumerate(orders):
-        if position[stage] < len(order):
-            raise ScheduleError(f"stage {stage} waits for ever before {order[position[stage]]}")
+    table = table_of(schedule)
+    if table is not None:
+        return table.timetable(num_ranks, num_microbatches)
+    return _timetable(_known(str(schedule)), str(schedule), num_ranks, num_microbatches, chunks)
 
 
-_KINDS: tuple[tuple[str, frozenset[ActionKind]], ...] = (
-    ("forward", frozenset({"F"})),
-    ("backward", frozenset({"B", "I"})),
-)
+@lru_cache(maxsize=64)
+def _timetable(schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Timetable:
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"schedule {name!r} needs at least one stage and one microbatch, got {num_ranks} and {num_microbatches}"
+        )
+    count = _chunks(schedule, name, chunks)
+    found = Timetable(schedule.orders(num_ranks, num_microbatches, count), schedule.placement(num_ranks, count))
+    check_timetable(found, num_microbatches)
+    return found
 
 
-def _ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
-    if action.kind == "F":
-        return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
-    if action.kind == "W":
-        return ("B", action.microbatch, virtual) in done
-    after = virtual == last or ("B", action.microbatch, virtual + 1) in done
-    return after and ("F", action.microbatch, virtual) in done
+def _known(name: str) -> Schedule:
+    if name not in SCHEDULES:
+        known = ", ".join(sorted(SCHEDULES))
+        raise ScheduleError(f"there is no schedule {name!r}; choose one of {known}, or name a file that ends in .csv")
+    return SCHEDULES[name]
 
 
-def peak_in_flight(order: Order) -> int:
-    """The most (microbatch, chunk) pairs whose forward has run and whose backward has not ended."""
-    split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
-    peak = current = 0
-    for action in order:
-        if action.kind == "F":
-            current += 1
-            peak = max(peak, current)
-        elif action.kind == "W" or (action.kind == "B" and (action.microbatch, action.chunk) not in split):
-            current -= 1
-    return peak
+def _chunks(schedule: Schedule, name: str, asked: int | None) -> int:
+    if schedule.chunks is None:
+        count = asked or 1
+        if count < 1:
+            raise ScheduleError(f"schedule {name!r} with {count} virtual stages on each rank; expected at least 1")
+        return count
+    if asked not in (None, schedule.chunks):
+        raise ScheduleError(f"schedule {name!r} has {schedule.chunks} virtual stages on each rank, got {asked}")
+    return schedule.chunks
+
+
+def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
+    """The virtual stages on each rank; ``None``: not the same on all. Raises :class:`ScheduleError`."""
+    table = table_of(schedule)
+    if table is None:
+        return _chunks(_known(str(schedule)), str(schedule), chunks)
+    counts = {len(stages) for stages in table.own.held}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The rank of each virtual stage. Raises :class:`ScheduleError`."""
+    table = table_of(schedule)
+    if table is not None:
+        return table.own.ranks
+    known = _known(str(schedule))
+    return known.placement(num_ranks, _chunks(known, str(schedule), chunks))
+
+
+def schedule_name(schedule: str | ScheduleTable) -> str:
+    """What plans and programs call it."""
+    return schedule if isinstance(schedule, str) else schedule.name
+
+
+def schedule_orders(
+    schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
+) -> tuple[Order, ...]:
+    """Each rank's order, see :func:`timetable`."""
+    return timetable(schedule, num_ranks, num_microbatches, chunks).orders

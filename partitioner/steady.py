@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.schedules import SCHEDULES, Action
+from partitioner.schedule_table import table_of
+from partitioner.schedules import Action, Order, ScheduleTable, schedule_orders
 from runtime.listing import Instruction, Part
 
 Item = tuple[Hashable, int | None]  # what is done, and on which microbatch
@@ -74,9 +75,16 @@ def grown(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterato
             yield from _moved(body, part.moved * steps + part.shift * again)
 
 
-def steady(schedule: str, num_stages: int, num_microbatches: int) -> Steady | None:
+def steady(
+    schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
+) -> Steady | None:
     """The smallest numbers of microbatches that show how ``schedule`` goes on; ``None`` where none below shows it."""
-    orders = SCHEDULES[schedule].orders
+    if table_of(schedule) is not None:
+        return None  # it is for one number of microbatches
+
+    def orders(p: int, m: int) -> tuple[Order, ...]:
+        return schedule_orders(schedule, p, m, chunks)
+
     wanted = None
     for least in (num_stages + 2, 2 * num_stages + 2, 4 * num_stages + 2):
         for unit in sorted({1, num_stages}):

@@ -3,6 +3,7 @@
 It needs a plan's program and weights, and nothing of the planner.
 """
 
+from runtime.bubble import timed
 from runtime.checkpoint.series import Checkpoints
 from runtime.collect import Run
 from runtime.engine import Engine
@@ -46,4 +47,5 @@ __all__ = [
     "init_process_group",
     "run_local",
     "run_threads",
+    "timed",
 ]

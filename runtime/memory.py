@@ -202,8 +202,17 @@ class _Holder:
                 self.added.update(s for s in call.adds if s in self.passing)
             peak = max(peak, self.held + call.recomputed_bytes)
             self.note(position, call.recomputed_bytes)
-            if i.op != "I":
+            if i.op != "W":
                 for value in call.keeps:
                     self.release(value, i.microbatch)
                 self.saved -= call.kept_bytes
+            if i.op == "I":
+                for value in call.carries:
+                    self.hold(value, i.microbatch)
+                self.saved += call.carried_bytes
+            if i.op == "W":
+                for value in call.carries:
+                    self.release(value, i.microbatch)
+                self.saved -= call.carried_bytes
+            peak = max(peak, self.held)
         return peak

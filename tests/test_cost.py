@@ -14,7 +14,7 @@ from models import CASES
 from torch import Tensor, fx
 
 from partitioner.cost.axes import TensorCosts
-from partitioner.cost.bounds import block_work
+from partitioner.cost.blockwork import block_work
 from partitioner.cost.calls import call_costs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, matmul_efficiency

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from partitioner.actions import Timetable, check_timetable
 from partitioner.schedules import (
     SCHEDULES,
     Action,
     ScheduleError,
-    check_orders,
     peak_in_flight,
     schedule_orders,
 )
@@ -59,13 +59,13 @@ def test_an_order_that_lacks_an_action_is_refused(p: int, m: int, data: st.DataO
     place = data.draw(st.integers(0, 2 * m - 1))
     orders[stage] = orders[stage][:place] + orders[stage][place + 1 :]
     with pytest.raises(ScheduleError, match=f"stage {stage} does not run each"):
-        check_orders(tuple(orders), m)
+        check_timetable(Timetable(tuple(orders), tuple(range(p))), m)
 
 
 def test_an_order_that_waits_for_itself_is_refused():
     backward_first = (Action("B", 0), Action("F", 0))
     with pytest.raises(ScheduleError, match="stage 0 waits for ever before B0"):
-        check_orders((backward_first,), 1)
+        check_timetable(Timetable((backward_first,), (0,)), 1)
 
 
 def test_unknown_schedules_and_empty_pipelines_are_refused():

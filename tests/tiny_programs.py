@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from partitioner.emit import Layouts, emit
+from partitioner.schedules import timetable
 from passes.blocks import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
 from passes.collectives import ops
 from passes.infer import call
@@ -158,12 +159,14 @@ def tiny_program(
     **options: Any,
 ) -> Program:
     model, layouts = tiny_model(num_layers, tp, dp * num_microbatches, tied)
+    stages = len(timetable(schedule, pp, num_microbatches, chunks if chunks > 1 else None).ranks)
     return emit(
         model,
-        even_stages(model, pp * chunks),
+        even_stages(model, stages),
         mesh={"pp": pp, "dp": dp, "tp": tp},
         num_microbatches=num_microbatches,
         schedule=schedule,
+        virtual_stages=chunks if chunks > 1 else None,
         objective=objective,
         layouts=layouts,
         **options,

@@ -223,7 +223,8 @@ def _beside(busy: float, issuing: float, meeting: bool) -> float:
     if not meeting:
         return max(busy, issuing)
     longer, shorter = max(busy, issuing), min(busy, issuing)
-    return longer * (1 + (shorter / longer) ** _MEETING) ** (1 / _MEETING)
+    both: float = longer * (1 + (shorter / longer) ** _MEETING) ** (1 / _MEETING)
+    return both
 
 
 def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:

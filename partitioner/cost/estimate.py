@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
@@ -14,7 +15,7 @@ from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, update_time
 from partitioner.plan import Estimate
-from partitioner.solve.pipelines import PIPELINES, Phases
+from partitioner.schedules import ScheduleTable
 from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
@@ -28,9 +29,8 @@ def stage_problem(
     *,
     num_microbatches: int,
     microbatch_size: int = 1,
-    schedule: str = "1f1b",
-    virtual_stages: int = 1,
-    bubble: float | None = None,
+    schedule: str | ScheduleTable = "1f1b",
+    ranks: Sequence[int] = (),
     constraints: Constraints | None = None,
     train: bool = True,
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
@@ -38,38 +38,37 @@ def stage_problem(
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
     ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
-    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``bubble``:
-    the schedule's share of fill and drain, if it is not to be reckoned from the costs.
+    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``ranks``:
+    of each virtual stage, which are then the problem's stages; empty: the ranks are.
     """
     constraints = constraints or Constraints()
     if constraints.recompute == "selective":
         costs = _selective(costs)
         costs_by_stage = [_selective(of_stage) for of_stage in costs_by_stage]
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
-    if bubble is None:
-        phases = _phases([costs[call.block] for _, call in placed])
-        bubble = PIPELINES[schedule].bubble(phases, machine.mesh.get("pp", 1), num_microbatches, virtual_stages)
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
-    stages = machine.mesh.get("pp", 1)
+    pp = machine.mesh.get("pp", 1)
+    at = ranks or range(pp)
+    by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     return StageProblem(
         calls=tuple(
             StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
         ),
-        num_stages=stages,
+        num_stages=len(at),
         num_microbatches=num_microbatches,
-        capacity=machine.capacity,
-        links=machine.links,
+        capacity=tuple(machine.capacity[rank] for rank in at),
+        links=tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links,
         state_bytes={name: cost.total for name, cost in states.items()},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        bubble=bubble,
+        schedule=schedule if isinstance(schedule, str) else schedule.name,
+        chunks=len(at) // pp,
+        bubble=(pp - 1) / max(1, len(at) - 1) if ranks else 1.0,
         repeated=tuple(often[call.block] > 1 for _, call in placed),
         recompute=constraints.recompute,
-        pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], stages),
+        pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
         overhead=_together([costs[call.block] for call in everywhere]),
-        paces=_paces(costs_by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
+        paces=_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
@@ -79,15 +78,6 @@ def stage_problem(
 
 def _selective(costs: Mapping[str, CallCost]) -> dict[str, CallCost]:
     return {name: cost.selective() for name, cost in costs.items()}
-
-
-def _phases(costs: Sequence[CallCost]) -> Phases:
-    """Each half of a backward is about as many products; collectives belong to the half for inputs."""
-    return Phases(
-        sum(c.forward_total_s for c in costs),
-        sum(c.backward_s / 2 + c.backward_comm_s for c in costs),
-        sum(c.backward_s / 2 for c in costs),
-    )
 
 
 def _paces(
@@ -136,7 +126,7 @@ def estimate(
     updated = max(updates) if problem.train else 0.0
     contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated
-    communicated = m * _communication(problem, stage, slowest)
+    communicated = m * _communication(problem, stage)
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated,
         "recompute": m * stage.recompute_s,
@@ -177,24 +167,24 @@ def shared_time(seconds: Sequence[float], machine: Machine) -> float:
 def _contended(problem: StageProblem, split: StageSplit, updates: Sequence[float], machine: Machine) -> float:
     """The least time of a pipeline and its updates where ranks compete; collectives were measured as they do."""
     m = problem.num_microbatches
-    sent = [m * _communication(problem, stage, s) for s, stage in enumerate(split.stages)]
+    sent = [m * _communication(problem, stage) for stage in split.stages]
     work = [m * (s.forward_s + s.backward_s + s.recompute_s) for s in split.stages]
     after = updates if problem.train else [0.0] * len(updates)
     shared = shared_time([w - c + u for w, c, u in zip(work, sent, after, strict=True)], machine)
     return shared + sum(sent) / len(sent) if shared else 0.0
 
 
-def _communication(problem: StageProblem, stage: StagePlan, index: int) -> float:
+def _communication(problem: StageProblem, stage: StagePlan) -> float:
     """Seconds of collectives per microbatch on a stage, forward and backward."""
-    pace = problem.pace(index)
-    costs = pace.costs[stage.start : stage.stop]
+    pace = problem.pace(stage.number)
+    costs = [pace.costs[place] for place in stage.places]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
     return seconds + pace.overhead.forward_comm_s
 
 
 def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> dict[str, StateCost]:
     """The different states that a stage's calls read."""
-    return {n: states[n] for call in problem.calls[stage.start : stage.stop] for n in call.states if n in states}
+    return {n: states[n] for place in stage.places for n in problem.calls[place].states if n in states}
 
 
 def reduction_tail(
@@ -214,10 +204,11 @@ def reduction_tail(
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         work = reduction(list(costs.values()), {axes: by_stage[s] for axes, by_stage in groups.items()})
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
-        window = stage.backward_s + stage.recompute_s
+        last = stage.runs[0]  # the virtual stage whose backwards end last
+        window = last.backward_s + last.recompute_s
         exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, problem.num_microbatches)
         tail = max(tail, exposed - ahead)
-        ahead += stage.backward_s + stage.recompute_s
+        ahead += window
     return tail + _tied(held, machine)
 
 

@@ -18,6 +18,7 @@ from partitioner.topology.groups import (
     Devices,
     Group,
     axis_group,
+    between,
     placed,
     reference_type,
     stage_capacity,
@@ -30,6 +31,7 @@ from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
+_HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,12 @@ class Machine:
     def links(self) -> tuple[Link, ...]:
         """From each stage to the next."""
         return self._once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
+
+    def link(self, stage: int, other: int) -> Link:
+        """Between the ranks of two stages: the slowest; of a stage to itself, nothing is sent."""
+        if stage == other:
+            return _HERE
+        return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
 
     @property
     def seats(self) -> tuple[tuple[Seat, ...], ...]:

@@ -17,7 +17,7 @@ def stage_estimates(
     m = problem.num_microbatches
     made = []
     for number, stage in enumerate(split.stages):
-        calls = problem.calls[stage.start : stage.stop]
+        calls = [problem.calls[place] for place in stage.places]
         made.append(
             StageEstimate(
                 first=calls[0].path,
@@ -45,9 +45,12 @@ def _peak(
         for call in calls:
             kept = zip(call.inputs, call.cost.input_bytes, call.cost.saved_inputs, strict=True)
             inputs |= {name: size for name, size, saved in kept if saved or again}
-        saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
-        parts["saved"] = problem.in_flight(number) * saved
         parts["recomputed"] = max(c.cost.saved_bytes for c in calls) if again else 0.0
+        if stage.parts:  # as many microbatches of each as there are at the fullest moment: what is left
+            parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
+        else:
+            saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
+            parts["saved"] = problem.in_flight(number) * saved
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))
     return {kind: size for kind, size in sizes.items() if size}

@@ -25,6 +25,10 @@ class Relaxed:
     capacity: tuple[int, ...]
     links: tuple[Link, ...]
 
+    def link(self, stage: int, other: int) -> Link:
+        """Between two stages."""
+        return _best_link(self.links)
+
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:
     """A kind of device on which no kernel takes longer than on any of ``types``."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
 from partitioner.plan import Candidate, Certificate
+from partitioner.schedules import schedule_name
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
 
@@ -249,7 +250,7 @@ def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = ""
     return Candidate(
         mesh=point.mesh,
         microbatch_size=point.microbatch_size,
-        schedule=point.schedule,
+        schedule=schedule_name(point.schedule),
         status="solved" if evaluated is not None else "infeasible",
         step_time=evaluated.step_time if evaluated is not None else None,
         memory=evaluated.memory if evaluated is not None else None,

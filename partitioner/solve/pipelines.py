@@ -1,21 +1,31 @@
-"""How pipeline schedules fill the stages: their bubble, and how many microbatches a stage holds.
+"""How pipeline schedules fill the stages: the time of a step, and how many microbatches a stage holds.
 
-A step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s``, where ``t_s`` is a microbatch's time on stage
-``s`` and the share ``b`` of the plain pipeline's fill and drain is the schedule's.
-
-Sources: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 2021), ZB-1p and ZB-2p (Qi et al. 2023:
-the bubble is ``(p - 1)(F + I - W)`` and ``(p - 1)(F + I - 2 W)``), ZB-V (Qi et al. 2024).
+For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage on each rank both are
+formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on
+stage ``s``. All others are followed action by action, in the order in which they are executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.actions import Timetable, in_flight
+from partitioner.schedule_table import ScheduleTable, table_of
+from partitioner.schedules import timetable
+
+_FORMULAS = frozenset({"gpipe", "1f1b"})
+_MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on as it did
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of a microbatch through all stages: forward, backward for inputs, backward for weights."""
+    """Seconds of a microbatch in a virtual stage: forward, backward for inputs, backward for weights."""
 
     forward: float = 0.0
     inputs: float = 0.0
@@ -26,43 +36,141 @@ class Phases:
         return self.forward + self.inputs + self.weights
 
 
+def is_formula(schedule: str | ScheduleTable) -> bool:
+    """Whether a formula says what a schedule takes; its stages are one on each rank."""
+    return isinstance(schedule, str) and schedule in _FORMULAS
+
+
+def least_bubble(schedule: str | ScheduleTable) -> float:
+    """The share of the plain pipeline's fill and drain that a schedule has at least."""
+    return 1.0 if is_formula(schedule) else 0.0
+
+
+def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> int:
+    """Microbatches whose saved tensors stage ``stage`` of ``p`` holds at a time, for the schedules of a formula."""
+    assert is_formula(schedule), schedule
+    return m if schedule == "gpipe" else min(p - stage, m)
+
+
 @dataclass(frozen=True)
-class Pipeline:
-    """A schedule. ``bubble(phases, p, m, v)``: its share ``b``; ``in_flight(stage, p, m, v)``: microbatches whose saved
-    tensors stage ``stage`` of ``p`` holds at a time, with ``v`` virtual stages; ``chunks``: those that it needs."""
+class Held:
+    """What ranks hold at a time. ``most[k]``: microbatches of virtual stage ``k``; ``together[s]``: by chunk of rank
+    ``s``, the counts that occur at one time and are not less than others in all chunks. ``halfway[k]``: of those of
+    virtual stage ``k``, the most whose backward for inputs has run, and that for weights has not."""
 
-    bubble: Callable[[Phases, int, int, int], float]
-    in_flight: Callable[[int, int, int, int], float]
-    executed: bool = False
-    chunks: int | None = 1  # None: as many as are asked for
-
-
-def _whole(phases: Phases, p: int, m: int, v: int) -> float:
-    return 1.0
+    most: tuple[int, ...]
+    together: tuple[tuple[tuple[int, ...], ...], ...]
+    halfway: tuple[int, ...]
 
 
-def _split(weights: float) -> Callable[[Phases, int, int, int], float]:
-    """The bubble that is left when backwards for weights fill it, ``weights`` for each of ``p - 1`` microbatches that
-    come after the first: fewer microbatches leave more of it."""
+@lru_cache(maxsize=64)
+def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
+    """What each rank of a schedule holds, from its order."""
+    table = shortened(schedule, p, m, v)[0]
+    most, halfway = [0] * len(table.ranks), [0] * len(table.ranks)
+    together = []
+    for order, stages in zip(table.orders, table.held, strict=True):
+        found: set[tuple[int, ...]] = set()
+        for counts in in_flight(order):
+            found.add(tuple(counts[c] for c in range(len(stages))))
+        for c, k in enumerate(stages):
+            most[k] = max(counts[c] for counts in found)
+            steps = ({"I": 1, "W": -1}.get(action.kind, 0) for action in order if action.chunk == c)
+            halfway[k] = max(accumulate(steps), default=0)
+        together.append(tuple(sorted(a for a in found if not any(_less(a, b) for b in found))))
+    return Held(tuple(most), tuple(together), tuple(halfway))
 
-    def share(phases: Phases, p: int, m: int, v: int) -> float:
-        if not phases.total:
-            return 1.0
-        filled = weights * min(1.0, (m - 1) / max(1, p - 1))
-        return max(0.0, (phases.forward + phases.inputs - filled * phases.weights) / phases.total)
 
-    return share
+def _less(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
 
-PIPELINES: dict[str, Pipeline] = {
-    "gpipe": Pipeline(_whole, lambda s, p, m, v: m, executed=True),
-    "1f1b": Pipeline(_whole, lambda s, p, m, v: min(p - s, m), executed=True),
-    "interleaved": Pipeline(
-        lambda phases, p, m, v: 1.0 / v,
-        lambda s, p, m, v: min(float(m), (2 * (p - s - 1) + (v - 1) * p + 1) / v),
-        chunks=None,
-    ),
-    "zb-1p": Pipeline(_split(1.0), lambda s, p, m, v: min(p, m)),
-    "zb-2p": Pipeline(_split(2.0), lambda s, p, m, v: min(2 * p - 1, m)),
-    "zb-v": Pipeline(_split(2.0), lambda s, p, m, v: min(p, m), chunks=2),
-}
+def pipeline_seconds(
+    schedule: str | ScheduleTable, p: int, m: int, v: int | None, phases: Sequence[Phases], train: bool = True
+) -> float:
+    """Seconds of a step's pipeline: every action in its rank's order, as soon as what it reads is there.
+
+    ``phases``: of each virtual stage, with what it waits for its neighbours.
+    """
+    whole, more = shortened(schedule, p, m, v)
+    taken = follow(whole, phases, train)
+    if more is not None:
+        longer, microbatches, left = more
+        taken += (follow(longer, phases, train) - taken) * left / microbatches
+    return taken
+
+
+def shortened(
+    schedule: str | ScheduleTable, p: int, m: int, v: int | None
+) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
+    """The timetable; of many microbatches that of fewer, with a longer one, how many more that has, and how many there
+    are in all beyond the first: between the two the steady state is all that differs."""
+    per_microbatch = 3 * p * (v or 2)
+    fewer = max(4 * p, _MOST_ACTIONS // per_microbatch // 2 // p * p) + m % p
+    if table_of(schedule) is not None or m <= fewer + p:
+        return timetable(schedule, p, m, v), None
+    return timetable(schedule, p, fewer, v), (timetable(schedule, p, fewer + p, v), p, m - fewer)
+
+
+def follow(table: Timetable, phases: Sequence[Phases], train: bool = True) -> float:
+    """Seconds until all ranks have ended their orders."""
+    return _follow(table, phases, train)[0]
+
+
+def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True) -> tuple[float, NDArray[np.float64]]:
+    """The seconds, and the actions that no time lies between: how often each virtual stage's forward, backward for
+    inputs and backward for weights is among them, shape ``[stages, 3]``."""
+    seconds, end, before = _follow(table, phases, train)
+    often = np.zeros((len(phases), 3))
+    place: tuple[int, int] | None = end
+    while place is not None:
+        rank, at = place
+        action = table.orders[rank][at]
+        if train or action.kind == "F":
+            often[table.held[rank][action.chunk], _PARTS[action.kind]] += 1
+        place = before[rank][at]
+    return seconds, often
+
+
+_PARTS = {"F": [0], "I": [1], "W": [2], "B": [1, 2]}
+Place = tuple[int, int]  # a rank, and where in its order
+
+
+def _follow(table: Timetable, phases: Sequence[Phases], train: bool) -> tuple[float, Place, list[list[Place | None]]]:
+    """Seconds, the last action, and for each rank's actions that which it waited for."""
+    done: dict[tuple[str, int, int], tuple[float, Place]] = {}  # when a microbatch has left a virtual stage, and where
+    seconds = {
+        kind: [getattr(phase, name) for phase in phases]
+        for kind, name in (("F", "forward"), ("I", "inputs"), ("W", "weights"))
+    }
+    seconds["B"] = [phase.inputs + phase.weights for phase in phases]
+    last = len(table.ranks) - 1
+    clock = [0.0] * len(table.orders)
+    before: list[list[Place | None]] = [[] for _ in table.orders]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(table.orders):
+            stages, now, waited = table.held[rank], clock[rank], before[rank]
+            for at in range(len(waited), len(order)):
+                action = order[at]
+                kind, k, i = action.kind, stages[action.chunk], action.microbatch
+                source: Place | None = (rank, at - 1) if at else None
+                needed = ("F", i, k - 1) if kind == "F" and k else None
+                if train and kind in "BI" and k < last:
+                    needed = "B", i, k + 1
+                if needed is not None:
+                    if needed not in done:
+                        break
+                    arrived, place = done[needed]
+                    if arrived > now:
+                        now, source = arrived, place
+                if train or kind == "F":
+                    now += seconds[kind][k]
+                if kind != "W":
+                    done["F" if kind == "F" else "B", i, k] = now, (rank, at)
+                waited.append(source)
+                moved = True
+            clock[rank] = now
+    slowest = max(range(len(clock)), key=clock.__getitem__)
+    return clock[slowest], (slowest, len(table.orders[slowest]) - 1), before

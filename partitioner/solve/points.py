@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
-from partitioner.solve.pipelines import PIPELINES
+from partitioner.schedule_table import table_of
+from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.topology.model import Topology
 from runtime.program import hybrid_mesh
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
-_VIRTUAL = (2, 3, 4, 6, 8, 12)  # virtual stages that are tried
+_CHOICES = {"interleaved": (2, 3, 4, 6, 8, 12), "zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
+
+_BESIDE = {"interleaved": (2, 4), "zb-1p": (1, 2), "zb-v": (2,)}  # tried for what was found under 1F1B
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +31,7 @@ class Point:
     dp: int
     tp: int
     microbatch_size: int
-    schedule: str = "1f1b"
+    schedule: str | ScheduleTable = "1f1b"
     cp: int = 1
     ep: int = 1
     etp: int = 0
@@ -75,7 +79,7 @@ class Point:
     def __str__(self) -> str:
         more = [f"{n}={v}" for n, v, one in self._more if v != one]
         mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
-        return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", self.schedule])
+        return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", schedule_name(self.schedule)])
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
@@ -127,6 +131,7 @@ def points(space: Space) -> list[Point]:
     pinned.check(space.world_size, space.global_batch, space.dims)
     pinned.check_experts(space.experts)
     pinned.check_sharding()
+    table = None if pinned.schedule is None else table_of(pinned.schedule)
     found = [
         Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard)
         for pp, dp, tp, cp in meshes(space)
@@ -134,7 +139,7 @@ def points(space: Space) -> list[Point]:
         for schedule, virtual in _schedules(space, pp)
         for zero, shard in _zero(space, dp, cp)
         for size in divisors(space.global_batch // dp)
-        if pinned.microbatch_size in (None, size) and _interleaves(schedule, space.global_batch // dp // size, pp)
+        if pinned.microbatch_size in (None, size) and _is_for(table, pp, space.global_batch // dp // size)
     ]
     if not found:
         raise PlanError(_why_none(space))
@@ -180,33 +185,47 @@ def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
     return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
 
 
-def _schedules(space: Space, pp: int) -> list[tuple[str, int]]:
+def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
     pinned = space.constraints
+    table = None if pinned.schedule is None else table_of(pinned.schedule)
+    if table is not None:
+        return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
     if pp == 1:
         return [(pinned.schedule if pinned.schedule in ("gpipe", "1f1b") else "1f1b", 1)]
-    names = [pinned.schedule] if pinned.schedule else ["1f1b"]
-    if not pinned.schedule:
-        if (pinned.virtual_stages or 1) > 1:
-            names = ["interleaved"]
-        elif pinned.ahead and space.train:
-            names = [name for name in PIPELINES if name != "gpipe"]
-    found = []
+    names = [str(pinned.schedule)] if pinned.schedule else _searched(space)
+    found: list[tuple[str | ScheduleTable, int]] = []
     for name in names:
-        chunks = PIPELINES[name].chunks
+        chunks = SCHEDULES[name].chunks
         if chunks is not None:
             choices = [chunks]
         elif pinned.virtual_stages is not None:
             choices = [pinned.virtual_stages]
         else:
-            choices = list(_VIRTUAL)
+            choices = list(_CHOICES[name] if pinned.schedule or pinned.ahead else _CHOICES[name][:1])
         found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
     return found
 
 
-def _interleaves(schedule: str, num_microbatches: int, pp: int) -> bool:
-    """Interleaving runs microbatches in rounds of one for each stage."""
-    return schedule != "interleaved" or num_microbatches % pp == 0
+def _searched(space: Space) -> list[str]:
+    """The schedules to choose among where none is pinned."""
+    pinned = space.constraints
+    if not space.train:
+        return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
+    if (pinned.virtual_stages or 1) > 1 and not pinned.ahead:
+        return [name for name, schedule in SCHEDULES.items() if schedule.chunks in (None, pinned.virtual_stages)]
+    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else ["1f1b"]
+
+
+def points_beside(space: Space, point: Point) -> list[Point]:
+    """``point`` under the other schedules, but for those that are as fast as one of them in more memory."""
+    found = [(name, v) for name, choices in _BESIDE.items() for v in choices if v * point.pp <= space.num_calls]
+    return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
+
+
+def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
+    """Whether a schedule that is written down is one for these numbers."""
+    return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
 def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
@@ -234,16 +253,32 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
 
 
 def _why_none(space: Space) -> str:
-    fixed = {"ep": space.constraints.ep, "schedule": space.constraints.schedule, "v": space.constraints.virtual_stages}
-    fixed["dp_shard"] = space.constraints.dp_shard
+    schedule = space.constraints.schedule
+    fixed: dict[str, Any] = {
+        "ep": space.constraints.ep,
+        "schedule": schedule and schedule_name(schedule),
+        "v": space.constraints.virtual_stages,
+        "dp_shard": space.constraints.dp_shard,
+    }
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (
         f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
         f"batch of {space.global_batch}, pp is at most {space.num_calls} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node"
-        + ("; interleaving runs microbatches in rounds of pp" if space.constraints.schedule == "interleaved" else "")
+        "divide a dim of a weight and stay within a node" + (_asked_by(schedule) if schedule else "")
     )
+
+
+def _asked_by(schedule: str | ScheduleTable) -> str:
+    """What a schedule leaves no choice of."""
+    table = table_of(schedule)
+    if table is not None:
+        return (
+            f"; the schedule is written for pp={len(table.own.orders)}, {table.num_microbatches} microbatches and "
+            f"{len(table.own.ranks)} virtual stages"
+        )
+    chunks = SCHEDULES[str(schedule)].chunks
+    return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""
 
 
 def baselines(

@@ -25,7 +25,8 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 @dataclass(frozen=True)
 class StagePlan:
     """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward. Seconds per microbatch;
-    ``transfer_s``: waiting for neighbours, in both directions."""
+    ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
+    ``number``: the problem's stage. ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
 
     start: int
     stop: int
@@ -35,6 +36,19 @@ class StagePlan:
     recompute_s: float
     transfer_s: float
     memory: int
+    forward_wait_s: float = 0.0
+    number: int = 0
+    parts: tuple[StagePlan, ...] = ()
+
+    @property
+    def runs(self) -> tuple[StagePlan, ...]:
+        """Its runs of consecutive calls."""
+        return self.parts or (self,)
+
+    @property
+    def places(self) -> list[int]:
+        """The places of its calls."""
+        return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
     def time_s(self) -> float:
@@ -46,22 +60,23 @@ class StageSplit:
     """The stages in order, and the seconds of a step's pipeline.
 
     ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of a microbatch through all calls,
-    forward and backward, by the calls' own costs.
+    forward and backward, by the calls' own costs. ``virtual``: the virtual stages, where they are not the stages.
     """
 
     stages: tuple[StagePlan, ...]
     pipeline_s: float
     least_s: float
     microbatch_s: float = 0.0
+    virtual: tuple[StagePlan, ...] = ()
 
     @property
     def cuts(self) -> tuple[int, ...]:
         return tuple(stage.start for stage in self.stages[1:])
 
 
-def solve_stages(problem: StageProblem) -> StageSplit:
+def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
     """The best split. Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if none fits."""
-    tables = StageTables(problem)
+    tables = tables or StageTables(problem)
     split = _Splitter(tables).best()
     if split is None:
         raise capacity_error(tables)
@@ -78,7 +93,7 @@ class _Splitter:
     def best(self) -> StageSplit | None:
         """Least ``(m - b) max + b sum``; ``None`` if nothing fits."""
         bubble = self.problem.bubble
-        often = self.problem.num_microbatches - bubble
+        often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
         if free is None:
             return None
@@ -154,30 +169,34 @@ class _Splitter:
 
     def cost(self, cuts: list[int]) -> float:
         bubble = self.problem.bubble
-        return (self.problem.num_microbatches - bubble) * self.largest(cuts) + bubble * self.total(cuts)
+        return (self.problem.num_rounds - bubble) * self.largest(cuts) + bubble * self.total(cuts)
 
     def split(self, cuts: list[int], least_s: float) -> StageSplit:
-        stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
+        stages = tuple(stage_plan(self.tables, s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
         costs = [call.cost for call in self.problem.calls]
         microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
         return StageSplit(stages, self.cost(cuts), least_s, microbatch)
 
-    def plan(self, stage: int, start: int, stop: int) -> StagePlan:
-        problem, tables = self.problem, self.tables
-        here = np.array([start]), np.array([stop])
-        recomputed = tables.recomputed(stage, *here)
-        forward, backward = tables.seconds(stage)
-        before, after = tables.transfers(stage)
-        return StagePlan(
-            start=start,
-            stop=stop,
-            recompute=int(recomputed[0]),
-            forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
-            backward_s=float(backward[start, stop]) if problem.train else 0.0,
-            recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
-            transfer_s=float(before[start, 0] + after[0, stop]),
-            memory=round(float(tables.memory(stage, *here, recomputed)[0])),
-        )
+
+def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StagePlan:
+    """The stage ``stage`` if it has the calls ``start:stop``."""
+    problem = tables.problem
+    here = np.array([start]), np.array([stop])
+    recomputed = tables.recomputed(stage, *here)
+    forward, backward = tables.seconds(stage)
+    before, after = tables.transfers(stage)
+    return StagePlan(
+        start=start,
+        stop=stop,
+        recompute=int(recomputed[0]),
+        forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
+        backward_s=float(backward[start, stop]) if problem.train else 0.0,
+        recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
+        transfer_s=float(before[start, 0] + after[0, stop]),
+        forward_wait_s=float(before[start, 0]),
+        number=stage,
+        memory=round(float(tables.memory(stage, *here, recomputed)[0])),
+    )
 
 
-__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages"]
+__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages", "stage_plan"]

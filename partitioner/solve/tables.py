@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from partitioner.cost.calls import CallCost
 from partitioner.errors import PlanError
-from partitioner.solve.pipelines import PIPELINES
+from partitioner.solve.pipelines import stage_in_flight
 from partitioner.solve.segments import Segments
 from partitioner.topology.parts import Link
 
@@ -58,7 +58,8 @@ class StageProblem:
     rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
     every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
-    occurs again.
+    occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: microbatches
+    that each stage holds at a time, where the schedule's formula does not say.
     """
 
     calls: tuple[StageCall, ...]
@@ -77,9 +78,15 @@ class StageProblem:
     tp: int = 1
     dp: int = 1
     train: bool = True
-    virtual_stages: int = 1
+    chunks: int = 1
+    flying: tuple[int, ...] = ()
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
+
+    @property
+    def num_rounds(self) -> int:
+        """How often a rank runs a stage, forward and backward."""
+        return self.num_microbatches * self.chunks
 
     def pace(self, stage: int) -> Pace:
         return self.paces[stage] if self.paces else self._plain
@@ -92,8 +99,9 @@ class StageProblem:
         """Microbatches whose saved tensors a stage holds at a time."""
         if not self.train:
             return 1
-        pipeline = PIPELINES[self.schedule]
-        return pipeline.in_flight(stage, self.num_stages, self.num_microbatches, self.virtual_stages)
+        if self.flying:
+            return self.flying[stage]
+        return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
 
     @property
     def last_repeated(self) -> int:
@@ -255,6 +263,11 @@ class StageTables:
             return self.fixed_memory
         again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
         return np.where(self.most_recomputed > 0, again, self._plain(stage))
+
+    def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
+        """The same, if no microbatch were in flight."""
+        fixed: Table = np.where(recomputed > 0, self._fixed_again[start, stop], self.fixed_memory[start, stop])
+        return fixed
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Peak bytes of a rank that holds the segments ``[start, stop)``."""

@@ -328,6 +328,14 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
     return tuple(topology.link(int(grid[s, i]), int(grid[s + 1, i])) for s, i in enumerate(slowest.tolist()))
 
 
+def between(topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None) -> Link:
+    """What two stages talk over: the slowest of the links between their ranks."""
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    bandwidth, latency = pair_links(topology, grid[stage], grid[other])
+    slowest = int(np.lexsort((-latency, bandwidth))[0])
+    return topology.link(int(grid[stage, slowest]), int(grid[other, slowest]))
+
+
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's, without what its groups take."""
     grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)

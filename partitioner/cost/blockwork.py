@@ -1,0 +1,145 @@
+"""The work of a whole block, relaxed: seconds that are linear in the share of the batch and of the ranks.
+
+A block's time is ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from partitioner.cost.asked import fan_out, node_operands, operand_needs
+from partitioner.cost.calls import CallCost
+from partitioner.cost.compute import memory_rate, product_rate
+from partitioner.cost.operators import (
+    VIEWS,
+    Kernel,
+    Operand,
+    add_kernel,
+    backward_kernels,
+    forward_kernels,
+    operator_name,
+)
+from partitioner.cost.saved import Kept, expanded, kept_by
+from partitioner.cost.spread import in_fp8
+from partitioner.topology.parts import DeviceType
+from passes.blocks import Block
+from passes.factors import needs_gradient
+from passes.fuse import fuse_bias
+
+Vector = NDArray[np.float64]
+Number = TypeVar("Number", float, Vector)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
+    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast; a graph of
+    shards or of a single sample may do without."""
+
+    launches: float = 0.0
+    batch: float = 0.0
+    weights: float = 0.0
+    flops: float = 0.0
+    issued: float = 0.0  # seconds in which the host issues the operators that every graph of the block has
+    spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
+
+    def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
+        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample.
+
+        Over ``ep`` ranks the traffic of all weights is taken to be divided: some may be experts'.
+        """
+        seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
+        seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
+        least: Number = np.maximum(seconds, self.issued)
+        return least
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """A block's work forward and backward, and what it keeps; ``scores``: bytes of that which are attention scores."""
+
+    forward: Work
+    backward: Work
+    kept: Kept
+    scores: int
+    input_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    output_grads: tuple[bool, ...]
+
+    def at(self, share: float, tp: int, several: bool = True, ep: int = 1) -> CallCost:
+        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one."""
+        scale = share / tp
+        return CallCost(
+            forward_s=self.forward.at(share, float(tp), float(several), float(ep)),
+            backward_s=self.backward.at(share, float(tp), float(several), float(ep)),
+            saved_bytes=self.kept.inside * scale,
+            selective_bytes=self.scores * scale,
+            saved_inputs=self.kept.inputs,
+            working_bytes=self.kept.working * share if tp == 1 else 0.0,
+            input_bytes=tuple(b * scale for b in self.input_bytes),
+            output_bytes=tuple(b * scale for b in self.output_bytes),
+            output_grads=self.output_grads,
+        )
+
+
+def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool = False) -> BlockWork:
+    """The work of ``block``, a graph for the whole batch."""
+    block = _copy(block)
+    states = set(block.states)
+    ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
+    for node in fuse_bias(block).graph.nodes:
+        if node.op != "call_function":
+            continue
+        is_view = operator_name(node) in VIEWS
+        operands, results = node_operands(node, states)
+        kernels = forward_kernels(node, operands, results)
+        (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands, results, False) if fp8 else kernels)
+        if train and needs_gradient(node):
+            kernels = backward_kernels(node, operands, results, operand_needs(node))
+            kernels = in_fp8(kernels, operands, results, True) if fp8 else kernels
+            for kernel in kernels:
+                (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
+            back += fan_out(node)
+    inputs = {n.name: n.meta["val"] for n in block.placeholders}
+    if train:
+        for n in block.placeholders:
+            if n.name in states and needs_gradient(n):
+                back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
+    kept, scores = kept_by(block, train), expanded(block)
+    return BlockWork(
+        forward=_work(ahead, spared_ahead, device),
+        backward=_work(back, spared_back, device),
+        kept=kept,
+        scores=kept.inside - kept_by(block, train, scores).inside if scores else 0,
+        input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
+        output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
+        output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
+    )
+
+
+def _copy(block: Block) -> Block:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(block.graph, {}))
+    return Block(block.name, graph, block.states, block.inputs)
+
+
+def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> Work:
+    batch = weights = 0.0
+    for kernel in kernels:
+        rate = memory_rate(kernel.kind, device)
+        weights += kernel.state_bytes / rate
+        batch += (kernel.num_bytes - kernel.state_bytes) / rate
+        batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
+    launches = sum(k.launches for k in kernels) * device.launch
+    copies = (
+        sum(k.launches for k in spared) * device.launch,
+        sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),
+    )
+    issued = sum(1 for k in kernels if k.launches) * device.dispatch
+    return Work(launches, batch, weights, sum(k.flops for k in kernels), issued, copies)

@@ -1,0 +1,186 @@
+"""Stages for the schedules that no formula describes: several virtual stages on a rank, backwards in two halves.
+
+The calls are cut into as many stages as the schedule has. Where they are cut is chosen as if the largest of them paced
+all others, ``(m v - b) max t_k + b sum t_k``, exactly, each within a share of its rank's memory; the shares follow from
+what the stages need. What the cuts take is then found by following the schedule's order, action by action; better
+ones, and a bound on all of them, come from the paths through it (``cuts.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from partitioner.actions import held
+from partitioner.errors import CapacityError
+from partitioner.schedules import ScheduleTable, ranks_of
+from partitioner.solve.cuts import better_cuts
+from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds, shortened
+from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_plan
+from partitioner.solve.tables import StageProblem, StageTables
+from partitioner.units import bytes_text
+
+_ROUNDS = 6  # of sharing out a rank's memory anew
+
+
+def solve_virtual(
+    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+) -> StageSplit:
+    """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time.
+
+    Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
+    """
+    m = problem.num_microbatches
+    ranks = ranks_of(schedule, num_ranks, chunks)
+    own = held(ranks, num_ranks)
+    flying = held_microbatches(schedule, num_ranks, m, chunks)
+    problem = replace(problem, flying=flying.most if problem.train else (1,) * len(ranks))
+    capacity = [problem.capacity[stages[0]] for stages in own]
+    limits: Sequence[float] = problem.capacity
+    lacking: tuple[int, float] = 0, np.inf
+    for attempt in range(_ROUNDS):
+        limited = replace(problem, capacity=tuple(int(limit) for limit in limits))
+        try:
+            tables = StageTables(limited)
+            split = solve_stages(limited, tables)
+        except CapacityError:
+            if attempt == 0:  # one of the stages does not fit on a rank of its own
+                raise
+            break
+        taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
+        excess = [t - c for t, c in zip(taken, capacity, strict=True)]
+        if max(excess) <= 0:
+            whole = StageTables(problem) if attempt else tables
+            split, bound = _improved(whole, split, schedule, own, flying, chunks)
+            taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
+            return _joined(split, problem, schedule, own, taken, chunks, bound)
+        lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda found: found[1])
+        needs = [float(stage.memory) for stage in split.stages]
+        limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
+    stage, missing = lacking
+    raise CapacityError(
+        f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
+        f"{bytes_text(capacity[stage])} of a device for its {len(own[stage])} virtual stages: "
+        f"{bytes_text(missing)} too much",
+        stage=stage,
+        missing_bytes=round(missing),
+    )
+
+
+def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
+    """Each rank's capacity, shared out by what its stages need."""
+    limits = [0.0] * len(needs)
+    for stages, room in zip(own, capacity, strict=True):
+        total = sum(needs[k] for k in stages)
+        for k in stages:
+            limits[k] = room * needs[k] / total if total else room / len(stages)
+    return limits
+
+
+def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flying: Held, rank: int) -> float:
+    """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
+    problem, cut = tables.problem, tables.segments
+    plans = [split.stages[k] for k in stages]
+    places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
+    working = [float(cut.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes for plan in plans]
+    states = [float(cut.states[plan.start, plan.stop]) for plan in plans]
+    names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
+    total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
+    total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
+    if not problem.train:
+        return total
+    saved = []
+    for k, plan, (start, stop) in zip(stages, plans, places, strict=True):
+        count = np.array([plan.recompute])
+        most = float(tables.memory(k, start, stop, count)[0])
+        saved.append((most - float(tables.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
+    apart = sum(s * problem.in_flight(k) for s, k in zip(saved, stages, strict=True))
+    at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in flying.together[rank])
+    # what is computed again for the first half of a backward is kept for the second
+    again = [sum(c.cost.saved_bytes for c in problem.calls[p.start : p.start + p.recompute]) for p in plans]
+    return total - apart + at_once + sum(a * flying.halfway[k] for a, k in zip(again, stages, strict=True))
+
+
+def _improved(
+    tables: StageTables,
+    split: StageSplit,
+    schedule: str | ScheduleTable,
+    own: Sequence[Sequence[int]],
+    flying: Held,
+    chunks: int | None,
+) -> tuple[StageSplit, float]:
+    """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
+
+    ``tables``: of stages that may each have all of their rank's memory.
+    """
+    problem, p = tables.problem, len(own)
+    table, more = shortened(schedule, p, problem.num_microbatches, chunks)
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)))
+    times = np.array(
+        [
+            [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
+            for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+        ]
+    )
+    steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
+    bound = found.bound + (more[2] * steady if more is not None else 0.0)
+    if any(plan.recompute for plan in split.stages) and problem.recompute is None:
+        return split, bound  # memory has a say that the cuts do not hear
+    for _, cuts in found.cuts:
+        stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
+        faster = replace(split, stages=stages)
+        taken = [_memory(tables, faster, virtual, flying, s) for s, virtual in enumerate(own)]
+        if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
+            return faster, bound
+    return split, bound
+
+
+def _joined(
+    split: StageSplit,
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    own: Sequence[Sequence[int]],
+    memory: Sequence[float],
+    chunks: int | None,
+    bound: float,
+) -> StageSplit:
+    """The stages by rank, and the seconds that the schedule takes with them."""
+    phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
+    p, m = len(own), problem.num_microbatches
+    seconds = pipeline_seconds(schedule, p, m, chunks, phases, problem.train)
+    stages = tuple(
+        _together([split.stages[k] for k in virtual], round(taken)) for virtual, taken in zip(own, memory, strict=True)
+    )
+    return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
+
+
+def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
+    """A rank's virtual stages as one stage."""
+    total = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "recompute")
+    }
+    return StagePlan(
+        start=parts[0].start,
+        stop=parts[-1].stop,
+        memory=memory,
+        number=parts[0].number,
+        parts=tuple(parts),
+        **total,
+    )
+
+
+def _phases(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
+    """Each half of a backward is about as many products; collectives, and what is recomputed, belong to that for
+    inputs. A stage waits for values before its forward, for gradients before its backward."""
+    costs = problem.pace(stage).costs[plan.start : plan.stop]
+    weights = sum(c.backward_s for c in costs) / 2 if problem.train else 0.0
+    ahead = plan.forward_wait_s
+    return Phases(
+        forward=plan.forward_s + ahead,
+        inputs=plan.backward_s + plan.recompute_s + plan.transfer_s - ahead - weights,
+        weights=weights,
+    )

@@ -22,6 +22,7 @@ from partitioner.cost.operators import Kernel, Operand, backward_kernels, forwar
 from partitioner.cost.saved import kept_by
 from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
 from partitioner.errors import ConstraintError
+from partitioner.localize import unmark_stopped
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
 from passes.blocks import Block, State, TensorSpec
@@ -319,6 +320,17 @@ def test_groups_of_ranks_take_room():
     assert alone == H100.devices[0].usable
     assert (alone - inside, alone - both) == (device.communicator, 2 * device.communicator)
     assert device.communicator > 0
+
+
+def test_what_a_lowering_detaches_has_no_backward():
+    def shifted(run: Callable[..., fx.Node], x: fx.Node) -> fx.Node:
+        return run(aten.sub.Tensor, x, run(aten.amax.default, run(aten.detach.default, x), [-1], True))
+
+    made = block(shifted, {}, {"x": torch.empty(8, 8)})
+    for node in made.graph.nodes:  # as nodes that stand for one operator are marked: like that one
+        node.meta["grad"] = True
+    marks = [n.meta["grad"] for n in unmark_stopped(made).graph.nodes if n.op == "call_function"]
+    assert marks == [False, False, True]
 
 
 def test_where_ranks_meet_neither_host_nor_device_hides_the_other():

@@ -38,7 +38,7 @@ def shard_tensors(
     """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` at the least cost."""
     solution = solve_sharding(split, "tp", tp, costs)
     blocks = {
-        name: _unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
+        name: unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
         for name, block in split.blocks.items()
     }
     values = {
@@ -48,7 +48,7 @@ def shard_tensors(
     return LocalModel(split.with_(blocks=blocks, values=values), solution, context)
 
 
-def _unmark_stopped(block: Block) -> Block:
+def unmark_stopped(block: Block) -> Block:
     """``block``, where what a lowering makes of detached values alone is not marked like the operator it stands for."""
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):

@@ -22,6 +22,7 @@ from partitioner.cost.operators import Kernel, Operand, backward_kernels, forwar
 from partitioner.cost.saved import kept_by
 from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
 from partitioner.errors import ConstraintError
+from partitioner.localize import unmark_stopped
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
 from passes.blocks import Block, State, TensorSpec
@@ -319,6 +320,26 @@ def test_groups_of_ranks_take_room():
     assert alone == H100.devices[0].usable
     assert (alone - inside, alone - both) == (device.communicator, 2 * device.communicator)
     assert device.communicator > 0
+
+
+def test_what_a_lowering_detaches_has_no_backward():
+    def shifted(run: Callable[..., fx.Node], x: fx.Node) -> fx.Node:
+        return run(aten.sub.Tensor, x, run(aten.amax.default, run(aten.detach.default, x), [-1], True))
+
+    made = block(shifted, {}, {"x": torch.empty(8, 8)})
+    for node in made.graph.nodes:  # as nodes that stand for one operator are marked: like that one
+        node.meta["grad"] = True
+    marks = [n.meta["grad"] for n in unmark_stopped(made).graph.nodes if n.op == "call_function"]
+    assert marks == [False, False, True]
+
+
+def test_where_ranks_meet_neither_host_nor_device_hides_the_other():
+    made = block(lambda run, x: run(ops.all_reduce.default, x, "tp", 8, "copy"), {}, {"x": torch.empty(64, 64)})
+    busy = call_costs(made, DEVICE, {"tp": NVLINK}, train=False).forward_total_s
+    host = DEVICE.model_copy(update={"dispatch": busy})
+    together = call_costs(made, host, {"tp": NVLINK}, train=False).forward_total_s
+    assert 1.1 * busy < together < 2 * busy
+    assert call_costs(made, host, {}, train=False).forward_total_s == pytest.approx(busy)
 
 
 def test_the_host_issues_a_copy_over_tp_only_backward():

@@ -26,9 +26,8 @@ from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, searc
 from partitioner.solve.points import Point, Space, baselines, left_out, points
 from partitioner.topology import Topology
 from passes.capture import capture
-from passes.factors import needs_gradient
 from passes.fold import fold
-from passes.gradients import mark_gradients, stops_gradient
+from passes.gradients import mark_gradients
 from passes.normalize import normalize
 
 
@@ -294,18 +293,6 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
         assert quick <= bounds.refine(point) <= least, point
         assert all(bound(point) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
-
-
-def test_only_what_depends_on_a_gradient_has_one_in_a_local_graph():
-    """A loss over a sharded vocabulary reads the largest logit detached, which costs no backward."""
-    work = job("llama", Topology.local(2))
-    local = Evaluator(work).solve(Point(1, 1, 2, 8)).local
-    nodes = [n for b in local.model.blocks.values() for n in b.graph.nodes if n.op == "call_function"]
-    stopped = [n for n in nodes if stops_gradient(n)]
-    marked = [n for n in nodes if n.meta.get("grad")]
-    assert stopped and marked
-    assert not set(stopped) & set(marked)
-    assert all(any(needs_gradient(source) for source in n.all_input_nodes) for n in marked)
 
 
 def test_a_model_is_searched_to_the_end():

@@ -9,8 +9,8 @@ An infinite cost forbids a choice or a pair of choices. After an exact presolve 
 component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer
 program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous
 ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``.
-HiGHS solves it through OR-Tools MathOpt; where it finds nothing in its time, what a dual ascent finds (``fixing.py``)
-is the answer, with its bound.
+HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds (``fixing.py``) where HiGHS
+finds nothing in its time.
 """
 
 from __future__ import annotations
@@ -123,9 +123,12 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
 
 
 def solve_assignment(
-    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6
+    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
 ) -> Assignment:
     """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
+
+    ``settle``: where HiGHS finds nothing in time and no resource is short, take what a dual ascent finds, with its
+    bound.
 
     Raises:
         InfeasibleError: no assignment is allowed.
@@ -134,7 +137,7 @@ def solve_assignment(
     start = time.perf_counter()
     memory = problem.memory
     if memory is None or problem.rows:
-        return _solve_exactly(problem, start, time_limit_s, relative_gap)
+        return _solve_exactly(problem, start, time_limit_s, relative_gap, settle)
     if sum(table.size for _, _, table in problem.edges) <= MANY_ENTRIES:
         try:
             return _solve_exactly(problem, start, _EXACT_SHARE * time_limit_s, relative_gap)
@@ -143,7 +146,9 @@ def solve_assignment(
     return _solve_large(problem, memory, start, time_limit_s)
 
 
-def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float) -> Assignment:
+def _solve_exactly(
+    problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float, settle: bool = False
+) -> Assignment:
     rows = list(problem.rows)
     if problem.memory is not None:
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
@@ -167,7 +172,7 @@ def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float
         try:
             bound += program.solve(max(left, 0.1), relative_gap, choice)
         except TimeLimitError:
-            if any(reduction.usage[i] for i in nodes):
+            if not settle or any(reduction.usage[i] for i in nodes):
                 raise
             near, cost, least = close_assignment(*_part(reduction, nodes))
             if not np.isfinite(cost):

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
+from partitioner.solve.elimination import (
+    FAIR_WORK,
+    MOST_WORK,
+    QUICK_WORK,
+    WORK_PER_S,
+    eliminate,
+    elimination_order,
+)
 from partitioner.solve.fixing import allowed_choices, close_assignment
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
@@ -154,12 +161,13 @@ def _solve_exactly(
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
+    most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
     if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
-        _fix(reduction)
+        _fix(reduction, most_work)
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
-        order = _narrow(reduction, nodes, MOST_WORK)
+        order = _narrow(reduction, nodes, most_work)
         if order is not None:
             costs, tables = _part(reduction, nodes)
             best, cost = eliminate(costs, [(i, j, t) for (i, j), t in tables.items()], order)
@@ -217,10 +225,10 @@ def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix(reduction: Reduction) -> None:
+def _fix(reduction: Reduction, most_work: int) -> None:
     """Leave wide components without resources only the choices that an optimal assignment may have."""
     for nodes in _components(reduction):
-        if _narrow(reduction, nodes, MOST_WORK) is None and not any(reduction.usage[i] for i in nodes):
+        if _narrow(reduction, nodes, most_work) is None and not any(reduction.usage[i] for i in nodes):
             for node, mask in allowed_choices(*_part(reduction, nodes)).items():
                 reduction.keep(node, mask)
             reduction.run()

@@ -33,6 +33,7 @@ class Scale:
     layers: int
     kept: tuple[int, ...]
     vocab: int
+    others: frozenset[int] = frozenset()  # hidden sizes of the parts around, to which a width may be fitted
 
 
 # --- what becomes of a number -----------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ def _proportional(value: int, new: int, old: int) -> int:
 
 
 def _width(value: int, scale: Scale) -> int:
+    if value in scale.others and value != scale.hidden:
+        return WIDTH
     return _proportional(value, WIDTH, scale.hidden)
 
 
@@ -157,6 +160,7 @@ def repaired(keep: Keep, error: str) -> Keep:
 def attempts() -> Iterator[Keep]:
     """What to keep, the smallest model first."""
     yield frozenset()
+    yield frozenset(("match",))
     yield frozenset(("fill",))
     yield frozenset(("fill", "pad_token_id=1"))
     singles = [frozenset((kind,)) for kind in KINDS]
@@ -167,15 +171,18 @@ def attempts() -> Iterator[Keep]:
     yield frozenset(KINDS) - {"vocab", "layers", "experts", "chosen", "first"}
 
 
-def _tiny(default: PreTrainedConfig, keep: Keep) -> PreTrainedConfig:
-    scale = _scale_of(default, keep)
+def _tiny(default: PreTrainedConfig, keep: Keep, around: frozenset[int] = frozenset()) -> PreTrainedConfig:
+    """``around``: the hidden sizes of what the configuration is a part of, and of its other parts."""
+    parts = [v for name in _fields(type(default)) if isinstance(v := _get(default, name), PreTrainedConfig)]
+    inside = frozenset(_first(part, _HIDDEN, 0) for part in (default, *parts)) - {0}
+    scale = _scale_of(default, keep, around | inside if "match" in keep else frozenset())
     given: dict[str, Any] = {}
     for name in _fields(type(default)):
         value = _get(default, name)
         if isinstance(value, PreTrainedConfig):
-            given[name] = _tiny(value, keep)
-        elif value is None and "fill" in keep and _filled(name, scale) is not None:
-            given[name] = _filled(name, scale)
+            given[name] = _tiny(value, keep, around | inside)
+        elif value is None and "fill" in keep and _filled(name, default, scale) is not None:
+            given[name] = _filled(name, default, scale)
         elif value is not None and not isinstance(value, bool | str) and name not in keep:
             new = _small(name, value, scale, keep)
             if new is not value:
@@ -238,8 +245,11 @@ _FILL = {
 }
 
 
-def _filled(name: str, scale: Scale) -> Any:
+def _filled(name: str, default: PreTrainedConfig, scale: Scale) -> Any:
     """A value for a field that has none; ``None`` where there is nothing to guess."""
+    if name.startswith("default_"):  # one of those that another field lists
+        listed = _get(default, f"{name.removeprefix('default_')}s")
+        return listed[0] if isinstance(listed, list | tuple) and listed else None
     if name == "layer_types":
         return ["full_attention"] * len(scale.kept)
     found = _kind_of(name)
@@ -289,7 +299,7 @@ def _small_list(name: str, value: Any, scale: Scale, keep: Keep) -> Any:
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embed_dims", "hidden_sizes")
 
 
-def _scale_of(default: PreTrainedConfig, keep: Keep) -> Scale:
+def _scale_of(default: PreTrainedConfig, keep: Keep, others: frozenset[int]) -> Scale:
     hidden = _first(default, _HIDDEN, 768)
     heads = _first(default, ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"), 8)
     head_dim = _first(default, ("head_dim", "v_head_dim", "attention_head_size", "d_kv"), 0)
@@ -299,7 +309,7 @@ def _scale_of(default: PreTrainedConfig, keep: Keep) -> Scale:
         layers = 0  # lists have an entry per stage
     kept = range(layers) if "layers" in keep else _layers_left(default, layers)
     vocab = _first(default, ("vocab_size",), VOCAB)
-    return Scale(hidden, heads, head_dim or max(hidden // heads, 1), layers, tuple(kept), vocab)
+    return Scale(hidden, heads, head_dim or max(hidden // heads, 1), layers, tuple(kept), vocab, others)
 
 
 def _stages(default: PreTrainedConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.zoo_attention import masks_left
 from benchmarks.zoo_models import architectures
 from runtime.files import write_text
 
@@ -52,10 +53,17 @@ def summary(known: Known) -> dict[str, Any]:
             "statuses": {s: counts[s] for s in STATUSES if counts[s]},
             "shares": _distribution(r["share"] for r in planned) if mesh[2] > 1 else {},
             "largest error of equal": max((max(r["errors"].values()) for r in equal), default=0.0),
-            "causal masks left": sorted(r["name"] for r in planned if "is causal" in r.get("masks", {})),
+            "causal masks left": sorted(r["name"] for r in planned if masks_left(r.get("masks", {}))),
+            "attention no longer fused": sorted(r["name"] for r in planned if _fused_lost(r)),
+            "attention compared": sum("fused_by_model" in r for r in planned),
             "without rule": {n: [len(s), max(s)] for n, s in sorted(operators.items(), key=lambda i: -max(i[1]))},
         }  # fmt: skip
     return found
+
+
+def _fused_lost(result: Result) -> bool:
+    """Whether the model's own fused attention is taken apart in its graph."""
+    return int(result.get("fused_by_model", 0)) > int(result.get("fused", 0))
 
 
 def _by_mesh(known: Known) -> dict[Mesh, list[Result]]:
@@ -144,7 +152,8 @@ def _page(known: Known) -> Iterable[str]:
             yield from (f"| {s} | {n} |" for s, n in counts["shares"].items())
         yield ""
         yield f"Largest relative error of those equal: {counts['largest error of equal']:.1e}. Causal masks that are "
-        yield f"materialised: {', '.join(counts['causal masks left']) or 'none'}."
+        yield f"materialised: {', '.join(counts['causal masks left']) or 'none'}. Fused attention taken apart: "
+        yield f"{', '.join(counts['attention no longer fused']) or 'none'}, of {counts['attention compared']} compared."
         if counts["without rule"]:
             yield from ("", "| operator without a rule | architectures | largest share of the time |", "|---|---|---|")
             yield from (f"| `{n}` | {many} | {share:.1%} |" for n, (many, share) in counts["without rule"].items())

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
 
+from benchmarks.zoo_attention import FusedCalls, fused, masks_of
 from benchmarks.zoo_models import Sample, ZooError, build, without_labels
 from partitioner import Constraints, Topology, explore, partition, prepared
 from partitioner.reference import Reference, run_reference
@@ -25,7 +25,6 @@ from passes.normalize import normalize
 from runtime.local import run_threads
 
 Mesh = tuple[int, int, int]  # ranks of pp, dp, tp
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -69,12 +68,17 @@ class _Subject:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        return run_reference(self.sample.model, self.sample.inputs, self.sample.loss)
+        with FusedCalls() as calls:
+            found = run_reference(self.sample.model, self.sample.inputs, self.sample.loss)
+        self.seen["fused_by_model"] = calls.number
+        return found
 
     def normalize(self, captured: Captured) -> Captured:
         """The pass, and what it shows of the model."""
         normal = normalize(captured)
-        self.seen.update(masks=_masks(normal), grouped=any(n.target is _GROUPED for n in normal.graph.nodes))
+        buffers = dict(self.sample.model.named_buffers())
+        grouped = any(n.target is _GROUPED for n in normal.graph.nodes)
+        self.seen.update(masks=masks_of(normal, buffers), fused=fused(normal), grouped=grouped)
         return normal
 
 
@@ -141,50 +145,3 @@ def _by_part(errors: Mapping[str, float]) -> dict[str, float]:
         part = {"output": "outputs", "loss": "loss", "grad": "gradients"}[name.split(" ")[0]]
         parts[part] = max(parts.get(part, 0.0), error)
     return parts
-
-
-def _masks(captured: Captured) -> dict[str, int]:
-    """How attention is masked: ``none``, ``causal`` (nothing materialised), by a ``computed`` mask, by a ``constant``
-    one, or by a constant one that ``is causal`` and should not be there."""
-    kinds = {p: captured.states[s].kind if s in captured.states else "input" for p, s in captured.placeholders.items()}
-    constants = {p: captured.constants[captured.placeholders[p]] for p, kind in kinds.items() if kind == "constant"}
-    found: dict[str, int] = {}
-    known: dict[fx.Node, Tensor | None] = {}
-    for node in captured.graph.nodes:
-        if node.target is _ATTENTION:
-            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-            causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-            kind = _kind_of(_value(mask, constants, known)) if isinstance(mask, fx.Node) else ["none", "causal"][causal]
-            found[kind] = found.get(kind, 0) + 1
-    return found
-
-
-def _kind_of(mask: Tensor | None) -> str:
-    if mask is None:
-        return "computed"
-    shown = mask if mask.dtype == torch.bool else mask > -6e4
-    is_causal = mask.dim() >= 2 and bool((shown == torch.ones(mask.shape[-2:], dtype=torch.bool).tril()).all())
-    return "is causal" if is_causal else "constant"
-
-
-def _value(node: fx.Node, constants: Mapping[str, Tensor], known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """The numbers of a node that depends on constants alone, ``None`` of any other."""
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        waiting = [n for n in top.all_input_nodes if n not in known]
-        if waiting and top not in known:
-            stack += waiting
-            continue
-        stack.pop()
-        if top.op == "placeholder":
-            known[top] = constants.get(top.name)
-        elif top not in known:
-            whole = all(known[n] is not None for n in top.all_input_nodes)
-            args, kwargs = fx.map_arg((top.args, top.kwargs), known.get)
-            known[top] = top.target(*args, **{**kwargs, **_on_cpu(kwargs)}) if whole and callable(top.target) else None
-    return known[node]
-
-
-def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {"device": torch.device("cpu")} if "device" in kwargs else {}

@@ -16,12 +16,15 @@ pytest.importorskip("transformers")
 
 import runtime
 from benchmarks import zoo
+from benchmarks.zoo_attention import FusedCalls, fused, masks_left, masks_of
 from benchmarks.zoo_configs import attempts, repaired, tiny_config
 from benchmarks.zoo_models import ZooError, architectures, build, without_labels
 from benchmarks.zoo_report import summary, write_docs
 from partitioner import Constraints, Topology, partition, run_reference
 from partitioner.verify import TOLERANCE, compare
+from passes.capture import capture
 from passes.errors import CaptureError
+from passes.normalize import normalize
 
 # Bias by distance and fused qkv; disentangled attention; windows of pixels; convolutions over sound, weight norm.
 SAMPLE = ["causal:bloom", "masked:deberta-v2", "image:swin", "ctc:wav2vec2", "speech:whisper"]
@@ -107,6 +110,16 @@ def test_what_an_error_names_is_as_by_default_and_what_it_asks_for_is_given():
     assert config.is_decoder and config.hidden_size == 768 and config.intermediate_size < 3072
 
 
+def test_widths_that_fit_another_part_fit_it_again():
+    config = tiny_config("dia", frozenset(("match",)))
+    assert config.decoder_config.cross_hidden_size == config.encoder_config.hidden_size == 64
+    assert tiny_config("dia").decoder_config.cross_hidden_size == 32
+
+
+def test_a_default_is_one_of_those_that_are_listed():
+    assert tiny_config("xmod", frozenset(("fill",))).default_language == "en_XX"
+
+
 def test_the_smallest_is_tried_first():
     assert next(iter(attempts())) == frozenset()
 
@@ -118,6 +131,57 @@ def test_models_are_the_same_at_every_call():
     assert all(torch.equal(one.inputs[k], other.inputs[k]) for k in one.inputs)
 
 
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    """Attention under a causal mask: of a buffer, of numbers that are made here, or of what is padded as well."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.project = kind, torch.nn.Linear(8, 24)
+        self.register_buffer("causal", torch.ones(6, 6, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        places = torch.arange(6)
+        made = places[:, None] >= places
+        mask = {"buffer": self.causal, "made": made, "padded": made & padding[:, None, None]}[self.kind]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("made", {"is causal": 1}, {"causal": 1}),
+        ("buffer", {"is causal, a buffer": 1}, {"is causal, a buffer": 1}),
+        ("padded", {"computed": 1}, {"computed": 1}),
+    ],
+)
+def test_a_causal_mask_that_is_made_is_seen(kind: str, before: dict[str, int], after: dict[str, int]):
+    model = Attention(kind)
+    inputs = {"x": torch.randn(2, 6, 8), "padding": torch.ones(2, 6, dtype=torch.bool)}
+    captured = capture(model, inputs)
+    buffers = dict(model.named_buffers())
+    found = masks_of(captured, buffers)
+    assert found == before
+    assert masks_left(found) == (kind != "padded")
+    assert masks_of(normalize(captured), buffers) == after
+
+
+def test_fused_attention_that_is_taken_apart_is_seen():
+    model = Attention("made")
+    inputs = {"x": torch.randn(2, 6, 8), "padding": torch.ones(2, 6, dtype=torch.bool)}
+    with FusedCalls() as calls:
+        model(**inputs)
+    graph = capture(model, inputs)
+    assert calls.number == fused(graph) == fused(normalize(graph)) == 1
+    for node in graph.graph.nodes:
+        if "attention" in str(node.target):
+            node.target = torch.ops.aten.matmul.default
+    assert fused(graph) == 0
+
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +191,10 @@ def result(name: str, status: str, **more: object) -> dict[str, object]:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    equal = dict(errors={"loss": 1e-15}, share=0.97, without_rule={"aten.frobnicate.default": 0.5}, masks={"causal": 2})
+    equal = dict(
+        errors={"loss": 1e-15}, share=0.97, without_rule={"aten.frobnicate.default": 0.5}, masks={"is causal": 2}
+    )
+    equal |= dict(masks={"is causal": 2}, fused=1, fused_by_model=2)
     path = tmp_path / "zoo.jsonl"
     lines = result("causal:one", "crashed"), result("causal:one", "equal", **equal), result("image:one", "unbuilt")
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"name": "causal:two", "mesh": [1, ')
@@ -149,4 +216,5 @@ def test_summary_and_page(results: Path, tmp_path: Path):
     assert counts["shares"] == {"all": 1, ">= 99%": 0, ">= 95%": 1, ">= 80%": 1, ">= 50%": 1}
     text = write_docs(zoo.load(results), tmp_path / "zoo.md").read_text()
     assert "| `aten.frobnicate.default` | 1 | 50.0% |" in text
+    assert "materialised: causal:one. Fused attention taken apart: causal:one, of 1 compared." in text
     assert "| causal:one | 1,1,2 | equal | 1e-15 | 97% | aten.frobnicate.default 50% |  |" in text

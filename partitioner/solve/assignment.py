@@ -9,8 +9,8 @@ An infinite cost forbids a choice or a pair of choices. After an exact presolve 
 component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer
 program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous
 ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``.
-HiGHS solves it through OR-Tools MathOpt; where it finds nothing in its time, what a dual ascent finds (``fixing.py``)
-is the answer, with its bound.
+HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds (``fixing.py``) where HiGHS
+finds nothing in its time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from partitioner.solve.elimination import MOST_WORK, QUICK_WORK, eliminate, elimination_order
+from partitioner.solve.elimination import (
+    FAIR_WORK,
+    MOST_WORK,
+    QUICK_WORK,
+    WORK_PER_S,
+    eliminate,
+    elimination_order,
+)
 from partitioner.solve.fixing import allowed_choices, close_assignment
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
@@ -123,9 +130,12 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
 
 
 def solve_assignment(
-    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6
+    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
 ) -> Assignment:
     """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
+
+    ``settle``: where HiGHS finds nothing in time and no resource is short, take what a dual ascent finds, with its
+    bound.
 
     Raises:
         InfeasibleError: no assignment is allowed.
@@ -134,7 +144,7 @@ def solve_assignment(
     start = time.perf_counter()
     memory = problem.memory
     if memory is None or problem.rows:
-        return _solve_exactly(problem, start, time_limit_s, relative_gap)
+        return _solve_exactly(problem, start, time_limit_s, relative_gap, settle)
     if sum(table.size for _, _, table in problem.edges) <= MANY_ENTRIES:
         try:
             return _solve_exactly(problem, start, _EXACT_SHARE * time_limit_s, relative_gap)
@@ -143,18 +153,21 @@ def solve_assignment(
     return _solve_large(problem, memory, start, time_limit_s)
 
 
-def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float) -> Assignment:
+def _solve_exactly(
+    problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float, settle: bool = False
+) -> Assignment:
     rows = list(problem.rows)
     if problem.memory is not None:
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
+    most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
     if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
-        _fix(reduction)
+        _fix(reduction, most_work)
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
-        order = _narrow(reduction, nodes, MOST_WORK)
+        order = _narrow(reduction, nodes, most_work)
         if order is not None:
             costs, tables = _part(reduction, nodes)
             best, cost = eliminate(costs, [(i, j, t) for (i, j), t in tables.items()], order)
@@ -167,7 +180,7 @@ def _solve_exactly(problem: AssignmentProblem, start: float, time_limit_s: float
         try:
             bound += program.solve(max(left, 0.1), relative_gap, choice)
         except TimeLimitError:
-            if any(reduction.usage[i] for i in nodes):
+            if not settle or any(reduction.usage[i] for i in nodes):
                 raise
             near, cost, least = close_assignment(*_part(reduction, nodes))
             if not np.isfinite(cost):
@@ -212,10 +225,10 @@ def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix(reduction: Reduction) -> None:
+def _fix(reduction: Reduction, most_work: int) -> None:
     """Leave wide components without resources only the choices that an optimal assignment may have."""
     for nodes in _components(reduction):
-        if _narrow(reduction, nodes, MOST_WORK) is None and not any(reduction.usage[i] for i in nodes):
+        if _narrow(reduction, nodes, most_work) is None and not any(reduction.usage[i] for i in nodes):
             for node, mask in allowed_choices(*_part(reduction, nodes)).items():
                 reduction.keep(node, mask)
             reduction.run()

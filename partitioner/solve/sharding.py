@@ -122,7 +122,7 @@ def solve_sharding(
         return _whole(model, axis, costs)
     problem = _ShardingProblem(model, num_ranks, costs, rules)
     try:
-        answer = solve_assignment(problem.builder.problem(), time_limit_s=time_limit_s)
+        answer = solve_assignment(problem.builder.problem(), time_limit_s=time_limit_s, settle=True)
     except InfeasibleError as error:
         around = ", ".join(dict.fromkeys(problem.builder.names[i] for i in error.nodes[:6]))
         raise ShardingError(

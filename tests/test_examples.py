@@ -118,7 +118,7 @@ def test_benchmark_ends_with_one_line_of_json(tmp_path: Path):
         str(ROOT / "benchmarks" / "overhead.py"), "--quick", "--json", "--only", "dp2/mlp64", cwd=tmp_path
     )
     ratios = json.loads(printed.splitlines()[-1])["ratios"]
-    assert list(ratios) == ["dp2/mlp64/ddp"]
+    assert list(ratios) == ["dp2/mlp64/ddp", "dp2/mlp64/fsdp"]
 
 
 @pytest.mark.slow

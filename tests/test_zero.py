@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -270,6 +270,7 @@ def test_what_is_gathered_is_gone_after_the_step():
     on_every_rank(program, work)
 
 
+@settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 5), max_size=3), ranks=st.integers(1, 9))
 def test_pieces_make_the_whole(shape: list[int], ranks: int):
     tensor = torch.arange(math.prod(shape)).reshape(shape)

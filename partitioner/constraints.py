@@ -35,7 +35,8 @@ class Constraints(BaseModel):
 
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
     rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py``, a CSV file, or a :class:`ScheduleTable`.
-    ``stage_of``: module path prefix -> pipeline stage, negative from the end; virtual stages, where a schedule has them.
+    ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
+    the end.
     ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads (``None``: as is
     cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded
     where that is

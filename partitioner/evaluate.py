@@ -20,8 +20,8 @@ from partitioner.errors import PlanError
 from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
-from partitioner.solve.attempts import least_of
 from partitioner.schedules import ranks_of
+from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point

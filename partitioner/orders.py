@@ -34,12 +34,12 @@ def interleaved(p: int, m: int, v: int) -> tuple[Order, ...]:
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-1p (Qi et al. 2023, ZB-H1): backwards for weights wait until there is nothing else to do; as much memory as
     1F1B on its first stage. With several chunks, interleaved likewise."""
-    return tuple(_alternating(p, m, v, p - s - 1, s) for s in range(p))
+    return _joined_first(_alternating(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-2p (Qi et al. 2023, ZB-H2): twice the forwards ahead, and no bubble where all phases take as long."""
-    return tuple(_alternating(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
+    return _joined_first(_alternating(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternating(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
@@ -57,7 +57,7 @@ def _alternating(p: int, m: int, v: int, ahead: int, behind: int | None) -> Orde
             order.append(Action("W", *backwards[place - behind]))
     if behind is not None:
         order += [Action("W", *pair) for pair in backwards[max(0, len(backwards) - behind) :]]
-    return joined(order)
+    return tuple(order)
 
 
 def rounds(p: int, m: int) -> list[int]:
@@ -78,7 +78,7 @@ def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, in
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): as much memory as 1F1B, on every rank."""
-    return tuple(_present(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
+    return _joined_first(_present(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
@@ -98,9 +98,9 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """DualPipe-V (DeepSeek-AI 2024, and github.com/deepseek-ai/DualPipe): forwards of one chunk next to backwards of the
-    other. What it overlaps there follows one another here, with the transfers behind it."""
-    return tuple(_present(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
+    """DualPipe-V (DeepSeek-AI 2024, and github.com/deepseek-ai/DualPipe): forwards of one chunk next to backwards of
+    the other. What it overlaps there follows one another here, with the transfers behind it."""
+    return _joined_first(_present(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
@@ -144,11 +144,11 @@ class _Lane:
                 self._weights(chunk, self.count("W", chunk))
                 continue
             i = self._next("F" if kind == "F" else "I", chunk)
-            self.order.append(Action("F" if kind == "F" else "I", i, chunk))
-            if kind != "F":
+            self.order.append(Action("F" if kind == "F" else "B" if kind == "B" else "I", i, chunk))
+            if kind == "I":
                 self.waiting.append((chunk, i))
             if kind == "B":
-                self._weights(chunk, i)
+                self._next("W", chunk)
 
     def _weights(self, chunk: int, i: int) -> None:
         self.waiting.remove((chunk, i))
@@ -163,15 +163,22 @@ class _Lane:
 
 def _present(order: Iterable[Action], m: int) -> Order:
     """Without the microbatches that are not there."""
-    return joined([action for action in order if action.microbatch < m])
+    return tuple(action for action in order if action.microbatch < m)
 
 
-def joined(order: list[Action]) -> Order:
-    """Both halves of a backward as one where they follow each other: nothing is carried from one to the other."""
+def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
+    """Both halves of a backward of the first virtual stage as one, where they follow each other: nobody waits for its
+    gradients. Elsewhere the stage before goes on while the second half runs."""
+    first, *others = orders
+    return joined(first, 0), *others
+
+
+def joined(order: Iterable[Action], chunk: int) -> Order:
+    """Both halves of a backward through ``chunk`` as one where they follow each other."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None
-        if action.kind == "W" and before == Action("I", action.microbatch, action.chunk):
+        if action.kind == "W" and action.chunk == chunk and before == Action("I", action.microbatch, chunk):
             result[-1] = Action("B", action.microbatch, action.chunk)
         else:
             result.append(action)

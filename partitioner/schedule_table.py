@@ -159,15 +159,16 @@ class _Reader:
         cells = [cell for row in self.rows for cell in row]
         if not cells:
             raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
-        first = self.homes(cells)
+        home = self.homes(cells)
         self.check_once(cells)
-        self.check_all(cells, first)
-        ranks = tuple(first[k].row - 1 for k in range(len(first)))
+        self.check_all(cells, home)
+        ranks = tuple(home[k].row - 1 for k in range(len(home)))
         self.check_order()
         chunk = {k: place for stages in held(ranks, len(self.rows)) for place, k in enumerate(stages)}
         whole = [tuple(Action(c.kind, c.microbatch, chunk[c.stage]) for c in row) for row in self.rows]
         self.check_progress(Timetable(tuple(whole), ranks))
-        return Timetable(tuple(joined(list(order)) for order in whole), ranks)
+        orders = (joined(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
+        return Timetable(tuple(orders), ranks)
 
     def homes(self, cells: Sequence[_Cell]) -> dict[int, _Cell]:
         """For each virtual stage the first of its actions, all of which are in one row."""

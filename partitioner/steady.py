@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.schedules import Action, Order, ScheduleTable, schedule_orders
 from partitioner.schedule_table import table_of
+from partitioner.schedules import Action, Order, ScheduleTable, schedule_orders
 from runtime.listing import Instruction, Part
 
 Item = tuple[Hashable, int | None]  # what is done, and on which microbatch

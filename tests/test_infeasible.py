@@ -98,9 +98,8 @@ JOBS: dict[str, Infeasible] = {
     "pins: too many virtual stages": Infeasible(
         PlanError, "virtual_stages|pp=", pins={"pp": 2, "virtual_stages": 4, "schedule": "interleaved"}
     ),
-    "pins: rounds of microbatches": Infeasible(
-        PlanError, "microbatch_size=|schedule=", batch=8,
-        pins={"pp": 2, "dp": 2, "microbatch_size": 4, "schedule": "interleaved", "virtual_stages": 2},
+    "pins: another number of virtual stages": Infeasible(
+        PlanError, "virtual_stages|schedule=", pins={"pp": 2, "virtual_stages": 3, "schedule": "zb-v"}
     ),
     "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2}),
     "batch: microbatch does not divide": Infeasible(

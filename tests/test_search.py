@@ -202,8 +202,8 @@ def test_a_tensor_axis_must_divide_something():
         ({"cp": 2, "zero": 2}, ("zero=2",)),
         ({"etp": 2}, ("etp=2",)),
         ({"ep": 4, "etp": 1}, ()),
-        ({"zero": 3, "virtual_stages": 2}, ("zero=3", "virtual_stages=2")),
-        ({"schedule": "zb-1p", "recompute": "selective"}, ("schedule=zb-1p", "recompute=selective")),
+        ({"zero": 3, "virtual_stages": 2}, ("zero=3",)),
+        ({"schedule": "zb-1p", "recompute": "selective"}, ("recompute=selective",)),
         ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),
     ],
 )
@@ -219,7 +219,6 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
     assert {p.zero for p in ahead} == {0, 2, 3}
     assert {p.ep for p in ahead} == {1, 2, 4, 8}
     assert {"zb-1p", "interleaved", "1f1b"} <= {p.schedule for p in ahead}
-    assert all(p.num_microbatches(512) % p.pp == 0 for p in ahead if p.schedule == "interleaved")
     pinned = points(space(cp=2, zero=3))
     assert {(p.cp, p.zero) for p in pinned} == {(2, 3)}
 

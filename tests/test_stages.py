@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from partitioner.constraints import pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
-from partitioner.solve.pipelines import PIPELINES, Phases
+from partitioner.solve.pipelines import Phases, held_microbatches, pipeline_seconds
 from partitioner.solve.segments import Segments
 from partitioner.solve.stages import SLACK, Pace, StageCall, StageProblem, StageSplit, solve_stages
 from partitioner.topology.parts import Link
@@ -218,11 +218,39 @@ def test_a_deep_model_over_many_stages_is_quick():
     assert max(s.time_s for s in split.stages) < 3 * 10
 
 
-def test_one_microbatch_passes_every_stage_whatever_the_schedule():
-    phases = Phases(1.0, 1.0, 1.0)
-    for name, pipeline in PIPELINES.items():
-        share = pipeline.bubble(phases, 4, 1, pipeline.chunks or 2)
-        least = 1.0 if name in ("1f1b", "gpipe") else 0.5 if name == "interleaved" else 2 / 3  # all but the weights'
-        assert share == pytest.approx(least), name
-    assert PIPELINES["zb-1p"].bubble(phases, 4, 4, 1) == pytest.approx(1 / 3)
-    assert PIPELINES["zb-2p"].bubble(phases, 4, 16, 1) == 0.0
+EVEN = Phases(1.0, 1.0, 1.0)
+
+
+def bubble(schedule: str, p: int, m: int, v: int = 1, phases: Phases = EVEN) -> float:
+    """Seconds beyond the work, where all virtual stages take as long."""
+    return pipeline_seconds(schedule, p, m, v, [phases] * (p * v)) - m * v * phases.total
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "m", "v", "seconds"),
+    [  # those of the papers, in phases of a virtual stage
+        ("1f1b", 4, 12, 1, 3 * 3),
+        ("gpipe", 4, 12, 1, 3 * 3),
+        ("interleaved", 4, 12, 2, 3 * 3),  # half of 1F1B's, whose stages are twice as long
+        ("interleaved", 4, 12, 4, 3 * 3),
+        ("zb-1p", 4, 12, 1, 3 * 1),  # (p - 1)(F + I - W)
+        ("zb-2p", 4, 12, 1, 0),
+        ("zb-v", 4, 12, 2, 3 * 1),  # behind the last forward of the first microbatch
+    ],
+)
+def test_bubbles_are_those_of_the_papers(schedule: str, p: int, m: int, v: int, seconds: float):
+    assert bubble(schedule, p, m, v) == pytest.approx(seconds)
+
+
+def test_what_many_microbatches_take_goes_on_as_what_few_do():
+    uneven = [Phases(1.0 + k % 3, 1.5, 0.5 + k % 2) for k in range(4)]
+    for schedule in ("interleaved", "zb-1p", "zb-v"):
+        taken = [pipeline_seconds(schedule, 2, m, 2, uneven) for m in (4000, 8000, 12000)]
+        assert taken[2] - taken[1] == pytest.approx(taken[1] - taken[0])
+
+
+def test_stages_hold_as_many_microbatches_as_the_papers_say():
+    assert held_microbatches("zb-1p", 4, 12, 1).most == (4, 4, 4, 4)
+    assert held_microbatches("zb-2p", 4, 12, 1).most == (7, 7, 7, 7)
+    held = held_microbatches("zb-v", 4, 12, 2)
+    assert [max(map(sum, counts)) for counts in held.together] == [8, 8, 8, 8]  # half a stage each: as 1F1B's first

@@ -50,6 +50,7 @@ def stage_problem(
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
+    by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     return StageProblem(
         calls=tuple(
             StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
@@ -67,7 +68,7 @@ def stage_problem(
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
         overhead=_together([costs[call.block] for call in everywhere]),
-        paces=_paces([costs_by_stage[rank] for rank in at] if costs_by_stage else (), [c.block for _, c in placed], [c.block for c in everywhere]),
+        paces=_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),

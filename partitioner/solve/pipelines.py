@@ -1,8 +1,8 @@
 """How pipeline schedules fill the stages: the time of a step, and how many microbatches a stage holds.
 
 For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage on each rank both are
-formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on stage
-``s``. All others are followed action by action, in the order in which they are executed.
+formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on
+stage ``s``. All others are followed action by action, in the order in which they are executed.
 """
 
 from __future__ import annotations

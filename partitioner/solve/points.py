@@ -8,8 +8,8 @@ from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
-from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.schedule_table import table_of
+from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.topology.model import Topology
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
@@ -233,8 +233,7 @@ def _why_none(space: Space) -> str:
     return (
         f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
         f"batch of {space.global_batch}, pp is at most {space.num_calls} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node"
-        + (_asked_by(schedule) if schedule else "")
+        "divide a dim of a weight and stay within a node" + (_asked_by(schedule) if schedule else "")
     )
 
 

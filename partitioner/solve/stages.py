@@ -26,7 +26,7 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 class StagePlan:
     """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward. Seconds per microbatch;
     ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
-    ``number``: the problem's stage; ``parts``: a rank's virtual stages, where it has several: between them lie calls of other ranks."""
+    ``number``: the problem's stage. ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
 
     start: int
     stop: int

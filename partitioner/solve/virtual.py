@@ -23,7 +23,9 @@ from partitioner.units import bytes_text
 _ROUNDS = 6  # of sharing out a rank's memory anew
 
 
-def solve_virtual(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> StageSplit:
+def solve_virtual(
+    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+) -> StageSplit:
     """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time.
 
     Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
@@ -78,9 +80,7 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
     return limits
 
 
-def _memory(
-    tables: StageTables, split: StageSplit, stages: Sequence[int], together: Sequence[Sequence[int]]
-) -> float:
+def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], together: Sequence[Sequence[int]]) -> float:
     """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
     problem, cut = tables.problem, tables.segments
     plans = [split.stages[k] for k in stages]
@@ -114,14 +114,17 @@ def _joined(
     phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
     p, m = len(own), problem.num_microbatches
     seconds = pipeline_seconds(schedule, p, m, chunks, phases, problem.train)
-    fastest = min(
-        sum(c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in problem.pace(k).costs)
-        for k in range(problem.num_stages)
+    times = np.array(
+        [
+            [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
+            for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+        ]
     )
+    least = m * max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, and the largest call
     stages = tuple(
         _together([split.stages[k] for k in virtual], round(taken)) for virtual, taken in zip(own, memory, strict=True)
     )
-    return StageSplit(stages, seconds, min(seconds, m * fastest / p), split.microbatch_s, split.stages)
+    return StageSplit(stages, seconds, min(seconds, least), split.microbatch_s, split.stages)
 
 
 def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from partitioner.alternatives import best_schedule
 from partitioner.baselines import compared, standards, unpinned
 from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
@@ -68,7 +69,9 @@ def explore(
     )
     beside = replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
-    return result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+    return best_schedule(
+        space, evaluator, result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+    )
 
 
 def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:

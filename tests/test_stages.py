@@ -234,8 +234,9 @@ def bubble(schedule: str, p: int, m: int, v: int = 1, phases: Phases = EVEN) -> 
         ("interleaved", 4, 12, 2, 3 * 3),  # half of 1F1B's, whose stages are twice as long
         ("interleaved", 4, 12, 4, 3 * 3),
         ("zb-1p", 4, 12, 1, 3 * 1),  # (p - 1)(F + I - W)
-        ("zb-2p", 4, 12, 1, 0),
-        ("zb-v", 4, 12, 2, 3 * 1),  # behind the last forward of the first microbatch
+        ("zb-2p", 4, 12, 1, 3 * 1),  # the ranks start one after the other
+        ("zb-v", 4, 12, 2, 3 * 1),
+        ("dualpipe-v", 4, 12, 2, 3 * 1),
     ],
 )
 def test_bubbles_are_those_of_the_papers(schedule: str, p: int, m: int, v: int, seconds: float):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from partitioner.constraints import Constraints
@@ -14,6 +14,8 @@ from partitioner.topology.model import Topology
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _CHOICES = {"interleaved": (2, 3, 4, 6, 8, 12), "zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
+
+_BESIDE = {"interleaved": (2, 4), "zb-1p": (1, 2), "zb-v": (2,)}  # tried for what was found under 1F1B
 
 
 @dataclass(frozen=True, order=True)
@@ -198,6 +200,12 @@ def _searched(space: Space) -> list[str]:
     if (pinned.virtual_stages or 1) > 1 and not pinned.ahead:
         return [name for name, schedule in SCHEDULES.items() if schedule.chunks in (None, pinned.virtual_stages)]
     return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else ["1f1b"]
+
+
+def points_beside(space: Space, point: Point) -> list[Point]:
+    """``point`` under the other schedules, but for those that are as fast as one of them in more memory."""
+    found = [(name, v) for name, choices in _BESIDE.items() for v in choices if v * point.pp <= space.num_calls]
+    return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:

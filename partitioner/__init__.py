@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from partitioner.actions import ScheduleError
     from partitioner.api import partition
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from partitioner.planfile import PlanFileError
     from partitioner.prepared import PreparedModel, prepare
     from partitioner.reference import Reference, run_reference
+    from partitioner.schedule_table import ScheduleTable
     from partitioner.sizing import Size, Sizing, size_cluster
     from partitioner.topology import Topology
     from partitioner.verify import Verification
@@ -34,6 +36,8 @@ __all__ = [
     "PreparedModel",
     "Reference",
     "RuleError",
+    "ScheduleError",
+    "ScheduleTable",
     "Size",
     "Sizing",
     "Topology",
@@ -55,6 +59,8 @@ _HOMES = {
     "partitioner.planfile": ("PlanFileError",),
     "partitioner.prepared": ("PreparedModel", "prepare"),
     "partitioner.reference": ("Reference", "run_reference"),
+    "partitioner.actions": ("ScheduleError",),
+    "partitioner.schedule_table": ("ScheduleTable",),
     "partitioner.sizing": ("Size", "Sizing", "size_cluster"),
     "partitioner.topology": ("Topology",),
     "partitioner.verify": ("Verification",),

@@ -134,17 +134,19 @@ def test_what_nobody_reads_is_kept_and_freed():
 @given(
     pp=st.integers(1, 5),
     dp=st.integers(1, 2),
-    m=st.integers(1, 4),
+    m=st.integers(1, 5),
     layers=st.integers(1, 5),
-    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    chunks=st.integers(1, 3),
     tied=st.booleans(),
     bucket_bytes=st.sampled_from([1, 200, 10**9]),
 )
 def test_every_pipeline_computes_what_one_stage_does(
-    pp: int, dp: int, m: int, layers: int, schedule: str, tied: bool, bucket_bytes: int
+    pp: int, dp: int, m: int, layers: int, schedule: str, chunks: int, tied: bool, bucket_bytes: int
 ):
     reference = result(tiny_program(1, dp, 1, m, layers, "gpipe", tied=tied))
-    made = result(tiny_program(pp, dp, 1, m, layers, schedule, tied=tied, bucket_bytes=bucket_bytes))
+    chunks = chunks if SCHEDULES[schedule].chunks is None else 1
+    made = result(tiny_program(pp, dp, 1, m, layers, schedule, tied=tied, chunks=chunks, bucket_bytes=bucket_bytes))
     assert made == reference
 
 
@@ -153,11 +155,7 @@ def test_every_pipeline_computes_what_one_stage_does(
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_a_schedule_is_added_by_a_line(schedule: str, chunks: int, pp: int):
     program = tiny_program(pp, 2, 1, 3, 5, schedule, chunks=chunks, bucket_bytes=200)
-    outputs, gradients = result(program)
-    reference = result(tiny_program(1, 2, 1, 3, 5, "gpipe"))
-    assert outputs == reference[0]
-    if schedule == "two-chunks":  # halves of a backward are other terms than the whole
-        assert gradients == reference[1]
+    assert result(program) == result(tiny_program(1, 2, 1, 3, 5, "gpipe"))
 
 
 def test_programs_are_read_back():

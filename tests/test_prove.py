@@ -25,6 +25,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"pp": 1, "dp": 2, "bucket_bytes": 64},
     {"pp": 5, "dp": 2, "tp": 2, "num_microbatches": 2},
     {"pp": 2, "num_microbatches": 1},
+    {"pp": 2, "num_microbatches": 3, "num_layers": 5, "schedule": "interleaved", "chunks": 2},
+    {"pp": 3, "tp": 2, "num_microbatches": 3, "schedule": "zb-1p"},
+    {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "zb-v", "bucket_bytes": 100},
+    {"pp": 3, "num_microbatches": 2, "num_layers": 5, "schedule": "dualpipe-v"},
 ]
 Code = list[Instruction]
 

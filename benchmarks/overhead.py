@@ -32,7 +32,19 @@ from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
 
 # A ratio above this is more overhead than we accept.
-LIMITS = {"explicit": 1.05, "dtensor": 0.7, "ddp": 1.05, "gpipe": 1.05, "1f1b": 1.05, "ring": 1.1}
+LIMITS = {
+    "explicit": 1.05,
+    "dtensor": 0.7,
+    "ddp": 1.05,
+    "gpipe": 1.05,
+    "1f1b": 1.05,
+    "interleaved": 1.0,
+    "zb-1p": 1.0,
+    "zb-v": 1.0,
+    "dualpipe-v": 1.0,
+    "ring": 1.1,
+}
+_VIRTUAL = {"interleaved": 2, "zb-1p": 2, "zb-v": 2, "dualpipe-v": 2}  # stages on each rank
 
 # Whole values between layers, as the peers have them: it is the overhead that is compared, not the layout.
 _TENSOR_PARALLEL = dict(pp=1, dp=1, tp=2, sequence_parallel=False)
@@ -56,7 +68,9 @@ class Job:
 def _jobs(only: str) -> list[Job]:
     def schedules(workload: str) -> dict[str, dict[str, Any]]:
         size = len(common.WORKLOADS[workload].batch()[0]) // peers.NUM_MICROBATCHES
-        return {s: dict(pp=2, dp=1, tp=1, microbatch_size=size, schedule=s) for s in ("gpipe", "1f1b")}
+        given = dict(pp=2, dp=1, tp=1, microbatch_size=size)
+        names = ("gpipe", "1f1b", *_VIRTUAL)
+        return {s: {**given, "schedule": s, "virtual_stages": _VIRTUAL.get(s, 1)} for s in names}
 
     jobs = []
     for name in common.WORKLOADS:
@@ -67,7 +81,7 @@ def _jobs(only: str) -> list[Job]:
         jobs += [
             Job("tp2", name, {"ours": _TENSOR_PARALLEL}, {"explicit": "ours", "dtensor": "ours"}),
             Job("dp2", name, {"ours": dict(pp=1, dp=2, tp=1)}, {"ddp": "ours"}),
-            Job("pp2", name, schedules(name), {"gpipe": "gpipe", "1f1b": "1f1b"}),
+            Job("pp2", name, schedules(name), {s: s for s in schedules(name)}),
         ]
     kept = []
     for job in jobs:

@@ -5,7 +5,8 @@
 * ``dtensor``: ``parallelize_module`` with the same layout.
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
 * ``ring``: a ring attention by hand (``ring_peer.py``), with DDP.
-* ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank.
+* ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank; ``interleaved``, ``zb-1p``,
+  ``zb-v``, ``dualpipe-v``: its schedules of two virtual stages on each rank.
 
 Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of
 the whole batch, as ours does: DDP adds up its ranks' losses behind backward, pipelining hands on the last rank's.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -226,22 +236,22 @@ def ddp(work: Workload) -> Step:
     return step
 
 
-def _stage_module(work: Workload) -> nn.Module:
-    """This rank's half of the layers, with the embedding on the first rank and the head on the last."""
-    model, rank, size = work.model(), dist.get_rank(), dist.get_world_size()
+def _stage_module(work: Workload, stage: int, size: int) -> nn.Module:
+    """One of ``size`` stages' layers, with the embedding on the first stage and the head on the last."""
+    model = work.model()
     each = len(model.layers) // size
-    model.layers = model.layers[rank * each : (rank + 1) * each]
+    model.layers = model.layers[stage * each : (stage + 1) * each]
     if isinstance(model, Llama):
-        if rank > 0:
+        if stage > 0:
             model.embedding = None
-        if rank < size - 1:
+        if stage < size - 1:
             model.norm = model.head = None
     return model
 
 
 def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Workload) -> Step:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = _stage_module(work)
+    model = _stage_module(work, rank, size)
     stage = PipelineStage(model, rank, size, torch.device("cpu"))
     schedule = schedule_type(stage, NUM_MICROBATCHES, loss_fn=work.loss)
     x, target = work.batch()
@@ -253,6 +263,33 @@ def _pipeline(schedule_type: type[ScheduleGPipe] | type[Schedule1F1B], work: Wor
             schedule.step(x)
         elif rank == size - 1:
             schedule.step(target=target, losses=losses)
+        whole = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(whole)
+        return whole.item()
+
+    return step
+
+
+def _virtual(schedule_type: type[PipelineScheduleMulti], v_shaped: bool, work: Workload) -> Step:
+    """Two stages on each rank: one after the other around the ranks, or there and back."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = 2 * size
+    numbers = [rank, count - 1 - rank if v_shaped else size + rank]
+    models = [_stage_module(work, number, count) for number in numbers]
+    pairs = zip(models, numbers, strict=True)
+    stages = [PipelineStage(model, number, count, torch.device("cpu")) for model, number in pairs]
+    schedule = schedule_type(stages, NUM_MICROBATCHES, loss_fn=work.loss)
+    x, target = work.batch()
+
+    def step() -> float:
+        for model in models:
+            model.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        inputs = (x,) if 0 in numbers else ()
+        if count - 1 in numbers:
+            schedule.step(*inputs, target=target, losses=losses)
+        else:
+            schedule.step(*inputs)
         whole = torch.stack(losses).detach().mean() if losses else torch.zeros(())
         dist.all_reduce(whole)
         return whole.item()
@@ -279,5 +316,9 @@ PEERS: dict[str, Callable[[Workload], Step]] = {
     "ddp": ddp,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": partial(_virtual, ScheduleInterleaved1F1B, False),
+    "zb-1p": partial(_virtual, ScheduleInterleavedZeroBubble, False),
+    "zb-v": partial(_virtual, ScheduleZBVZeroBubble, True),
+    "dualpipe-v": partial(_virtual, ScheduleDualPipeV, True),
     "ring": ring,
 }

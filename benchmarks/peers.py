@@ -5,8 +5,8 @@
 * ``dtensor``: ``parallelize_module`` with the same layout.
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
 * ``ring``: a ring attention by hand (``ring_peer.py``), with DDP.
-* ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank; ``interleaved``, ``zb-1p``,
-  ``zb-v``, ``dualpipe-v``: its schedules of two virtual stages on each rank.
+* ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank; ``interleaved``,
+  ``zb-1p``, ``zb-v``, ``dualpipe-v``: its schedules of two virtual stages on each rank.
 
 Each builds a :data:`benchmarks.common.Step` for one rank of a Gloo group of two. A step gives every rank the loss of
 the whole batch, as ours does: DDP adds up its ranks' losses behind backward, pipelining hands on the last rank's.

@@ -3,6 +3,7 @@
 It needs a plan's program and weights, and nothing of the planner.
 """
 
+from runtime.bubble import timed
 from runtime.collect import Run
 from runtime.engine import Engine
 from runtime.errors import BatchError, InstructionError, LaunchError, RankError, RankTimeout, WeightsError
@@ -24,4 +25,5 @@ __all__ = [
     "WeightsError",
     "run_local",
     "run_threads",
+    "timed",
 ]

@@ -32,7 +32,8 @@ class CallFacts:
     ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
     to whose gradients it adds. The collectives are those of each part of it, in order.
     ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides;
-    ``recomputed_bytes``: what backward computes again, and holds while it runs.
+    ``recomputed_bytes``: what backward computes again, and holds while it runs. ``carries``, ``carried_bytes``: what is
+    held between the two halves of a backward, once the first has run.
     """
 
     data: CallData
@@ -47,6 +48,8 @@ class CallFacts:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     recomputed: bool = False
+    carries: tuple[str, ...] = ()
+    carried_bytes: int = 0
 
     @property
     def has_backward(self) -> bool:
@@ -162,6 +165,7 @@ class ProgramFacts:
         pieces = self.differentiated(call)
         recomputed = place[1] in self.program.stages[place[0]].checkpoint_calls
         keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
         return CallFacts(
             data=call,
             takes=tuple(v for v in call.outputs if v in self.flow.values),
@@ -175,6 +179,8 @@ class ProgramFacts:
             kept_bytes=0 if recomputed else kept_bytes,
             recomputed_bytes=kept_bytes if recomputed else 0,
             recomputed=recomputed,
+            carries=carries,
+            carried_bytes=carried_bytes,
         )
 
 
@@ -190,6 +196,22 @@ def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[s
         if name in named or name in own:
             values.append(named.get(name) or own[name])
         elif name not in held and isinstance(node.meta.get("val"), Tensor):
+            rest += TensorSpec.of(node.meta["val"]).nbytes
+    return tuple(dict.fromkeys(values)), rest
+
+
+def _carried(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+    """The values among what the half of a backward for weights reads, and the bytes of the rest."""
+    results = pieces.forward.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    states = set(pieces.forward.inputs[: len(block.states)])
+    named = dict(zip(pieces.forward.inputs[len(block.states) :], call.inputs, strict=True))
+    named |= {n.name: v for n, v in zip(results[: pieces.num_outputs], call.outputs, strict=True)}
+    values, rest = [], 0
+    for node in pieces.backward_weight.graph.find_nodes(op="placeholder"):
+        if node.name in named:
+            values.append(named[node.name])
+        elif node.name not in states and isinstance(node.meta.get("val"), Tensor):
             rest += TensorSpec.of(node.meta["val"]).nbytes
     return tuple(dict.fromkeys(values)), rest
 

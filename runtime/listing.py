@@ -67,7 +67,8 @@ class Instruction(Data):
     * A value exists per microbatch, from the LOAD, RECV_F or F that makes it (never twice) until its FREE. A total has
       no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its name.
       What TOTAL_F's calls make besides ``values`` is gone when it ends. A model's output is taken when it is made.
-    * F keeps what its backward needs, apart from the values: a FREE may follow at once. B, or W after I, drops that.
+    * F keeps what its backward needs, apart from the values: a FREE may follow at once. B drops that; I drops what W
+      does not need, and keeps the gradients that W does; W drops the rest.
     * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass
       over the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that
       nothing was added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.

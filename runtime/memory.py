@@ -157,8 +157,17 @@ class _Holder:
                     self.hold_gradient(value, i.microbatch)
             peak = max(peak, self.held + call.recomputed_bytes)
             self.note(position, call.recomputed_bytes)
-            if i.op != "I":
+            if i.op != "W":
                 for value in call.keeps:
                     self.release(value, i.microbatch)
                 self.saved -= call.kept_bytes
+            if i.op == "I":
+                for value in call.carries:
+                    self.hold(value, i.microbatch)
+                self.saved += call.carried_bytes
+            if i.op == "W":
+                for value in call.carries:
+                    self.release(value, i.microbatch)
+                self.saved -= call.carried_bytes
+            peak = max(peak, self.held)
         return peak

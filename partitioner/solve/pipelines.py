@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from partitioner.actions import Timetable, in_flight
 from partitioner.schedule_table import ScheduleTable, table_of
@@ -52,17 +53,19 @@ def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -
 @dataclass(frozen=True)
 class Held:
     """What ranks hold at a time. ``most[k]``: microbatches of virtual stage ``k``; ``together[s]``: by chunk of rank
-    ``s``, the counts that occur at one time and are not less than others in all chunks."""
+    ``s``, the counts that occur at one time and are not less than others in all chunks. ``halfway[k]``: of those of
+    virtual stage ``k``, the most whose backward for inputs has run, and that for weights has not."""
 
     most: tuple[int, ...]
     together: tuple[tuple[tuple[int, ...], ...], ...]
+    halfway: tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
     """What each rank of a schedule holds, from its order."""
     table = _shortened(schedule, p, m, v)[0]
-    most = [0] * len(table.ranks)
+    most, halfway = [0] * len(table.ranks), [0] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
         found: set[tuple[int, ...]] = set()
@@ -70,8 +73,10 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
             found.add(tuple(counts[c] for c in range(len(stages))))
         for c, k in enumerate(stages):
             most[k] = max(counts[c] for counts in found)
+            steps = ({"I": 1, "W": -1}.get(action.kind, 0) for action in order if action.chunk == c)
+            halfway[k] = max(accumulate(steps), default=0)
         together.append(tuple(sorted(a for a in found if not any(_less(a, b) for b in found))))
-    return Held(tuple(most), tuple(together))
+    return Held(tuple(most), tuple(together), tuple(halfway))
 
 
 def _less(a: tuple[int, ...], b: tuple[int, ...]) -> bool:

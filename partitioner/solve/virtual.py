@@ -15,7 +15,7 @@ import numpy as np
 from partitioner.actions import held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable, ranks_of
-from partitioner.solve.pipelines import Phases, held_microbatches, pipeline_seconds
+from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds
 from partitioner.solve.stages import StagePlan, StageSplit, solve_stages
 from partitioner.solve.tables import StageProblem, StageTables
 from partitioner.units import bytes_text
@@ -37,29 +37,23 @@ def solve_virtual(
     problem = replace(problem, flying=flying.most if problem.train else (1,) * len(ranks))
     capacity = [problem.capacity[stages[0]] for stages in own]
     limits: Sequence[float] = problem.capacity
-    error: CapacityError | None = None
-    lacking: tuple[int, float] = 0, 0.0
-    for _ in range(_ROUNDS):
+    lacking: tuple[int, float] = 0, np.inf
+    for attempt in range(_ROUNDS):
         limited = replace(problem, capacity=tuple(int(limit) for limit in limits))
         try:
             tables = StageTables(limited)
             split = solve_stages(limited, tables)
-        except CapacityError as raised:
-            error = raised
-            needs = [1.0] * len(ranks)
-            if list(limits) == _shares(needs, own, capacity):
-                break
-            limits = _shares(needs, own, capacity)
-            continue
-        needs = [float(stage.memory) for stage in split.stages]
-        taken = [_memory(tables, split, stages, flying.together[s]) for s, stages in enumerate(own)]
+        except CapacityError:
+            if attempt == 0:  # one of the stages does not fit on a rank of its own
+                raise
+            break
+        taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
         excess = [t - c for t, c in zip(taken, capacity, strict=True)]
         if max(excess) <= 0:
             return _joined(split, problem, schedule, own, taken, chunks)
-        lacking = int(np.argmax(excess)), max(excess)
-        limits = _shares(needs, own, [c - max(0.0, e) / 2 for c, e in zip(capacity, excess, strict=True)])
-    if error is not None:
-        raise error
+        lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda found: found[1])
+        needs = [float(stage.memory) for stage in split.stages]
+        limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
     stage, missing = lacking
     raise CapacityError(
         f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
@@ -80,7 +74,7 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
     return limits
 
 
-def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], together: Sequence[Sequence[int]]) -> float:
+def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flying: Held, rank: int) -> float:
     """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
     problem, cut = tables.problem, tables.segments
     plans = [split.stages[k] for k in stages]
@@ -94,12 +88,14 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], toget
         return total
     saved = []
     for k, plan, (start, stop) in zip(stages, plans, places, strict=True):
-        again = np.array([plan.recompute])
-        most = float(tables.memory(k, start, stop, again)[0])
-        saved.append((most - float(tables.alone(k, start, stop, again)[0])) / max(1.0, problem.in_flight(k)))
+        count = np.array([plan.recompute])
+        most = float(tables.memory(k, start, stop, count)[0])
+        saved.append((most - float(tables.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
     apart = sum(s * problem.in_flight(k) for s, k in zip(saved, stages, strict=True))
-    at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in together)
-    return total - apart + at_once
+    at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in flying.together[rank])
+    # what is computed again for the first half of a backward is kept for the second
+    again = [sum(c.cost.saved_bytes for c in problem.calls[p.start : p.start + p.recompute]) for p in plans]
+    return total - apart + at_once + sum(a * flying.halfway[k] for a, k in zip(again, stages, strict=True))
 
 
 def _joined(

@@ -88,12 +88,11 @@ def plan(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="`1f1b` or `gpipe`; planned only: `interleaved`, `zb-1p`, `zb-2p`, `zb-v`.", show_default=False
+            help="`1f1b`, `gpipe`, `interleaved`, `zb-1p`, `zb-2p`, `zb-v`, `dualpipe-v`, or a CSV file.",
+            show_default=False,
         ),
     ] = None,
-    virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages per pipeline rank. Planned only.", show_default=False)
-    ] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages per pipeline rank.", show_default=False)] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="Recompute activations: `none`, `full`, or (planned only) `selective`.", show_default=False),

@@ -77,7 +77,7 @@ def figures(plan: Plan) -> Padding:
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("microbatches", f"{plan.num_microbatches}{samples}"),
-        ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
+        ("schedule", _schedule(plan) if plan.num_stages > 1 else "one stage"),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),
         ("step time", seconds_text(estimate.step_time)),
@@ -231,3 +231,8 @@ def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
     for name, share, value in shares:
         grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
     return indented(grid)
+
+
+def _schedule(plan: Plan) -> str:
+    chunks = plan.chosen.virtual_stages
+    return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")

@@ -7,11 +7,13 @@ stage ``s``. All others are followed action by action, in the order in which the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from partitioner.actions import Timetable, in_flight
 from partitioner.schedule_table import ScheduleTable, table_of
@@ -64,7 +66,7 @@ class Held:
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
     """What each rank of a schedule holds, from its order."""
-    table = _shortened(schedule, p, m, v)[0]
+    table = shortened(schedule, p, m, v)[0]
     most, halfway = [0] * len(table.ranks), [0] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
@@ -90,7 +92,7 @@ def pipeline_seconds(
 
     ``phases``: of each virtual stage, with what it waits for its neighbours.
     """
-    whole, more = _shortened(schedule, p, m, v)
+    whole, more = shortened(schedule, p, m, v)
     taken = follow(whole, phases, train)
     if more is not None:
         longer, microbatches, left = more
@@ -98,7 +100,7 @@ def pipeline_seconds(
     return taken
 
 
-def _shortened(
+def shortened(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
     """The timetable; of many microbatches that of fewer, with a longer one, how many more that has, and how many there
@@ -112,37 +114,63 @@ def _shortened(
 
 def follow(table: Timetable, phases: Sequence[Phases], train: bool = True) -> float:
     """Seconds until all ranks have ended their orders."""
-    done: Counter[tuple[str, int, int]] = Counter()  # when a microbatch has left a virtual stage, forward or backward
+    return _follow(table, phases, train)[0]
+
+
+def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True) -> tuple[float, NDArray[np.float64]]:
+    """The seconds, and the actions that no time lies between: how often each virtual stage's forward, backward for
+    inputs and backward for weights is among them, shape ``[stages, 3]``."""
+    seconds, end, before = _follow(table, phases, train)
+    often = np.zeros((len(phases), 3))
+    place: tuple[int, int] | None = end
+    while place is not None:
+        rank, at = place
+        action = table.orders[rank][at]
+        if train or action.kind == "F":
+            often[table.held[rank][action.chunk], _PARTS[action.kind]] += 1
+        place = before[rank][at]
+    return seconds, often
+
+
+_PARTS = {"F": [0], "I": [1], "W": [2], "B": [1, 2]}
+Place = tuple[int, int]  # a rank, and where in its order
+
+
+def _follow(table: Timetable, phases: Sequence[Phases], train: bool) -> tuple[float, Place, list[list[Place | None]]]:
+    """Seconds, the last action, and for each rank's actions that which it waited for."""
+    done: dict[tuple[str, int, int], tuple[float, Place]] = {}  # when a microbatch has left a virtual stage, and where
     seconds = {
         kind: [getattr(phase, name) for phase in phases]
         for kind, name in (("F", "forward"), ("I", "inputs"), ("W", "weights"))
     }
     seconds["B"] = [phase.inputs + phase.weights for phase in phases]
     last = len(table.ranks) - 1
-    position, clock = [0] * len(table.orders), [0.0] * len(table.orders)
+    clock = [0.0] * len(table.orders)
+    before: list[list[Place | None]] = [[] for _ in table.orders]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(table.orders):
-            stages, at, now = table.held[rank], position[rank], clock[rank]
-            while at < len(order):
+            stages, now, waited = table.held[rank], clock[rank], before[rank]
+            for at in range(len(waited), len(order)):
                 action = order[at]
                 kind, k, i = action.kind, stages[action.chunk], action.microbatch
-                if kind == "F":
-                    key = ("F", i, k - 1) if k else None
-                elif kind == "W" or not train:
-                    key = None
-                else:
-                    key = ("B", i, k + 1) if k < last else None
-                if key is not None:
-                    if key not in done:
+                source: Place | None = (rank, at - 1) if at else None
+                needed = ("F", i, k - 1) if kind == "F" and k else None
+                if train and kind in "BI" and k < last:
+                    needed = "B", i, k + 1
+                if needed is not None:
+                    if needed not in done:
                         break
-                    now = max(now, done[key])
+                    arrived, place = done[needed]
+                    if arrived > now:
+                        now, source = arrived, place
                 if train or kind == "F":
                     now += seconds[kind][k]
                 if kind != "W":
-                    done["F" if kind == "F" else "B", i, k] = now  # type: ignore[assignment]  # seconds
-                at += 1
+                    done["F" if kind == "F" else "B", i, k] = now, (rank, at)
+                waited.append(source)
                 moved = True
-            position[rank], clock[rank] = at, now
-    return max(clock)
+            clock[rank] = now
+    slowest = max(range(len(clock)), key=clock.__getitem__)
+    return clock[slowest], (slowest, len(table.orders[slowest]) - 1), before

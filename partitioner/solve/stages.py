@@ -172,29 +172,31 @@ class _Splitter:
         return (self.problem.num_rounds - bubble) * self.largest(cuts) + bubble * self.total(cuts)
 
     def split(self, cuts: list[int], least_s: float) -> StageSplit:
-        stages = tuple(self.plan(s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
+        stages = tuple(stage_plan(self.tables, s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
         costs = [call.cost for call in self.problem.calls]
         microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
         return StageSplit(stages, self.cost(cuts), least_s, microbatch)
 
-    def plan(self, stage: int, start: int, stop: int) -> StagePlan:
-        problem, tables = self.problem, self.tables
-        here = np.array([start]), np.array([stop])
-        recomputed = tables.recomputed(stage, *here)
-        forward, backward = tables.seconds(stage)
-        before, after = tables.transfers(stage)
-        return StagePlan(
-            start=start,
-            stop=stop,
-            recompute=int(recomputed[0]),
-            forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
-            backward_s=float(backward[start, stop]) if problem.train else 0.0,
-            recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
-            transfer_s=float(before[start, 0] + after[0, stop]),
-            forward_wait_s=float(before[start, 0]),
-            number=stage,
-            memory=round(float(tables.memory(stage, *here, recomputed)[0])),
-        )
+
+def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StagePlan:
+    """The stage ``stage`` if it has the calls ``start:stop``."""
+    problem = tables.problem
+    here = np.array([start]), np.array([stop])
+    recomputed = tables.recomputed(stage, *here)
+    forward, backward = tables.seconds(stage)
+    before, after = tables.transfers(stage)
+    return StagePlan(
+        start=start,
+        stop=stop,
+        recompute=int(recomputed[0]),
+        forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
+        backward_s=float(backward[start, stop]) if problem.train else 0.0,
+        recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
+        transfer_s=float(before[start, 0] + after[0, stop]),
+        forward_wait_s=float(before[start, 0]),
+        number=stage,
+        memory=round(float(tables.memory(stage, *here, recomputed)[0])),
+    )
 
 
-__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages"]
+__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages", "stage_plan"]

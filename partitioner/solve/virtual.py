@@ -2,21 +2,24 @@
 
 The calls are cut into as many stages as the schedule has. Where they are cut is chosen as if the largest of them paced
 all others, ``(m v - b) max t_k + b sum t_k``, exactly, each within a share of its rank's memory; the shares follow from
-what the stages need. What the cuts take is then found by following the schedule's order, action by action.
+what the stages need. What the cuts take is then found by following the schedule's order, action by action; better
+ones, and a bound on all of them, come from the paths through it (``cuts.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from partitioner.actions import held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable, ranks_of
-from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds
-from partitioner.solve.stages import StagePlan, StageSplit, solve_stages
+from partitioner.solve.cuts import better_cuts
+from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds, shortened
+from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_plan
 from partitioner.solve.tables import StageProblem, StageTables
 from partitioner.units import bytes_text
 
@@ -50,7 +53,10 @@ def solve_virtual(
         taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
         excess = [t - c for t, c in zip(taken, capacity, strict=True)]
         if max(excess) <= 0:
-            return _joined(split, problem, schedule, own, taken, chunks)
+            whole = StageTables(problem) if attempt else tables
+            split, bound = _improved(whole, split, schedule, own, flying, chunks)
+            taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
+            return _joined(split, problem, schedule, own, taken, chunks, bound)
         lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda found: found[1])
         needs = [float(stage.memory) for stage in split.stages]
         limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
@@ -98,6 +104,40 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flyin
     return total - apart + at_once + sum(a * flying.halfway[k] for a, k in zip(again, stages, strict=True))
 
 
+def _improved(
+    tables: StageTables,
+    split: StageSplit,
+    schedule: str | ScheduleTable,
+    own: Sequence[Sequence[int]],
+    flying: Held,
+    chunks: int | None,
+) -> tuple[StageSplit, float]:
+    """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
+
+    ``tables``: of stages that may each have all of their rank's memory.
+    """
+    problem, p = tables.problem, len(own)
+    table, more = shortened(schedule, p, problem.num_microbatches, chunks)
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)))
+    times = np.array(
+        [
+            [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
+            for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+        ]
+    )
+    steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
+    bound = found.bound + (more[2] * steady if more is not None else 0.0)
+    if any(plan.recompute for plan in split.stages) and problem.recompute is None:
+        return split, bound  # memory has a say that the cuts do not hear
+    for _, cuts in found.cuts:
+        stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
+        faster = replace(split, stages=stages)
+        taken = [_memory(tables, faster, virtual, flying, s) for s, virtual in enumerate(own)]
+        if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
+            return faster, bound
+    return split, bound
+
+
 def _joined(
     split: StageSplit,
     problem: StageProblem,
@@ -105,22 +145,16 @@ def _joined(
     own: Sequence[Sequence[int]],
     memory: Sequence[float],
     chunks: int | None,
+    bound: float,
 ) -> StageSplit:
     """The stages by rank, and the seconds that the schedule takes with them."""
     phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
     p, m = len(own), problem.num_microbatches
     seconds = pipeline_seconds(schedule, p, m, chunks, phases, problem.train)
-    times = np.array(
-        [
-            [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
-            for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
-        ]
-    )
-    least = m * max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, and the largest call
     stages = tuple(
         _together([split.stages[k] for k in virtual], round(taken)) for virtual, taken in zip(own, memory, strict=True)
     )
-    return StageSplit(stages, seconds, min(seconds, least), split.microbatch_s, split.stages)
+    return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
 
 
 def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:

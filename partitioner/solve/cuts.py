@@ -1,0 +1,91 @@
+"""Where calls are cut into a schedule's virtual stages: better cuts, and how much better any could be.
+
+What a schedule takes is the longest of the paths through its actions, and each path is a sum over virtual stages: so
+often a stage's forward, so often its backwards. No cuts take less than the best cuts do for one path, or for a mean of
+paths; those best cuts are a shortest path over (stage, cut). In turns the cuts answer the mean of all paths so far, and
+the longest path of these cuts is added to it (fictitious play, Brown 1951; Robinson 1951): both sides approach each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.actions import Timetable
+from partitioner.solve.pipelines import Phases, longest_path
+from partitioner.solve.tables import StageTables
+
+Table = NDArray[np.float64]
+_CLOSE = 0.005  # of what the cuts take: near enough
+_MOST_TURNS = 40
+_ACTIONS = 200_000  # to follow, in all turns
+
+
+@dataclass(frozen=True)
+class Found:
+    """``cuts`` with what a step takes under each, the fastest first; ``bound``: what none takes less than."""
+
+    cuts: tuple[tuple[float, tuple[int, ...]], ...]
+    bound: float
+
+
+def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int]) -> Found:
+    """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone."""
+    costs = _Costs(tables)
+    seen: dict[tuple[int, ...], float] = {}
+    paths = np.zeros((tables.problem.num_stages, 3))
+    bound, cuts = 0.0, tuple(start)
+    actions = sum(map(len, timetable.orders))
+    for turn in range(1, max(4, min(_MOST_TURNS, _ACTIONS // actions)) + 1):
+        seconds, path = longest_path(timetable, costs.phases(cuts), tables.problem.train)
+        seen[cuts] = seconds
+        paths += (path - paths) / turn
+        least, cuts = costs.shortest(paths)
+        bound = max(bound, least)
+        if min(seen.values()) * (1 - _CLOSE) <= bound:
+            break
+    order = sorted((taken, found) for found, taken in seen.items())
+    return Found(tuple(order), min(bound, order[0][0]))
+
+
+class _Costs:
+    """Seconds of every run of calls on every virtual stage, shape ``[stages, 3, calls + 1, calls + 1]``: forward,
+    backward for inputs, for weights, each with what it waits for; infinite where a run does not fit."""
+
+    def __init__(self, tables: StageTables) -> None:
+        problem = tables.problem
+        made = []
+        for k in range(problem.num_stages):
+            pace = problem.pace(k)
+            forward = tables.seconds(k)[0] + pace.overhead.forward_total_s + tables.transfers(k)[0]
+            halves = [c.backward_s / 2 if problem.train else 0.0 for c in pace.costs]
+            weights = tables.segments.sums(halves)
+            made.append(np.stack([forward, tables.times[k] - forward - weights, weights]))
+        self.of_stage = made
+
+    def phases(self, cuts: Sequence[int]) -> list[Phases]:
+        return [
+            Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
+            for k, table in enumerate(self.of_stage)
+        ]
+
+    def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
+        """The cuts of the least sum, each stage's phases as often as ``paths`` says."""
+        size = self.of_stage[0].shape[-1]
+        reached = np.full(size, np.inf)
+        reached[0] = 0.0
+        came = []
+        for table, often in zip(self.of_stage, paths, strict=True):
+            fits = np.isfinite(table[1])
+            sums = np.where(fits, np.tensordot(often, np.where(fits, table, 0.0), axes=1), np.inf)
+            total = reached[:, None] + sums
+            came.append(total.argmin(axis=0))
+            reached = total.min(axis=0)
+        cuts = [size - 1]
+        for step in reversed(came):
+            cuts.append(int(step[cuts[-1]]))
+        return float(reached[-1]), tuple(cuts[::-1])

@@ -4,19 +4,21 @@ What a schedule takes is the longest of the paths through its actions, and each 
 often a stage's forward, so often its backwards. No cuts take less than the best cuts do for one path, or for a mean of
 paths; those best cuts are a shortest path over (stage, cut). In turns the cuts answer the mean of all paths so far, and
 the longest path of these cuts is added to it (fictitious play, Brown 1951; Robinson 1951): both sides approach each
-other.
+other. Where there are few cuts, all are tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
-from partitioner.solve.pipelines import Phases, longest_path
+from partitioner.solve.pipelines import Phases, follow, longest_path
 from partitioner.solve.tables import StageTables
 
 Table = NDArray[np.float64]
@@ -40,6 +42,9 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int])
     paths = np.zeros((tables.problem.num_stages, 3))
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
+    calls, stages = len(tables.problem.calls), tables.problem.num_stages
+    if math.comb(calls - 1, stages - 1) * actions <= _ACTIONS:
+        return _best_of_all(costs, timetable, tables.problem.train, calls, stages)
     for turn in range(1, max(4, min(_MOST_TURNS, _ACTIONS // actions)) + 1):
         seconds, path = longest_path(timetable, costs.phases(cuts), tables.problem.train)
         seen[cuts] = seconds
@@ -50,6 +55,13 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int])
             break
     order = sorted((taken, found) for found, taken in seen.items())
     return Found(tuple(order), min(bound, order[0][0]))
+
+
+def _best_of_all(costs: _Costs, timetable: Timetable, train: bool, calls: int, stages: int) -> Found:
+    """Where there are few cuts, all of them."""
+    every = ((0, *inner, calls) for inner in combinations(range(1, calls), stages - 1))
+    taken = sorted((follow(timetable, costs.phases(cuts), train), cuts) for cuts in every if costs.fit(cuts))
+    return Found(tuple(taken), taken[0][0])
 
 
 class _Costs:
@@ -72,6 +84,10 @@ class _Costs:
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
             for k, table in enumerate(self.of_stage)
         ]
+
+    def fit(self, cuts: Sequence[int]) -> bool:
+        """Whether each stage fits on its rank."""
+        return all(np.isfinite(table[1, cuts[k], cuts[k + 1]]) for k, table in enumerate(self.of_stage))
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
         """The cuts of the least sum, each stage's phases as often as ``paths`` says."""

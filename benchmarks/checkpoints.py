@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py --megabytes 1024 --repeat 5
 
-One rank, a model of ``--megabytes`` of float32 weights with AdamW's moments (three times that on the disk), and steps of
-``--rows``. Behind training, the stall is what ``save`` takes and what the optimizer's step then waits for. The first save
-of each kind is not counted: the one behind training makes its buffers then. Prints medians, in seconds.
+One rank, a model of ``--megabytes`` of float32 weights with AdamW's moments (three times that on the disk), and steps
+of ``--rows``. Behind training, the stall is what ``save`` takes and what the optimizer's step then waits for. The first
+save of each kind is not counted: the one behind training makes its buffers then. Prints medians, in seconds.
 """
 
 from __future__ import annotations

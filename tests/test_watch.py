@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime import Engine, LocalRanks, Monitor, RankError, Watch
 from runtime.errors import Failure
 from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
-from runtime.watch.board import RankState
+from runtime.watch.board import Board, RankState
 from runtime.watch.diagnose import cause_of
+from runtime.watch.mirror import Mirror
 from runtime.watch.place import Place
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
@@ -179,3 +181,28 @@ def test_the_rank_and_instruction_that_are_the_cause_are_told(
     failure = caught.value.failure
     assert (failure.rank, failure.index, failure.step, failure.kind) == (1, index, 2, kind)
     assert str(caught.value).endswith(f"first cause: {failure}")
+
+
+def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
+    store = dist.HashStore()
+    folders = [tmp_path / "one", tmp_path / "two"]
+    program = program_of_net(pp=2)
+    for rank, folder in enumerate(folders):
+        Recorder(folder, program.rank(rank), [0, 1]).begin(6)
+    mirrors = [Mirror(folder, store, host, 2, frozenset({host})) for host, folder in enumerate(folders)]
+    Board(folders[1]).post_failure(1, Failure(1, "of its own", "ValueError"))
+    for _ in range(2):
+        for mirror in mirrors:
+            mirror.exchange()
+    for folder in folders:
+        assert [(s.rank, s.moment.step) for s in Board(folder).states()] == [(0, 6), (1, 6)]
+        found = Monitor(folder).check()
+        assert found is not None
+        assert (found.rank, found.error) == (1, "of its own")
+    assert Board(folders[0]).tell(Failure(0, "said", "ValueError"))
+    assert not Board(folders[0]).tell(Failure(1, "said again", "ValueError"))
+    for mirror in mirrors:
+        mirror.exchange()
+    told = Monitor(folders[1]).check()
+    assert told is not None
+    assert told.error == "said"

@@ -85,6 +85,7 @@ class Recorder:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
         self.times = memoryview(self._map).cast("q")
+        self.times[STEP] = -1  # before the first
         self.times[BEAT] = self.times[MOVED] = time.monotonic_ns()
         about = About(
             rank=rank.rank,

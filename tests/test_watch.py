@@ -206,3 +206,39 @@ def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
     told = Monitor(folders[1]).check()
     assert told is not None
     assert told.error == "said"
+
+
+def test_what_fails_between_steps_is_told_with_the_scripts_line(tmp_path: Path):
+    engine = Engine(program_of_net(), Net())
+
+    def run() -> None:
+        with Watch(engine, tmp_path, leave=False):
+            engine.step(net_inputs())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    found = Monitor(tmp_path).check()
+    assert found is not None
+    assert (found.kind, found.instruction, found.step) == ("ZeroDivisionError", "between steps", 1)
+    assert found.source.startswith(__file__)
+
+
+@pytest.mark.parametrize("error", [None, SystemExit, KeyboardInterrupt])
+def test_who_leaves_of_its_own_accord_is_no_cause(tmp_path: Path, error: type[BaseException] | None):
+    engine = Engine(program_of_net(), Net())
+
+    def run() -> None:
+        with Watch(engine, tmp_path, leave=False):
+            engine.step(net_inputs())
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    (left,) = Board(tmp_path).states()
+    assert left.moment.phase == "gone"
+    assert Monitor(tmp_path, patience_s=0.0).check() is None

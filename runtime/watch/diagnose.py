@@ -56,7 +56,7 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
         kind=kind,
         instruction=(spot.text if spot is not None else "end of the step") if inside else state.moment.phase,
         index=state.index,
-        step=state.moment.step + (1 if inside else 0),
+        step=state.moment.step + 1,
         call=(place.call if place is not None else "") or (spot.calls if spot is not None else ""),
         node=place.node if place is not None else "",
         path=place.path if place is not None else "",

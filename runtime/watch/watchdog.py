@@ -112,7 +112,7 @@ class Watch:
             failure = self.failed(error)
             if self.leave:
                 self._leave(failure, error)
-        elif error is None:
+        else:  # at its end, or of its own accord: sys.exit, Ctrl-C
             self.recorder.enter("gone")
         self.executor.recorder = None
 
@@ -129,7 +129,7 @@ class Watch:
                 error=str(error),
                 kind=type(error).__name__,
                 instruction=moment.phase,
-                step=moment.step,
+                step=moment.step + 1,
                 source=_users_line(error),
                 traceback="".join(traceback.format_exception(error)),
                 secondary=is_secondary(error),

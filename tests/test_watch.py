@@ -242,3 +242,12 @@ def test_who_leaves_of_its_own_accord_is_no_cause(tmp_path: Path, error: type[Ba
     (left,) = Board(tmp_path).states()
     assert left.moment.phase == "gone"
     assert Monitor(tmp_path, patience_s=0.0).check() is None
+
+
+def test_a_folder_that_nobody_asked_for_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PARTITION_WATCH", raising=False)
+    engine = Engine(program_of_net(), Net())
+    with Watch(engine) as watch:
+        engine.step(net_inputs())
+        assert watch.folder.is_dir()
+    assert not watch.folder.parent.exists()

@@ -104,7 +104,11 @@ class Board:
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
                 self._recordings[rank] = Recording(self.folder, rank)
-        return [self._state(rank) for rank in sorted(self._recordings)]
+        found = []
+        for rank in sorted(self._recordings):
+            with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up
+                found.append(self._state(rank))
+        return found
 
     @property
     def world_size(self) -> int:

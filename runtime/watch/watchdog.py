@@ -78,6 +78,7 @@ class Watch:
         self.executor = engine._executor
         self.beat_s = beat_s
         self.leave = leave
+        self._own_folder = folder is None and FOLDER not in os.environ
         self.folder = default_folder() if folder is None else Path(folder)
         self.monitor = Monitor(self.folder, patience_s)
         self._several = folder is None and num_mirrored() > 1
@@ -114,7 +115,18 @@ class Watch:
                 self._leave(failure, error)
         else:  # at its end, or of its own accord: sys.exit, Ctrl-C
             self.recorder.enter("gone")
+            if self._own_folder and error is None:
+                self._thread.join()
+                self._tidy()
         self.executor.recorder = None
+
+    def _tidy(self) -> None:
+        """Leave nothing in a folder that nobody asked for; the last rank removes it."""
+        for path in self.folder.glob(f"rank-{self.rank}.*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
         """Say on the board why this rank has failed."""

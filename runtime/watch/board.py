@@ -103,7 +103,8 @@ class Board:
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
-                self._recordings[rank] = Recording(self.folder, rank)
+                with contextlib.suppress(FileNotFoundError):  # see below
+                    self._recordings[rank] = Recording(self.folder, rank)
         found = []
         for rank in sorted(self._recordings):
             with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up

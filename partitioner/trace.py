@@ -109,7 +109,7 @@ def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
         *(indented(Text(f"- {line}")) for line in short),
         "",
         heading("Work and waiting by stage"),
-        _table("stage", by_stage(timeline, spans)),
+        _table("what", by_stage(timeline, spans)),
         "",
         heading("Work by kind"),
         _table("kind", sorted(kinds, key=lambda r: -max(r.predicted, r.measured))),

@@ -52,7 +52,7 @@ class Failure:
     source: str = ""
     traceback: str = ""
     secondary: bool = False
-    step: int | None = None  # counted from 1
+    step: int | None = None  # counted from 1; outside of a step, the last one
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}"]

@@ -34,7 +34,7 @@ from runtime.metrics import StepLog
 from runtime.program import Program
 from runtime.restarts import init_process_group
 from runtime.spikes import LossSpikes
-from runtime.watch.watchdog import Watch, can_watch
+from runtime.watch.watchdog import Watch
 
 _PATIENCE_S = 5.0
 
@@ -103,7 +103,7 @@ def _train(options: argparse.Namespace) -> None:
             init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
         engine = Engine(options.plan, options.weights, seed=options.seed)
         stack.callback(sys.stdout.flush)
-        if "RANK" in os.environ and can_watch():
+        if "RANK" in os.environ:
             stack.enter_context(Watch(engine, patience_s=options.patience))
         _steps(engine, options)
         if options.save:

@@ -14,8 +14,8 @@ import json
 import mmap
 import os
 import socket
-import struct
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -85,6 +85,7 @@ class Recorder:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
         self.times = memoryview(self._map).cast("q")
+        self.times[STEP] = -1  # before the first
         self.times[BEAT] = self.times[MOVED] = time.monotonic_ns()
         about = About(
             rank=rank.rank,
@@ -174,11 +175,10 @@ class Recording:
         self.path = folder / f"rank-{rank}.times"
         self.room = _SLOT_HEAD + 2 * len(self.about.actions)
 
-    def _numbers(self) -> tuple[int, ...]:
-        content = self.path.read_bytes()
-        return struct.unpack(f"={len(content) // 8}q", content)
+    def _numbers(self) -> memoryview:
+        return memoryview(self.path.read_bytes()).cast("q")
 
-    def _slot(self, numbers: Sequence[int], step: int) -> Sequence[int]:
+    def _slot(self, numbers: memoryview, step: int) -> memoryview:
         start = _HEAD + (step % _SLOTS) * self.room
         return numbers[start : start + self.room]
 
@@ -188,9 +188,10 @@ class Recording:
         if phase != "step":
             return Moment(step, phase, -1, numbers[MOVED], numbers[BEAT])
         slot = self._slot(numbers, step)
-        times = slot[_SLOT_HEAD::2]
-        done = next((k for k, t in enumerate(times) if t < slot[BEGUN]), len(times))
-        return Moment(step, phase, max(0, done - 1), times[done - 1] if done else slot[BEGUN], numbers[BEAT])
+        times, begun = slot[_SLOT_HEAD::2], slot[BEGUN]
+        begun_actions = bisect_left(range(len(times)), True, key=lambda k: times[k] < begun)  # others are of old steps
+        moved = times[begun_actions - 1] if begun_actions else begun
+        return Moment(step, phase, max(0, begun_actions - 1), moved, numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
         """The last whole step; ``None`` before there is one."""

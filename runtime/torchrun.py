@@ -6,7 +6,8 @@ Takes torchrun's arguments and does what it does::
 
 Where the workers run a :class:`runtime.Watch` (``-m runtime`` does), a run that has failed for good ends with one line:
 the rank that was first, its instruction, graph node, module and source line. torchrun itself ends with a table. With
-several hosts, ``PARTITION_WATCH`` in the environment names a folder that all of them see.
+several hosts it stands among each one's lines, unless ``PARTITION_WATCH`` in the environment names a folder that all of
+them see.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = parse_args(list(sys.argv[1:] if arguments is None else arguments))
     own = FOLDER not in os.environ
     folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
-    if options.nnodes in ("1", "1:1"):  # otherwise a folder that all hosts see has to be given
+    if options.nnodes in ("1", "1:1"):  # several hosts have a folder each, unless one is given
         os.environ[FOLDER] = str(folder)
     os.environ.setdefault(SEPARATE_STORES, "1")  # else a restart finds the addresses of ranks that have died
     try:

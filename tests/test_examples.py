@@ -122,6 +122,15 @@ def test_benchmark_ends_with_one_line_of_json(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_injected_faults_are_named_and_the_resumed_runs_are_equal(tmp_path: Path):
+    printed = execute(str(ROOT / "benchmarks" / "faults.py"), "--seed", "5", "--count", "9", "--json", cwd=tmp_path)
+    found = json.loads(printed.splitlines()[-1])
+    assert found["injected"] == found["named"] == 9
+    assert found["hangs"] == 0
+    assert found["resumed"] == found["resumed_equal"] == 8  # a slow rank ends nothing
+
+
+@pytest.mark.slow
 def test_demo(tmp_path: Path):
     printed = execute(str(ROOT / "examples" / "demo.py"), cwd=tmp_path)
     assert printed.count("all losses agree") == 2

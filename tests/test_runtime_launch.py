@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -169,3 +170,33 @@ def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_p
     whole = supervised(*script, "0", "SIGKILL", launcher=launcher)
     losses = [re.findall(r"loss (\S+)", done.stdout)[-1] for done in (broken_off, whole)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "kind"), [("SIGKILL", "ProcessDied"), ("SIGSTOP", "Stalled")])
+def test_a_cause_on_one_host_is_told_on_the_other(tmp_path: Path, how: str, kind: str):
+    program = program_of_net(pp=2, dp=2, num_microbatches=2)
+    plan_file(tmp_path, program)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("dist.get_rank() == 1", "dist.get_rank() == 1 and attempt == 0"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    script = [str(tmp_path / "script.py"), str(tmp_path), "1", how]
+    hosts = [
+        subprocess.Popen([*command, str(n), *script], stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        for n in range(2)
+    ]
+    try:
+        logs = [host.communicate(timeout=200)[1] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    index = next(k for k, i in enumerate(program.rank(1).instructions) if i.op == "B")
+    told = [line for log in logs for line in log.splitlines() if line.startswith("first cause")]
+    assert any(f"rank 1, instruction {index}: " in line for line in told)
+    for line in told:
+        assert line.startswith("first cause: rank 1, ")
+        assert kind in line

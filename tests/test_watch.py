@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime import Engine, LocalRanks, Monitor, RankError, Watch
 from runtime.errors import Failure
 from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
-from runtime.watch.board import RankState
+from runtime.watch.board import Board, RankState
 from runtime.watch.diagnose import cause_of
+from runtime.watch.mirror import Mirror
 from runtime.watch.place import Place
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
@@ -179,3 +181,73 @@ def test_the_rank_and_instruction_that_are_the_cause_are_told(
     failure = caught.value.failure
     assert (failure.rank, failure.index, failure.step, failure.kind) == (1, index, 2, kind)
     assert str(caught.value).endswith(f"first cause: {failure}")
+
+
+def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
+    store = dist.HashStore()
+    folders = [tmp_path / "one", tmp_path / "two"]
+    program = program_of_net(pp=2)
+    for rank, folder in enumerate(folders):
+        Recorder(folder, program.rank(rank), [0, 1]).begin(6)
+    mirrors = [Mirror(folder, store, host, 2, frozenset({host})) for host, folder in enumerate(folders)]
+    Board(folders[1]).post_failure(1, Failure(1, "of its own", "ValueError"))
+    for _ in range(2):
+        for mirror in mirrors:
+            mirror.exchange()
+    for folder in folders:
+        assert [(s.rank, s.moment.step) for s in Board(folder).states()] == [(0, 6), (1, 6)]
+        found = Monitor(folder).check()
+        assert found is not None
+        assert (found.rank, found.error) == (1, "of its own")
+    assert Board(folders[0]).tell(Failure(0, "said", "ValueError"))
+    assert not Board(folders[0]).tell(Failure(1, "said again", "ValueError"))
+    for mirror in mirrors:
+        mirror.exchange()
+    told = Monitor(folders[1]).check()
+    assert told is not None
+    assert told.error == "said"
+
+
+def test_what_fails_between_steps_is_told_with_the_scripts_line(tmp_path: Path):
+    engine = Engine(program_of_net(), Net())
+
+    def run() -> None:
+        with Watch(engine, tmp_path, leave=False):
+            engine.step(net_inputs())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    found = Monitor(tmp_path).check()
+    assert found is not None
+    assert (found.kind, found.instruction, found.step) == ("ZeroDivisionError", "between steps", 1)
+    assert found.source.startswith(__file__)
+
+
+@pytest.mark.parametrize("error", [None, SystemExit, KeyboardInterrupt])
+def test_who_leaves_of_its_own_accord_is_no_cause(tmp_path: Path, error: type[BaseException] | None):
+    engine = Engine(program_of_net(), Net())
+
+    def run() -> None:
+        with Watch(engine, tmp_path, leave=False):
+            engine.step(net_inputs())
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    (left,) = Board(tmp_path).states()
+    assert left.moment.phase == "gone"
+    assert Monitor(tmp_path, patience_s=0.0).check() is None
+
+
+def test_a_folder_that_nobody_asked_for_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PARTITION_WATCH", raising=False)
+    engine = Engine(program_of_net(), Net())
+    with Watch(engine) as watch:
+        engine.step(net_inputs())
+        assert watch.folder.is_dir()
+    assert not watch.folder.parent.exists()

@@ -69,7 +69,7 @@ class Board:
         self._post(rank, "place", {"step": moment.step, "action": moment.action, **place.to_data()})
 
     def post_failure(self, rank: int, failure: Failure, waits: tuple[int, ...] = ()) -> None:
-        content = {"at": time.monotonic(), "failure": failure.to_data(), "waits": waits}
+        content = {"at": time.time(), "failure": failure.to_data(), "waits": waits}
         self._post(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
@@ -103,8 +103,13 @@ class Board:
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
-                self._recordings[rank] = Recording(self.folder, rank)
-        return [self._state(rank) for rank in sorted(self._recordings)]
+                with contextlib.suppress(FileNotFoundError):  # see below
+                    self._recordings[rank] = Recording(self.folder, rank)
+        found = []
+        for rank in sorted(self._recordings):
+            with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up
+                found.append(self._state(rank))
+        return found
 
     @property
     def world_size(self) -> int:
@@ -115,10 +120,12 @@ class Board:
 
     def _state(self, rank: int) -> RankState:
         recording = self._recordings[rank]
-        about, moment, now = recording.about, recording.moment(), time.monotonic_ns()
+        about, moment = recording.about, recording.moment()
+        here = about.host == socket.gethostname()
+        now = time.monotonic_ns() if here else int((time.time() - about.clock_s) * 1e9)
         index = about.actions[moment.action] if moment.phase == "step" else None
         spot = about.spots[index] if index is not None and index < len(about.spots) else None
-        alive, stopped = _process(about.pid) if about.host == socket.gethostname() else (True, False)
+        alive, stopped = _process(about.pid) if here else (True, False)
         placed, failed = self._read(rank, "place"), self._read(rank, "failure")
         place = None
         if placed is not None and (placed.pop("step"), placed.pop("action")) == (moment.step, moment.action):

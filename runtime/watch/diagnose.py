@@ -56,7 +56,7 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
         kind=kind,
         instruction=(spot.text if spot is not None else "end of the step") if inside else state.moment.phase,
         index=state.index,
-        step=state.moment.step + (1 if inside else 0),
+        step=state.moment.step + 1,
         call=(place.call if place is not None else "") or (spot.calls if spot is not None else ""),
         node=place.node if place is not None else "",
         path=place.path if place is not None else "",
@@ -138,8 +138,8 @@ def _lost(told: Sequence[RankState]) -> Failure:
         state = ranks[suspects[0]]
         assert state.failure is not None
         who = ", ".join(str(s.rank) for s in told if suspects[0] in s.lost)
-        text = f"lost its connections to rank {who}, and all processes run: {state.failure.error}"
+        text = f"lost its connections to rank {who}, and no process is known to have ended: {state.failure.error}"
         return replace(state.failure, kind=LOST, error=text, secondary=False)
     peers = ", ".join(map(str, sorted(first.lost))) or "another one"
-    text = f"lost its connection to rank {peers}, and all processes run: {first.failure.error}"
+    text = f"lost its connection to rank {peers}, and no process is known to have ended: {first.failure.error}"
     return replace(first.failure, kind=LOST, error=text, secondary=False)

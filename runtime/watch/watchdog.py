@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -14,15 +15,19 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from runtime.errors import STALLED, Failure, InstructionError, LaunchError
+from runtime.errors import STALLED, Failure, InstructionError
 from runtime.failures import is_secondary
+from runtime.groups import TorchCommunicator
 from runtime.recorder import Recorder, Recording
 from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
+from runtime.watch.mirror import Mirror
 from runtime.watch.monitor import Monitor
 from runtime.watch.place import place_of, raised, stack
 from runtime.watch.slow import SlowRank, SlowRanks
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 FOLDER = "PARTITION_WATCH"  # where the ranks of a run write, where the environment says so
 _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
+_MIRROR_S = 1.0
 _LEAVE_S = 3.0  # for the launcher to end a rank that only lost another one
 
 
@@ -48,7 +54,8 @@ class Watch:
     restart them does.
 
     Args:
-        folder: where ranks write, seen by all of them, in memory if possible; by default one on this host.
+        folder: where ranks write, seen by all of them, in memory if possible; by default one on each host, copied
+            between hosts through the store of the process group, once a second.
         patience_s: for how long nothing may move in any rank.
         beat_s: seconds between signs of life.
         slow_factor: by how much more work a step must take a rank than its peers for the first rank to say so on the
@@ -71,8 +78,13 @@ class Watch:
         self.executor = engine._executor
         self.beat_s = beat_s
         self.leave = leave
-        self.folder = _default_folder() if folder is None else Path(folder)
+        self._own_folder = folder is None and FOLDER not in os.environ
+        self.folder = default_folder() if folder is None else Path(folder)
         self.monitor = Monitor(self.folder, patience_s)
+        self._several = folder is None and num_mirrored() > 1
+        self._mirror = _mirror_of(engine, self.folder) if self._several else None
+        if self._mirror is not None:
+            self.monitor.refresh = self._mirror.exchange
         self.board: Board = self.monitor.board
         self.slow: list[SlowRank] = []
         self._slow = SlowRanks(self.board, slow_factor) if slow_factor and self._is_first() else None
@@ -82,7 +94,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         if self.leave:
-            if self._is_first():
+            if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run has left
             self.engine.barrier()
         actions = [index for index, _ in self.executor.actions]
@@ -101,9 +113,20 @@ class Watch:
             failure = self.failed(error)
             if self.leave:
                 self._leave(failure, error)
-        elif error is None:
+        else:  # at its end, or of its own accord: sys.exit, Ctrl-C
             self.recorder.enter("gone")
+            if self._own_folder and error is None:
+                self._thread.join()
+                self._tidy()
         self.executor.recorder = None
+
+    def _tidy(self) -> None:
+        """Leave nothing in a folder that nobody asked for; the last rank removes it."""
+        for path in self.folder.glob(f"rank-{self.rank}.*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
         """Say on the board why this rank has failed."""
@@ -118,7 +141,7 @@ class Watch:
                 error=str(error),
                 kind=type(error).__name__,
                 instruction=moment.phase,
-                step=moment.step,
+                step=moment.step + 1,
                 source=_users_line(error),
                 traceback="".join(traceback.format_exception(error)),
                 secondary=is_secondary(error),
@@ -130,10 +153,14 @@ class Watch:
     def _watch(self) -> None:
         """The thread: beats, and looks after a run that does not move."""
         looked = 0.0
-        slow_looked = 0.0
+        slow_looked = mirrored = 0.0
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
             self.recorder.beat()
+            if time.monotonic() - mirrored > _MIRROR_S:
+                mirrored = time.monotonic()
+                if self._mirror is not None:
+                    self._mirror.exchange()
             if self._slow is not None and time.monotonic() - slow_looked > _SLOW_LOOK_S:
                 slow_looked = time.monotonic()
                 self._tell_slow(self._slow)
@@ -149,6 +176,13 @@ class Watch:
             if self.leave and time.monotonic() - looked > pause:
                 looked = time.monotonic()
                 self._judge()
+
+    def _spread(self) -> None:
+        """Let other hosts know the cause before its consequences reach them."""
+        if self._mirror is not None:
+            self._mirror.exchange()
+        elif self._several:
+            time.sleep(1.5 * _MIRROR_S)  # the rank that mirrors does it meanwhile
 
     def _is_first(self) -> bool:
         return self.rank == self.engine.communicator.home
@@ -174,6 +208,7 @@ class Watch:
                 if error is not None and cause is failure:
                     traceback.print_exception(error)
                 print(f"first cause: {cause}", file=sys.stderr, flush=True)
+            self._spread()
             with contextlib.suppress(Exception):
                 get_error_handler().record_exception(InstructionError(cause))
             for state in self.monitor.states():
@@ -204,24 +239,35 @@ def _users_line(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def can_watch() -> bool:
-    """Whether all ranks that torchrun has started see the same folder: they are on one host, or one is given."""
-    env = os.environ
-    return FOLDER in env or env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE")
-
-
-def _default_folder() -> Path:
-    """One of this run and attempt, on this host. Raises :class:`LaunchError` where ranks are on several hosts."""
+def default_folder() -> Path:
+    """One of this run, attempt and host."""
     env = os.environ
     attempt = f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if FOLDER in env:
         return Path(env[FOLDER], attempt)
-    if not can_watch():
-        raise LaunchError(
-            "the ranks are on several hosts: give Watch a folder that all of them see, or set "
-            f"{FOLDER} to one in the environment"
-        )
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    run = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}-{env.get('MASTER_PORT', os.getpid())}"
+    run = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}-{env.get('MASTER_PORT', os.getpid())}-{env.get('GROUP_RANK', '0')}"
     return base / f"partition-watch-{os.getuid()}-{run}" / attempt
+
+
+def num_mirrored() -> int:
+    """The hosts that torchrun has started ranks on, where no folder is given that all of them see; else 1."""
+    return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+_watches = itertools.count()  # the same on all ranks: they enter each watch together
+
+
+def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
+    """That of this host, in the one rank that does it."""
+    env, number = os.environ, next(_watches)
+    if env.get("LOCAL_RANK") != "0":
+        return None
+    communicator = engine.communicator
+    assert isinstance(communicator, TorchCommunicator)
+    first = int(env["RANK"])
+    ranks = communicator.ranks_of(range(first, first + int(env["LOCAL_WORLD_SIZE"])))
+    everyones: Any = c10d._get_default_store()
+    store = PrefixStore(f"watch {number}", everyones.clone())
+    return Mirror(folder, store, int(env["GROUP_RANK"]), num_mirrored(), frozenset(ranks))

@@ -1,0 +1,69 @@
+"""Ranks on several hosts: each host's folder is copied to the others' through the store that the ranks met at.
+
+One rank of every host does it. What is copied are the files that ranks write about themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+_KINDS = ("times", "json", "place", "failure", "addresses")
+_CAUSE = "cause"
+
+
+class Store(Protocol):
+    """What is asked of a ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Mirror:
+    """Host ``host`` of ``num_hosts``, whose own ranks are ``ranks`` and write to ``folder``.
+
+    ``store``: a client of its own, since one that waits for a key serves nobody else.
+    """
+
+    def __init__(self, folder: Path, store: Store, host: int, num_hosts: int, ranks: frozenset[int]) -> None:
+        self.folder = folder
+        self.store = store
+        self.host = host
+        self.others = [h for h in range(num_hosts) if h != host]
+        self.ranks = ranks
+
+    def exchange(self) -> None:
+        """Give what this host's ranks have written, take what others have given. Where the store is gone: nothing."""
+        with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
+            own = {name: base64.b64encode(content).decode() for name, content in self._own().items()}
+            self.store.set(_key(self.host), json.dumps(own))
+            for other in self.others:
+                if self.store.check([_key(other)]):
+                    self._take(json.loads(self.store.get(_key(other))))
+
+    def _own(self) -> dict[str, bytes]:
+        names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
+        found = {}
+        for name in [*names, _CAUSE]:
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = (self.folder / name).read_bytes()
+        return found
+
+    def _take(self, files: dict[str, str]) -> None:
+        for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
+            if name == _CAUSE and (self.folder / name).exists():
+                continue
+            partial = self.folder / f".{name}.{os.getpid()}"
+            partial.write_bytes(base64.b64decode(files[name]))
+            os.replace(partial, self.folder / name)
+
+
+def _key(host: int) -> str:
+    return f"watch {host}"

@@ -108,7 +108,8 @@ class Bench:
     ) -> list[Any]:
         watch.mkdir(exist_ok=True)
         wipe(watch)
-        monitor = Monitor(watch, self.patience_s if fault is not None else _LONG_S)
+        ends = fault is not None and fault.kind != "slow"
+        monitor = Monitor(watch, self.patience_s if ends else _LONG_S)
         arguments = (plan.path, self.weights, str(root), str(watch), fault, steps)
         return self.pool(plan.ranks).call(train, *arguments, timeout=limit, watch=monitor)
 

@@ -118,6 +118,10 @@ class Recorder:
         """Say that the process runs."""
         self.times[BEAT] = time.monotonic_ns()
 
+    def moved(self) -> None:
+        """Say that something moves, outside of steps."""
+        self.times[MOVED] = time.monotonic_ns()
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """What is done meanwhile; an error leaves it as it is, to be told."""

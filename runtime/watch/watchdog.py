@@ -25,6 +25,7 @@ from runtime.errors import STALLED, Failure, InstructionError
 from runtime.failures import is_secondary
 from runtime.groups import TorchCommunicator
 from runtime.recorder import Recorder, Recording
+from runtime.waiting import waited
 from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
 from runtime.watch.mirror import Mirror
@@ -154,6 +155,7 @@ class Watch:
         """The thread: beats, and looks after a run that does not move."""
         looked = 0.0
         slow_looked = mirrored = 0.0
+        seen = (0, "")
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
             self.recorder.beat()
@@ -170,6 +172,9 @@ class Watch:
                 continue
             frame = sys._current_frames().get(self._main)
             place = place_of(stack(frame), self.executor)
+            seen, last = (waited.ns, place.line), seen
+            if moment.phase != "step" and seen != last:  # a checkpoint is under way, and it proceeds
+                self.recorder.moved()
             if self._recording.moment().action == moment.action:  # else it has moved on meanwhile
                 with contextlib.suppress(OSError):
                     self.board.post_place(self.rank, moment, place)

@@ -8,7 +8,7 @@ transpose as gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,13 +102,34 @@ def differentiate(
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes), fx.traceback.preserve_node_meta():
         primals = [_empty(n.meta["val"], device) for n in placeholders]
         tangents = [_empty(n.meta["val"], device) for n in block.outputs]
-        traced = make_fx(joint, tracing_mode="real", _error_on_data_dependent_ops=False)(primals, tangents)
+        traced = _traced(joint, primals, tangents)
+        if any(map(_mutates, traced.graph.nodes)):
+            traced = _functional(traced, [*primals, *tangents])
     graph = traced.graph
     if sizes is not None:
         _settle_sizes(graph)
     _simplify(graph)
     _locate(graph)
     return _cut(graph, block, needs, taken)
+
+
+def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
+    """``traced`` without operators that write into their operands, which nothing need read: kernels and derivatives of
+    torch's own write into memory formats (channels last) and into what they just made."""
+
+    def run(*flat: Tensor) -> list[Tensor | None]:
+        interpreter = fx.Interpreter(traced)
+        return list(interpreter.run(*flat, enable_io_processing=False))
+
+    return _traced(torch.func.functionalize(run, remove="mutations"), *arguments)
 
 
 def _empty(value: Tensor, device: torch.device) -> Tensor:

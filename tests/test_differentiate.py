@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +119,24 @@ def test_what_goes_between_functions_is_contiguous() -> None:
     (gradient,) = parts.backward.module(*saved, turned)
     assert gradient.is_contiguous()
     torch.testing.assert_close(gradient, value)
+
+
+@pytest.mark.parametrize("pool", [aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default])
+def test_what_derivatives_write_into_is_not_lost(pool: Any) -> None:
+    """Pooling of values that are not contiguous writes into buffers that only the write reads, forward and backward."""
+    graph = fx.Graph()
+    x = placeholder(graph, "x", 4, 9, 6)
+    y = call(graph, pool, (call(graph, aten.transpose.int, (x, 1, 2), like=x), [1]), like=x)
+    y = call(graph, operator.getitem, (y, 0), like=x) if pool is aten.adaptive_max_pool1d.default else y
+    graph.output((y,))
+    parts = differentiate(Block("pooled", graph, (), ("x",)), CPU, [True], [], [True])
+    pieces = (parts.forward, parts.backward, parts.backward_input)
+    assert not any(n.target._schema.is_mutable for p in pieces for n in p.graph.nodes if hasattr(n.target, "_schema"))
+    value = torch.randn(4, 9, 6, dtype=torch.float64, requires_grad=True)
+    made = pool(value.mT, [1])
+    expected = made if isinstance(made, torch.Tensor) else made[0]
+    seed = torch.randn_like(expected)
+    found, *saved = parts.forward.module(value.detach())
+    torch.testing.assert_close(found, expected.detach())
+    (gradient,) = parts.backward.module(*saved, seed)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, value, seed)[0])

@@ -55,7 +55,9 @@ class Segment:
             if self.function == self.module.forward:
                 raise
             result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
-            _log.warning("%s is not compiled, and runs operator by operator: %s", self.name, str(error).split("\n")[0])
+            _log.warning(
+                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
+            )
             self.function = self.module.forward
             return result
 

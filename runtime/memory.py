@@ -210,6 +210,7 @@ class _Holder:
                 for value in call.carries:
                     self.hold(value, i.microbatch)
                 self.saved += call.carried_bytes
+                self.note(position)  # what it carries is there until its W
             if i.op == "W":
                 for value in call.carries:
                     self.release(value, i.microbatch)

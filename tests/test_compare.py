@@ -108,11 +108,11 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
 
 
 def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
-    slow = planned(Topology.preset("dgx-h100"), pp=4, tp=1)
+    slow = planned(Topology.preset("dgx-h100"), pp=4, tp=1, schedule="1f1b")
     assert "you fixed pp=4" in str(slow.why_not(pp=1))
     answer = slow.why_not(pp=1, **again())
     assert answer.verdict == "faster"
-    assert "It is not the plan because you fixed pp=4, tp=1." in answer.lines
+    assert any(line.startswith("It is not the plan because you fixed pp=4") for line in answer.lines)
 
 
 def test_what_does_not_fit_says_how_much_is_missing():

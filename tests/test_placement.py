@@ -239,7 +239,7 @@ nodes: [{type: a100-80gb, devices: 4}]
 levels: [{name: nvlink, like: nvlink3, nodes: 1}]
 overrides: {node0/1: {memory: 10 GB}}
 """
-    plan = plan_on(cluster, pp=4, dp=1, tp=1, batch=16, length=8192, microbatch_size=1)
+    plan = plan_on(cluster, pp=4, dp=1, tp=1, batch=16, length=8192, microbatch_size=1, schedule="1f1b")
     usable = [plan.topology.devices[d].usable for d in plan.devices]
     assert all(needed <= has for needed, has in zip(plan.estimate.memory, usable, strict=True))
     # earlier stages keep more microbatches

@@ -119,7 +119,8 @@ engine = runtime.Engine(sys.argv[1] + "/plan.json", weights=Net().state_dict())
 optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with runtime.Watch(engine, patience_s=8):
-    done = engine.resume(sys.argv[1] + "/checkpoints", optimizer)
+    checkpoints = runtime.Checkpoints(sys.argv[1] + "/checkpoints", engine, optimizer, every=2, behind=False)
+    done = checkpoints.restore()
     if dist.get_rank() == 1 and attempt == int(sys.argv[2]) - 1:
         places = [k for k, (i, _) in enumerate(engine._executor.actions) if i < len(engine.rank_program.instructions)]
         place = next(k for k in places if engine.rank_program.instructions[engine._executor.actions[k][0]].op == "B")
@@ -134,8 +135,7 @@ with runtime.Watch(engine, patience_s=8):
     while engine.steps < 5:
         loss = engine.step(net_inputs())
         optimizer.step()
-        if engine.steps % 2 == 0:
-            engine.checkpoint(sys.argv[1] + "/checkpoints", optimizer)
+        checkpoints.after_step()
     if dist.get_rank() == 0:
         print("resumed at", done, "loss", loss.item(), flush=True)
     engine.barrier()

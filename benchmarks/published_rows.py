@@ -244,38 +244,30 @@ def _constraints(row: Row) -> Constraints:
         microbatch_size=row["mbs"],
         schedule=schedule if pp > 1 else None,
         virtual_stages=virtual,
-        recompute=_recompute(row),
+        recompute=RECOMPUTE.get(str(row.get("recompute"))),
         zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
         overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
-        stage_of=_stages(row["layers"], pp),
+        stage_of=_stages(row["layers"], pp, virtual or 1),
     )
 
 
-def _stages(layers: int, pp: int) -> dict[str, int]:
-    """Stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head besides;
+def _stages(layers: int, pp: int, virtual: int) -> dict[str, int]:
+    """(Virtual) stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head besides;
     where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
     ``account_for_embedding_in_pipeline_split``). Free where neither does."""
     ends = 0 if layers % pp == 0 else 1
-    if pp == 1 or (layers + 2 * ends) % pp:
+    if pp == 1 or (layers + 2 * ends) % (pp * virtual):
         return {}
-    per_stage = (layers + 2 * ends) // pp
+    per_stage = (layers + 2 * ends) // (pp * virtual)
     return {f"layers.{i}": (i + ends) // per_stage for i in range(layers)} | {"tokens": 0, "head": -1}
 
 
 def _is(row: Row, frameworks: tuple[str, ...]) -> bool:
     return str(row.get("framework", "")).startswith(frameworks)
-
-
-def _recompute(row: Row) -> str | None:
-    """As the row says. Where that is only the default of a repository's configuration, runs of one node go without:
-    4 samples through a layer of 2,048 take them 8.8 ms on A100, of which softmax, norms and the like take 2.5 ms; with
-    recomputation the products would reach 283 TFLOP/s, more than any of the 20,208 large ones that were measured."""
-    assumed = "per repo config" in row.get("notes", "") and row["num_gpus"] <= (row.get("gpus_per_node") or 8)
-    return "none" if assumed else RECOMPUTE.get(str(row.get("recompute")))
 
 
 def _overlap(row: Row) -> bool | None:

@@ -26,10 +26,6 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
 
-# The norm of a device's and a host's times: layers of vTrain's runs over 2 ranks of tp take 3.4, 4.6, 6.2 and 10.8 ms
-# for 1, 2, 4 and 8 samples, where the device is busy for 1.4 to 10.8 ms and the host for 3.2 ms.
-_MEETING = 3
-
 
 @dataclass(frozen=True)
 class CallCost:
@@ -138,8 +134,8 @@ class CallWork:
         exchanged = expert_exchanges(asked.region, spread)
         for way in range(1 + train):
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown) + exchanged
-            busy = seconds[way] + comm[way]
-            seconds[way] += _beside(busy, asked.issued[way] * device.dispatch, meeting=comm[way] > 0) - busy
+            issuing = asked.issued[way] * device.dispatch
+            seconds[way] += max(0.0, issuing - seconds[way] - comm[way])
         gathers = self._gathers(asked, spread)
         for way in range(1 + train):
             comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
@@ -212,19 +208,6 @@ class CallWork:
             ahead += collective_time("all_gather", size, group) if size else 0.0
             back += collective_time("reduce_scatter", grads, group) if grads else 0.0
         return ahead, ahead + back
-
-
-def _beside(busy: float, issuing: float, meeting: bool) -> float:
-    """Seconds of a call whose device is ``busy`` while the host is ``issuing`` operators.
-
-    The queue between them hides the shorter. But where ranks are ``meeting`` in collectives, each stretch between two
-    takes as long as the slower of device and host does on the slowest rank: as both fluctuate, more than either's mean.
-    """
-    if not meeting:
-        return max(busy, issuing)
-    longer, shorter = max(busy, issuing), min(busy, issuing)
-    both: float = longer * (1 + (shorter / longer) ** _MEETING) ** (1 / _MEETING)
-    return both
 
 
 def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:

@@ -256,8 +256,8 @@ def _constraints(row: Row) -> Constraints:
 
 
 def _stages(layers: int, pp: int, virtual: int) -> dict[str, int]:
-    """(Virtual) stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head besides;
-    where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
+    """(Virtual) stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head
+    besides; where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
     ``account_for_embedding_in_pipeline_split``). Free where neither does."""
     ends = 0 if layers % pp == 0 else 1
     if pp == 1 or (layers + 2 * ends) % (pp * virtual):

@@ -118,7 +118,7 @@ def freed(row: Row) -> Freed | None:
     return Freed(row["id"], *times, mesh_text(plan.mesh), changes, plan.explain())
 
 
-_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather")
+_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather", "short_gradients")
 
 
 def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:

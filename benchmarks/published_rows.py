@@ -251,6 +251,7 @@ def _constraints(row: Row) -> Constraints:
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
+        short_gradients=row.get("precision") == "fp16" or None,  # float32 ones came with bf16
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
 

@@ -26,6 +26,7 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "overlap_tensor": (None, False),
     "regather": (None, False),
     "gather": (None, "call"),
+    "short_gradients": (None, False),
 }
 
 
@@ -45,7 +46,8 @@ class Constraints(BaseModel):
     ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation. ``overlap_tensor``:
     whether gathers and scatters over ``tp`` run in pieces behind the products beside them. ``regather``: whether values
     that are gathered over ``tp`` are kept sharded and gathered again in backward. ``gather``: whether sharded states
-    are gathered together for a call, or each ``parameter`` by itself.
+    are gathered together for a call, or each ``parameter`` by itself. ``short_gradients``: whether gradients are of
+    their parameter's type where that is shorter than float32, rather than in float32.
     ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
@@ -71,6 +73,7 @@ class Constraints(BaseModel):
     overlap_tensor: bool | None = None
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
+    short_gradients: bool | None = None
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
 

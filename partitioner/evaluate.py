@@ -292,6 +292,7 @@ class Evaluator:
                 optimizer=job.optimizer,
                 train=job.train,
                 sharded=machine.sharded(job.experts),
+                short_gradients=bool(job.constraints.short_gradients),
             )
         return self._held[held]
 

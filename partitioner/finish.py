@@ -24,6 +24,7 @@ def planned_only(point: Point, constraints: Constraints, precision: str, selecti
         overlap_tensor=constraints.overlap_tensor,
         regather=constraints.regather,
         gather=constraints.gather,
+        short_gradients=constraints.short_gradients,
     ).planned_only
     return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
 

@@ -106,7 +106,10 @@ class ModelBounds:
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
         self._works = _Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
-        self.states = state_costs(job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train)
+        short = bool(job.constraints.short_gradients)
+        self.states = state_costs(
+            job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train, short_gradients=short
+        )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}

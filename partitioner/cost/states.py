@@ -144,11 +144,13 @@ def state_costs(
     optimizer: str = "adamw",
     train: bool = True,
     sharded: Sharded = WHOLE,
+    short_gradients: bool = False,
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
+    ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
     costs = {}
@@ -156,6 +158,7 @@ def state_costs(
         trained = train and state.requires_grad
         cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained)
         expert = name in sharded.experts
+        cost = replace(cost, gradient=cost.parameter) if short_gradients and cost.gradient else cost
         cost = cost.scaled(sharded.of_experts) if expert else cost
         replicas = sharded.expert_replicas if expert else sharded.replicas
         stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0

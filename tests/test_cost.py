@@ -333,15 +333,6 @@ def test_what_a_lowering_detaches_has_no_backward():
     assert marks == [False, False, True]
 
 
-def test_where_ranks_meet_neither_host_nor_device_hides_the_other():
-    made = block(lambda run, x: run(ops.all_reduce.default, x, "tp", 8, "copy"), {}, {"x": torch.empty(64, 64)})
-    busy = call_costs(made, DEVICE, {"tp": NVLINK}, train=False).forward_total_s
-    host = DEVICE.model_copy(update={"dispatch": busy})
-    together = call_costs(made, host, {"tp": NVLINK}, train=False).forward_total_s
-    assert 1.1 * busy < together < 2 * busy
-    assert call_costs(made, host, {}, train=False).forward_total_s == pytest.approx(busy)
-
-
 def test_the_host_issues_a_copy_over_tp_only_backward():
     slow = DEVICE.model_copy(update={"dispatch": 1.0})
 

@@ -17,6 +17,8 @@ from benchmarks.zoo_attention import masks_left
 from benchmarks.zoo_models import architectures
 from runtime.files import write_text
 
+_ROOT = Path(__file__).resolve().parents[1]  # where this copy lies is of no interest
+
 Mesh = tuple[int, int, int]
 Result = dict[str, Any]
 Known = Mapping[tuple[str, Mesh], Result]
@@ -108,7 +110,7 @@ def _table(mesh: Mesh, results: list[Result]) -> Table:
 def _row(result: Result) -> tuple[str, ...]:
     errors = result.get("errors", {})
     operators = ", ".join(f"{n} {s:.0%}" for n, s in result.get("without_rule", {}).items())
-    why = " ".join(filter(None, (result.get("reason", ""), result.get("export", ""))))
+    why = " ".join(filter(None, (result.get("reason", ""), result.get("export", "")))).replace(f"{_ROOT}/", "")
     worst = f"{max(errors.values()):.0e}" if errors else ""
     share = f"{result['share']:.0%}" if "share" in result and result["mesh"][2] > 1 else ""
     return result["name"], result["status"], worst, share, operators, why[:160]

@@ -1,4 +1,4 @@
-"""The other schedules for a plan that the search has found under 1F1B: same mesh, same microbatches.
+"""The other schedules for a plan that the search has found under 1F1B: same mesh, same placement, same microbatches.
 
 The search and its bounds are those of 1F1B, whose time has a formula. Which schedule fills the pipeline that it has
 found best is then tried: there are few, and each is followed action by action.
@@ -30,7 +30,7 @@ def best_schedule(
     best, rows = found, []
     for point in points_beside(space, found.point):
         try:
-            solved = evaluator.solve(point)
+            solved = evaluator.solve(point, found.devices)
         except PartitionError as error:
             rows.append(candidate(point, None, getattr(error, "message", str(error))))
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +24,7 @@ from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
 from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import is_formula, least_bubble
-from partitioner.solve.placement import Placements
+from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.solve.share import matmul_flops
@@ -145,8 +146,8 @@ class Evaluator:
     _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
-    def solve(self, point: Point) -> Solved:
-        """The best plan of one candidate.
+    def solve(self, point: Point, devices: Sequence[int] | None = None) -> Solved:
+        """The best plan of one candidate; on ``devices`` by rank, where they are given.
 
         Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
         :class:`passes.errors.UnsupportedError` where there is none.
@@ -201,7 +202,11 @@ class Evaluator:
             share = (num_microbatches - bubble) / point.pp + bubble
             return self._fastest(local, costs, dressed(machine)) * share
 
-        found = self.placements.best(point.grid, judge, least)
+        if devices is None:
+            found = self.placements.best(point.grid, judge, least)
+        else:
+            machine = self.placements.at(point.grid, devices)
+            found = Found(machine, *judge(machine))
         problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []

@@ -4,7 +4,8 @@ What a schedule takes is the longest of the paths through its actions, and each 
 often a stage's forward, so often its backwards. No cuts take less than the best cuts do for one path, or for a mean of
 paths; those best cuts are a shortest path over (stage, cut). In turns the cuts answer the mean of all paths so far, and
 the longest path of these cuts is added to it (fictitious play, Brown 1951; Robinson 1951): both sides approach each
-other. Where there are few cuts, all are tried.
+other. Runs of calls that for all microbatches take longer than a step under the first cuts are left aside: a rank works
+through them one after the other. Where there are few cuts, all are tried.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
 from partitioner.solve.pipelines import Phases, follow, longest_path
-from partitioner.solve.tables import StageTables
+from partitioner.solve.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
 _CLOSE = 0.005  # of what the cuts take: near enough
@@ -38,18 +39,20 @@ class Found:
 def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int]) -> Found:
     """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone."""
     costs = _Costs(tables)
+    train = tables.problem.train
     seen: dict[tuple[int, ...], float] = {}
     paths = np.zeros((tables.problem.num_stages, 3))
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
     if math.comb(calls - 1, stages - 1) * actions <= _ACTIONS:
-        return _best_of_all(costs, timetable, tables.problem.train, calls, stages)
+        return _best_of_all(costs, timetable, train, calls, stages)
+    bands = costs.bands(follow(timetable, costs.phases(cuts), train) / _microbatches(timetable))
     for turn in range(1, max(4, min(_MOST_TURNS, _ACTIONS // actions)) + 1):
-        seconds, path = longest_path(timetable, costs.phases(cuts), tables.problem.train)
+        seconds, path = longest_path(timetable, costs.phases(cuts), train)
         seen[cuts] = seconds
         paths += (path - paths) / turn
-        least, cuts = costs.shortest(paths)
+        least, cuts = bands.shortest(paths)
         bound = max(bound, least)
         if min(seen.values()) * (1 - _CLOSE) <= bound:
             break
@@ -89,19 +92,47 @@ class _Costs:
         """Whether each stage fits on its rank."""
         return all(np.isfinite(table[1, cuts[k], cuts[k + 1]]) for k, table in enumerate(self.of_stage))
 
+    def bands(self, most: float) -> _Bands:
+        """The runs that take at most ``most`` seconds."""
+        size = self.of_stage[0].shape[-1]
+        total = np.stack([table.sum(axis=0) for table in self.of_stage])
+        length = np.arange(size)[None, :] - np.arange(size)[:, None]
+        fits = np.isfinite(total) & (total <= most * (1 + TINY)) & (length > 0)
+        width = int(length[fits.any(axis=0)].max())
+        stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, width + 1)[None, :]
+        inside = start >= 0
+        start = np.maximum(start, 0)
+        fit = fits[:, start, stop] & inside
+        seconds = np.stack([table[:, start, stop] for table in self.of_stage])
+        return _Bands(np.where(fit[:, None], seconds, 0.0), np.where(fit, 0.0, np.inf))
+
+
+@dataclass(frozen=True)
+class _Bands:
+    """``seconds`` by the end of a run and its length less one, shape ``[stages, 3, calls + 1, width]``; ``barred``,
+    ``[stages, calls + 1, width]``: infinite for what is no run."""
+
+    seconds: Table
+    barred: Table
+
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
         """The cuts of the least sum, each stage's phases as often as ``paths`` says."""
-        size = self.of_stage[0].shape[-1]
-        reached = np.full(size, np.inf)
-        reached[0] = 0.0
+        sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
+        _, size, width = sums.shape
+        reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
+        reached[width] = 0.0
+        before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
         came = []
-        for table, often in zip(self.of_stage, paths, strict=True):
-            fits = np.isfinite(table[1])
-            sums = np.where(fits, np.tensordot(often, np.where(fits, table, 0.0), axes=1), np.inf)
-            total = reached[:, None] + sums
-            came.append(total.argmin(axis=0))
-            reached = total.min(axis=0)
+        for of_stage in sums:
+            total = reached[before] + of_stage
+            came.append(total.argmin(axis=1))
+            reached = np.concatenate([np.full(width, np.inf), total.min(axis=1)])
         cuts = [size - 1]
         for step in reversed(came):
-            cuts.append(int(step[cuts[-1]]))
+            cuts.append(cuts[-1] - 1 - int(step[cuts[-1]]))
         return float(reached[-1]), tuple(cuts[::-1])
+
+
+def _microbatches(timetable: Timetable) -> int:
+    """How often each virtual stage runs forward."""
+    return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

@@ -8,7 +8,7 @@ cost model that judges the plan; ranks on their namesakes are always tried, so n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Generic, TypeVar
@@ -78,6 +78,11 @@ class Placements:
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
+
+    def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> Machine:
+        """The placement that puts the ranks of ``mesh`` on ``devices``."""
+        tried = (machine for machine in self._candidates.get(_key(mesh), ()) if machine.device_of_rank == devices)
+        return next(tried, None) or Machine(self.topology, mesh, self.precision, tuple(devices))
 
     def best(
         self,

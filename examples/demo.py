@@ -2,9 +2,9 @@
 
 For a Llama (left to the planner) and a T5 (told to be a pipeline), both with random weights: plan for four ranks,
 show the plan, write ``out/<model>/plan.json``, ``plan.svg`` and ``timeline.svg``, prove the programs free of deadlock,
-verify them against the model, and train 20 steps on four Gloo processes next to the same training on one process. Both
-are done in float64, but for what the models themselves compute in float32 (their norms and loss), in another order on
-four processes than on one: the losses of all steps must agree to 1e-6.
+verify them against the model, and train 20 steps on four Gloo processes next to the same training on one process. The
+plans are float64, where rounding is too small to grow large in 20 steps: all losses must agree to 1e-6, which is what
+the unmodified model leaves by computing its norms and losses in float32.
 
     python examples/demo.py
 
@@ -83,7 +83,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def optimizer_of(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     # The large eps keeps Adam from dividing rounding noise by rounding noise where a gradient is nearly zero.
-    return torch.optim.AdamW(parameters, lr=3e-4, eps=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-4)
 
 
 # --- a worker ---------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Show:
         differences = [abs(a - b) / abs(b) for a, b in zip(ours, single, strict=True)]
         for step, (a, b, difference) in enumerate(zip(ours, single, differences, strict=True)):
             colour = "green" if difference <= TOLERANCE else "red"
-            table.add_row(str(step), f"{a:.9f}", f"{b:.9f}", f"[{colour}]{difference:.1e}[/]")
+            table.add_row(str(step), f"{a:.8f}", f"{b:.8f}", f"[{colour}]{difference:.1e}[/]")
         self.console.print(table)
         return max(differences)
 

@@ -77,7 +77,7 @@ class StageSplit:
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
     """The best split. Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if none fits."""
     tables = tables or StageTables(problem)
-    split = _Splitter(tables).best()
+    split = None if tables.hopeless else _Splitter(tables).best()
     if split is None:
         raise capacity_error(tables)
     return split

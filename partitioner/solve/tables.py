@@ -133,8 +133,20 @@ class StageTables:
         self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed()
+        self._messages: dict[tuple[int, bool], Table] = {}  # by link and direction
+
+    @cached_property
+    def times(self) -> list[Table]:
+        """By stage: seconds of every segment."""
+        p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
-        self.times: list[Table] = [table for stages in chunks for table in self._times(stages)]
+        return [table for stages in chunks for table in self._times(stages)]
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the states alone are more than all stages may hold; no table of times needs to be made then."""
+        names = {name for call in self.problem.calls for name in call.states}
+        return sum(self.problem.state_bytes.get(name, 0.0) for name in names) > sum(self.problem.capacity)
 
     @cached_property
     def least_memory(self) -> list[Table]:
@@ -157,7 +169,8 @@ class StageTables:
         if problem.train:
             time += self._backward[pace]
             plain = plain + self._flying[stages][:, None, None] * self._kept
-        allowed = np.stack([self.allowed[stage] for stage in stages.tolist()])
+        every = [self.allowed[stage] for stage in (stages if problem.pinned else stages[:1]).tolist()]
+        allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + _ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed > 0)
@@ -175,6 +188,8 @@ class StageTables:
         """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        if not self.problem.pinned:
+            return [start < stop] * self.problem.num_stages
         tables = []
         for stage in range(self.problem.num_stages):
             allowed = start < stop
@@ -194,10 +209,17 @@ class StageTables:
         zero = np.zeros(len(problem.calls) + 1)
         before = after = zero
         if stage > 0:
-            before = _message_times(cut.forward, problem.links[stage - 1])
+            before = self._message_times(cut.forward, problem.links[stage - 1], forward=True)
         if stage < problem.num_stages - 1 and problem.train:
-            after = _message_times(cut.backward, problem.links[stage])
+            after = self._message_times(cut.backward, problem.links[stage], forward=False)
         return before[:, None], after[None, :]
+
+    def _message_times(self, num_bytes: Table, link: Link, forward: bool) -> Table:
+        """Seconds of messages between stages, see :func:`partitioner.cost.collectives.message_time`."""
+        key = id(link), forward
+        if key not in self._messages:
+            self._messages[key] = np.where(num_bytes > 0, link.latency + num_bytes / link.bandwidth, 0.0)
+        return self._messages[key]
 
     @cached_property
     def most_recomputed(self) -> Counts:
@@ -280,11 +302,6 @@ class StageTables:
         again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept)
         plain = self.fixed_memory[start, stop] + flying * self._kept[start, stop]
         return np.where(recomputed > 0, again, plain)
-
-
-def _message_times(num_bytes: Table, link: Link) -> Table:
-    """Seconds of messages between stages, see :func:`partitioner.cost.collectives.message_time`."""
-    return np.where(num_bytes > 0, link.latency + num_bytes / link.bandwidth, 0.0)
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:

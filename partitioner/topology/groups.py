@@ -183,6 +183,8 @@ def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, device
     rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
     kinds, groups = _kinds_of(topology, rows)
     # groups of one stage follow each other, since pp is the outermost axis
+    if len(groups) == 1:
+        return (groups[0],) * mesh.get("pp", 1)
     return tuple(_slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
 
 
@@ -195,6 +197,8 @@ def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.i
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     traits = np.stack(list(_traits(topology, rows)), axis=1)
+    if (traits == traits[0]).all():
+        return np.zeros(len(rows), dtype=np.int64), [group_of(topology, rows[0])]
     _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
     return kinds.reshape(-1), [group_of(topology, rows[i]) for i in first]
 

@@ -1,7 +1,8 @@
-"""The other schedules for a plan that the search has found under 1F1B: same mesh, same placement, same microbatches.
+"""The other schedules for a plan that the search has found under 1F1B: same mesh, same microbatches.
 
 The search and its bounds are those of 1F1B, whose time has a formula. Which schedule fills the pipeline that it has
-found best is then tried: there are few, and each is followed action by action.
+found best is then tried: there are few, and each is followed action by action. Where devices are alike, ranks stay where they
+are; elsewhere they are placed anew.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def best_schedule(
     if not (space.train and found.point.pp > 1 and asks_for(space.constraints)):
         return found, certificate
     best, rows = found, []
+    devices = found.devices if evaluator.placements.nested(found.point.grid) else None
     for point in points_beside(space, found.point):
         try:
-            solved = evaluator.solve(point, found.devices)
+            solved = evaluator.solve(point, devices)
         except PartitionError as error:
             rows.append(candidate(point, None, getattr(error, "message", str(error))))
             continue

@@ -29,12 +29,12 @@ from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.checkpoint import loading
-from runtime.checkpoint.saving import Content, Saver, Saving, all_ranks, pieces_of
+from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
 from runtime.errors import CheckpointError, LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
-from runtime.groups import Communicator, TorchCommunicator
+from runtime.groups import Communicator, TorchCommunicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.program import Program, RankProgram

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from runtime.checkpoint.boxes import Piece, held_by, number, pieces
 from runtime.checkpoint.folders import MANIFEST, read_manifest, recover
-from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, all_ranks, saved_states
+from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
 from runtime.checkpoint.training import STATE, OptimizerState, unpacked
 from runtime.errors import CheckpointError, DamagedCheckpointError
-from runtime.groups import Communicator
+from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram
 
 LATEST = "latest"

@@ -29,6 +29,7 @@ from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.checkpoint import loading
+from runtime.checkpoint.folders import recover
 from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
 from runtime.errors import CheckpointError, LaunchError
@@ -257,6 +258,7 @@ class Engine:
         """
         directory = Path(directory)
         self._saver.wait_until_copied()
+        recover(directory.absolute())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             return

@@ -135,15 +135,15 @@ class Engine:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
         Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them.
-        Returns the loss of the whole batch, a 0-d
-        tensor, the same on all ranks; ``None`` if the program has no loss. Raises :class:`BatchError` where the batch
-        is not what was planned, :class:`InstructionError` where an instruction fails.
+        Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
+        Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
+        instruction fails.
         """
         inputs = batch_values(self.program, batch)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()
-        views = self._gradients.views()
+        views = list(self._gradients.owned.values())
         before = [view.clone() for view in views] if accumulate else []
         lost = accumulate and self.overflowed
         if self._scale is not None:

@@ -134,7 +134,8 @@ class Engine:
     def step(self, batch: Any, *, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
-        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them.
+        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
+        far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
         instruction fails.
@@ -143,19 +144,20 @@ class Engine:
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()
-        views = list(self._gradients.owned.values())
-        before = [view.clone() for view in views] if accumulate else []
+        owned = self._gradients.owned
+        grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
+        before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
         lost = accumulate and self.overflowed
         if self._scale is not None:
             self._executor.scale_loss(self._scale.value)
         self._executor.run(inputs, self.steps)
         self.steps += 1
         if self._scale is not None:
-            self._scale.unscale(views, all_ranks(self.communicator, self.program.world_size), self.device)
+            self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
             self._scale.overflowed |= lost
         if before:
-            torch._foreach_add_(views, before)
-        for name, gradient in self._gradients.owned.items():
+            torch._foreach_add_([owned[name] for name in before], [*before.values()])
+        for name, gradient in owned.items():
             parameter = self._parameters[name]
             if self.overflowed:
                 parameter.grad = None
@@ -182,10 +184,12 @@ class Engine:
         yield from self._parameters.values()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero. A step does not need it: it starts anew."""
+        """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
         for name, gradient in self._gradients.owned.items():
             gradient.zero_()
             self._parameters[name].grad = gradient
+        if self._scale is not None:
+            self._scale.overflowed = False
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""

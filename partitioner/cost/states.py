@@ -99,6 +99,11 @@ class StateCost:
         return sum(self.kept.values())
 
     @property
+    def gradient_piece(self) -> float:
+        """What scattering leaves of the gradient; all of it without ZeRO."""
+        return self.gradient / self.replicas if self.stage else self.gradient
+
+    @property
     def update(self) -> float:
         """Bytes that an optimizer step reads and writes: parameter and states both ways, the gradient once."""
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
@@ -237,7 +242,7 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
             sizes[key] = sizes.get(key, 0.0) + cost.gradient
         if cost.rest_axes:
             key = "all_reduce", cost.rest_axes, 0
-            sizes[key] = sizes.get(key, 0.0) + cost.gradient / (cost.replicas if cost.stage else 1)
+            sizes[key] = sizes.get(key, 0.0) + cost.gradient_piece
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = 0.0
     for (op, axes, stage), size in sizes.items():

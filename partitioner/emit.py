@@ -45,6 +45,7 @@ from runtime.program import (
     Stage,
     StateData,
     Value,
+    axes_beside,
     expert_mesh,
     hybrid_mesh,
     weights_fingerprint,
@@ -315,9 +316,7 @@ def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
 
 def _rest(states: Mapping[str, StateData], bucket: PlannedBucket, sizes: Mapping[str, int]) -> bool:
     """Whether the pieces of a sharded bucket's gradients are to be added up over further axes."""
-    shared = states[bucket.states[0]].zero_axes
-    replicas = {"dp": "dp_replicate", "edp": "edp_replicate"}
-    return any(sizes[replicas[a] if f"{a}_shard" in shared else a] > 1 for a in bucket.axes if a not in shared)
+    return any(sizes[a] > 1 for a in axes_beside(bucket.axes, states[bucket.states[0]].zero_axes))
 
 
 def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:

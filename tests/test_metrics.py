@@ -155,6 +155,8 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path, plan: P
     other = plan.model_copy(update={"written": program_of_net(pp=2, num_microbatches=3)})
     with pytest.raises(PlanError, match="not of this plan"):
         compare_steps(other, spans)
+    with pytest.raises(PlanError, match="it has 1 ranks, the plan 2"):
+        compare_steps(plan, [s for s in spans if s.rank == 0])
 
 
 def steps_of(plan: str, folder: str) -> None:

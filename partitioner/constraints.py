@@ -18,6 +18,9 @@ from runtime.program import AXES
 
 Recompute = Literal["none", "selective", "full"]
 
+# The fields that fix what a point of the search is.
+OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
+
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -50,6 +50,11 @@ class MeasuredDurations:
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
         return self.expected.transfer(source, target, nbytes)
+
+    def share(
+        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
+    ) -> float:
+        return self.expected.share(op, axes, nbytes, stage)
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         return self.expected.all_reduce(axes, nbytes, stages)

@@ -84,10 +84,6 @@ def disk_full(bytes_left: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
 
 
-def disk_free() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 def _close() -> None:
     """Cut this rank's TCP connections to the others, as a broken cable does."""
     for name in os.listdir("/proc/self/fd"):

@@ -234,6 +234,7 @@ def _constraints(row: Row) -> Constraints:
         virtual = None
     elif not virtual:
         virtual = max(2, row["layers"] // pp)  # one layer for each chunk, as far as nothing else is stated
+    zero = 3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0
     return Constraints(
         pp=pp,
         dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
@@ -245,13 +246,14 @@ def _constraints(row: Row) -> Constraints:
         schedule=schedule if pp > 1 else None,
         virtual_stages=virtual,
         recompute=RECOMPUTE.get(str(row.get("recompute"))),
-        zero=3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0,
+        zero=zero,
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
         overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
-        short_gradients=row.get("precision") == "fp16" or None,  # float32 ones came with bf16
+        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short
+        short_gradients=row.get("precision") == "fp16" or zero == 3 or None,
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
 

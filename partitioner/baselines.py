@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError
 from partitioner.plan import Baseline, Candidate
@@ -19,7 +19,6 @@ from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _MOST_TRIED = 12  # points of one layout
-_MESH_PINS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
 
 def unpinned(constraints: Constraints) -> Constraints:
     """Without what fixes the mesh, microbatches, schedule or stages."""
-    return constraints.model_copy(update={**dict.fromkeys(_MESH_PINS), "ahead": False, "stage_of": {}})
+    return constraints.model_copy(update={**dict.fromkeys(OF_POINT), "ahead": False, "stage_of": {}})
 
 
 def _best(space: Space, choices: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:

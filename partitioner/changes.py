@@ -17,7 +17,7 @@ from functools import partial
 from itertools import combinations, count
 from typing import Any
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError
 from partitioner.evaluate import Evaluator, Job
@@ -299,10 +299,9 @@ def _local(topology: Topology) -> Topology:
 
 def _pins(constraints: Constraints) -> list[str]:
     """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
-    names = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "recompute", "zero")
-    return [n for n in (*names, "dp_shard") if getattr(constraints, n) is not None] + [
-        f"stage_of:{m}" for m in constraints.stage_of
-    ]
+    *others, zero, dp_shard = OF_POINT
+    fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
+    return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
 
 
 def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -18,6 +18,9 @@ from runtime.program import AXES
 
 Recompute = Literal["none", "selective", "full"]
 
+# The fields that fix what a point of the search is.
+OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
+
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
@@ -36,19 +39,17 @@ class Constraints(BaseModel):
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
     rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py``, a CSV file, or a :class:`ScheduleTable`.
     ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
-    the end.
-    ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads (``None``: as is
-    cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else they are sharded
-    where that is
-    cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``; ``dp_shard``: over so many of the
-    ``dp`` ranks, neighbours, of which there are then replicas (``None``: over all). ``ep`` ranks of dp x cp x tp share
-    the experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``: attention scores.
-    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation. ``overlap_tensor``:
-    whether gathers and scatters over ``tp`` run in pieces behind the products beside them. ``regather``: whether values
-    that are gathered over ``tp`` are kept sharded and gathered again in backward. ``gather``: whether sharded states
-    are gathered together for a call, or each ``parameter`` by itself. ``short_gradients``: whether gradients are of
-    their parameter's type where that is shorter than float32, rather than in float32.
-    ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
+    the end. ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads
+    (``None``: as is cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else
+    they are sharded where that is cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``; ``dp_shard``:
+    over so many of the ``dp`` ranks, neighbours, of which there are then replicas (``None``: over all). ``ep`` ranks of
+    dp x cp x tp share the experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute="selective"``:
+    attention scores. ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation.
+    ``overlap_tensor``: whether gathers and scatters over ``tp`` run in pieces behind the products beside them.
+    ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
+    ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
+    ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
+    in float32. ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
     """

@@ -45,6 +45,7 @@ from runtime.program import (
     Stage,
     StateData,
     Value,
+    axes_beside,
     expert_mesh,
     hybrid_mesh,
     weights_fingerprint,
@@ -93,8 +94,8 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept. ``bucket_bytes``: of gradients that are reduced together.
-    ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
+    kept. ``bucket_bytes``: of gradients that are reduced together. ``zero``: what the ranks that have the same states
+    share of them; ``dp_shard``: so many of ``dp`` (0: all).
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -315,9 +316,7 @@ def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
 
 def _rest(states: Mapping[str, StateData], bucket: PlannedBucket, sizes: Mapping[str, int]) -> bool:
     """Whether the pieces of a sharded bucket's gradients are to be added up over further axes."""
-    shared = states[bucket.states[0]].zero_axes
-    replicas = {"dp": "dp_replicate", "edp": "edp_replicate"}
-    return any(sizes[replicas[a] if f"{a}_shard" in shared else a] > 1 for a in bucket.axes if a not in shared)
+    return any(sizes[a] > 1 for a in axes_beside(bucket.axes, states[bucket.states[0]].zero_axes))
 
 
 def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:

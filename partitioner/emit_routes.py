@@ -25,7 +25,6 @@ class StageCalls:
 
     calls: tuple[int, ...]
     num_prologue: int
-    num_shared: int
     chunks: tuple[tuple[int, int], ...]  # positions in ``calls``: [start, end) of each chunk's own
     loads: tuple[tuple[str, ...], ...]  # the model inputs that each chunk is the first to read
     prologue_loads: tuple[str, ...]
@@ -174,7 +173,6 @@ def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: S
     return StageCalls(
         calls=(*prologue, *shared, *(i for calls in chunks for i in calls)),
         num_prologue=len(prologue),
-        num_shared=len(shared),
         chunks=tuple(ranges),
         loads=tuple(loads),
         prologue_loads=tuple(dict.fromkeys(v for i in prologue for v in model.calls[i].inputs)),

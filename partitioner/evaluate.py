@@ -16,7 +16,7 @@ from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import Software
-from partitioner.cost.states import StateCost, state_costs
+from partitioner.cost.states import StateCost, gradient_bytes, state_costs
 from partitioner.errors import PlanError
 from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
 from partitioner.localize import LocalModel, shard_tensors
@@ -64,20 +64,22 @@ class Job:
             etp=point.etp,
             zero=point.zero,
             dp_shard=point.dp_shard,
-            trained_bytes=self.trained_bytes,
+            gradient_bytes=self.gradient_bytes,
             overlap=self.constraints.overlap is not False,
             software=Software(
                 overlap_tensor=bool(self.constraints.overlap_tensor),
                 regather=bool(self.constraints.regather),
                 by_parameter=self.constraints.gather == "parameter",
+                short_gradients=bool(self.constraints.short_gradients),
             ),
             num_experts=self.num_experts,
         )
 
     @cached_property
-    def trained_bytes(self) -> int:
-        """Of all parameters that take a gradient."""
-        return sum(s.spec.nbytes for s in self.model.states.values() if s.requires_grad)
+    def gradient_bytes(self) -> int:
+        """Of all gradients of parameters."""
+        short = bool(self.constraints.short_gradients)
+        return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
     @cached_property
     def experts(self) -> frozenset[str]:
@@ -392,4 +394,5 @@ class Evaluator:
             undivided=dear / flops if flops else 0.0,
             repeated=whole / made if made else 0.0,
             state_price=dear / trained if trained else 0.0,
+            short_gradients=bool(self.job.constraints.short_gradients),
         )

@@ -14,7 +14,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
-from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, state_bytes, tensor_bytes
+from partitioner.outline_shared import (
+    BUCKET_OPS,
+    exchanged,
+    gradient_piece_bytes,
+    kept_bytes,
+    state_bytes,
+    tensor_bytes,
+)
 from partitioner.units import bytes_text
 from runtime.program import Instruction, Program, Stage
 
@@ -358,7 +365,7 @@ class _Outliner:
                     for state in call.states:
                         readers.setdefault(state, {})[stage.index, group.index] = None
         return [
-            Tie(name, state.aliases, tuple(readers[name]), state_bytes(self.program, name))
+            Tie(name, state.aliases, tuple(readers[name]), gradient_piece_bytes(self.program, name))
             for name, state in self.program.states.items()
             if state.kind == "parameter" and len(readers.get(name, ())) > 1
         ]

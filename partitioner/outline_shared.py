@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from passes.gradients import accumulated_in
+from passes.serialize import dtype_of
 from runtime.program import Bucket, Program, shard_shape
 from runtime.zero import rest_axes, zero_axes
 
@@ -24,15 +26,28 @@ def state_bytes(program: Program, state: str) -> int:
 
 def kept_bytes(program: Program, state: str) -> int:
     """The bytes of a state on a rank, all the time."""
-    shared = program.states[state].zero_axes if program.zero == 3 else ()
-    return state_bytes(program, state) // math.prod(program.size(a) for a in shared)
+    return state_bytes(program, state) // (_num_sharers(program, state) if program.zero == 3 else 1)
+
+
+def gradient_bytes(program: Program, state: str) -> int:
+    """The bytes of a state's gradient as it is added up, of what the cuts over ``ep`` and ``tp`` leave."""
+    return math.prod(shard_shape(program, state)) * accumulated_in(dtype_of(program.states[state].dtype)).itemsize
+
+
+def gradient_piece_bytes(program: Program, state: str) -> int:
+    """The same after scattering."""
+    return gradient_bytes(program, state) // _num_sharers(program, state)
+
+
+def _num_sharers(program: Program, state: str) -> int:
+    return math.prod(program.size(a) for a in program.states[state].zero_axes)
 
 
 def exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str], int]:
     """What a GATHER, SCATTER or REDUCE of a bucket is, over which axes, and its bytes on a rank."""
     shared = zero_axes(program, bucket.states)
-    num_bytes = sum(state_bytes(program, s) for s in bucket.states)
-    axes = [a for a in bucket.axes if program.size(a) > 1]
-    if shared and op == "REDUCE":
-        axes, num_bytes = [*rest_axes(program, bucket)], num_bytes // math.prod(program.size(a) for a in shared)
-    return (BUCKET_OPS[op], "×".join(axes if op == "REDUCE" else shared)), num_bytes
+    axes: tuple[str, ...] = shared
+    if op == "REDUCE":
+        axes = rest_axes(program, bucket) if shared else tuple(a for a in bucket.axes if program.size(a) > 1)
+    size = {"GATHER": state_bytes, "SCATTER": gradient_bytes, "REDUCE": gradient_piece_bytes}[op]
+    return (BUCKET_OPS[op], "×".join(axes)), sum(size(program, state) for state in bucket.states)

@@ -35,7 +35,8 @@ _MOST_ROWS = 12
 KINDS = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "TOTAL_F": "totals",
     "TOTAL": "totals", "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
-    "REDUCE": "reduction of gradients", "STEP": "reduction of gradients", "SYNC": "tied weights",
+    "GATHER": "gathering of parameters", "SCATTER": "reduction of gradients", "REDUCE": "reduction of gradients",
+    "STEP": "reduction of gradients", "SYNC": "tied weights",
 }  # fmt: skip
 
 
@@ -120,6 +121,12 @@ def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
 
 
 def _check(program: Program, spans: Sequence[Span]) -> None:
+    ranks = {s.rank for s in spans}
+    if ranks != set(range(program.world_size)):
+        raise PlanError(
+            f"the trace is not of this plan: it has {len(ranks)} ranks, the plan {program.world_size}; write one of a "
+            "whole run of this plan with `partitioner trace`"
+        )
     for s in spans:
         instructions = program.stages[s.stage].instructions if s.stage < len(program.stages) else ()
         if (s.index < len(instructions) and str(instructions[s.index]) != s.text) or s.index > len(instructions):

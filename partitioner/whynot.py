@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from partitioner.changes import Change
 from partitioner.compare import relative, time_changes
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.plan import Candidate, Plan
@@ -22,7 +22,6 @@ from passes.errors import PartitionError
 if TYPE_CHECKING:
     from torch import nn
 
-_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]
 
 
@@ -72,7 +71,7 @@ def shown(asked: Mapping[str, Any]) -> str:
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     """The certificate's answer, if it has one."""
-    if not set(asked) <= set(_POINT):
+    if not set(asked) <= set(OF_POINT):
         return None
     rows = [c for c in plan.certificate.candidates if _is(c, asked)]
     rows = [c for c in rows if c.status != "infeasible" or not c.reason.startswith("excluded")]
@@ -194,7 +193,7 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     lines = [f"The search did not look at {shown(asked)}: {_reason(plan, asked)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
-        if best is not None and set(asked) <= set(_POINT) and _is(best, asked) and best.step_time is not None:
+        if best is not None and set(asked) <= set(OF_POINT) and _is(best, asked) and best.step_time is not None:
             takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
     lines.append("To plan it, give the model: why_not(model=..., ...).")

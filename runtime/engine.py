@@ -29,12 +29,13 @@ from runtime import export, norms
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.checkpoint import loading
-from runtime.checkpoint.saving import Content, Saver, Saving, all_ranks, pieces_of
+from runtime.checkpoint.folders import recover
+from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
 from runtime.errors import CheckpointError, LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
-from runtime.groups import Communicator, TorchCommunicator
+from runtime.groups import Communicator, TorchCommunicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.program import Program, RankProgram
@@ -133,28 +134,30 @@ class Engine:
     def step(self, batch: Any, *, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
-        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them.
-        Returns the loss of the whole batch, a 0-d
-        tensor, the same on all ranks; ``None`` if the program has no loss. Raises :class:`BatchError` where the batch
-        is not what was planned, :class:`InstructionError` where an instruction fails.
+        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
+        far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
+        Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
+        Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
+        instruction fails.
         """
         inputs = batch_values(self.program, batch)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()
-        views = self._gradients.views()
-        before = [view.clone() for view in views] if accumulate else []
+        owned = self._gradients.owned
+        grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
+        before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
         lost = accumulate and self.overflowed
         if self._scale is not None:
             self._executor.scale_loss(self._scale.value)
         self._executor.run(inputs, self.steps)
         self.steps += 1
         if self._scale is not None:
-            self._scale.unscale(views, all_ranks(self.communicator, self.program.world_size), self.device)
+            self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
             self._scale.overflowed |= lost
         if before:
-            torch._foreach_add_(views, before)
-        for name, gradient in self._gradients.owned.items():
+            torch._foreach_add_([owned[name] for name in before], [*before.values()])
+        for name, gradient in owned.items():
             parameter = self._parameters[name]
             if self.overflowed:
                 parameter.grad = None
@@ -181,10 +184,12 @@ class Engine:
         yield from self._parameters.values()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero. A step does not need it: it starts anew."""
+        """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
         for name, gradient in self._gradients.owned.items():
             gradient.zero_()
             self._parameters[name].grad = gradient
+        if self._scale is not None:
+            self._scale.overflowed = False
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""
@@ -257,6 +262,7 @@ class Engine:
         """
         directory = Path(directory)
         self._saver.wait_until_copied()
+        recover(directory.absolute())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             return

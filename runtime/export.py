@@ -1,15 +1,13 @@
 """Weights for others: whole tensors in safetensors files, gathered and written by all ranks in turn.
 
 A folder holds ``model.safetensors.index.json`` and its files, readable by every tool that knows sharded safetensors. It
-is written under another name and renamed when it is complete. All ranks must see the same file system.
+takes its place as a checkpoint does (``runtime/checkpoint/folders.py``). All ranks must see the same file system.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from passes.layouts import Layout, join_shards
 from passes.serialize import dtype_of
-from runtime.checkpoint.saving import saved_states
+from runtime.checkpoint.saving import agreed_target, saved_states
 from runtime.files import write_text
 from runtime.groups import Communicator
 from runtime.parts import by_model_names
@@ -44,22 +42,21 @@ class Chunk:
 
 
 def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
-    """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before."""
-    directory = directory.absolute()
-    partial = directory.with_name(f".{directory.name}.partial")
-    if rank.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    communicator.barrier()
+    """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before.
+
+    Raises :class:`CheckpointError` where the first rank cannot make room for it, before anything is written.
+    """
+    target = agreed_target(directory.absolute(), communicator, rank.program.world_size)
+    target.partial.mkdir(exist_ok=True)
     chunks = chunks_of(rank.program)
     for chunk in chunks:
         mine = _mine(chunk, rank)
         if mine is not None:
-            _write(partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine)
+            _write(target.partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine)
     communicator.barrier()
     if rank.rank == 0:
-        _index(partial, chunks, rank.program)
-        _replace(partial, directory)
+        _index(target.partial, chunks, rank.program)
+        target.commit()
     communicator.barrier()
 
 
@@ -162,12 +159,3 @@ def _index(folder: Path, chunks: list[Chunk], program: Program) -> None:
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}
     size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in states)
     write_text(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2))
-
-
-def _replace(new: Path, directory: Path) -> None:
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        os.rename(directory, old)
-    os.rename(new, directory)
-    shutil.rmtree(old, ignore_errors=True)

@@ -32,10 +32,10 @@ class CallFacts:
     """One call on one stage.
 
     ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
-    to whose gradients it adds. The collectives are those of each part of it, in order.
-    ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides;
-    ``recomputed_bytes``: what backward computes again, and holds while it runs. ``carries``, ``carried_bytes``: what is
-    held between the two halves of a backward, once the first has run.
+    to whose gradients it adds. The collectives are those of each part of it, in order. ``keeps``: the values, inputs or
+    outputs, that are held for backward; ``kept_bytes``: what is held besides; ``recomputed_bytes``: what backward
+    computes again, and holds while it runs. ``carries``, ``carried_bytes``: what is held between the two halves of a
+    backward, once the first has run.
     """
 
     data: CallData

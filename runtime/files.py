@@ -7,15 +7,19 @@ import tempfile
 from pathlib import Path
 
 
-def write_bytes(path: Path, content: bytes) -> Path:
-    """Write ``content`` to ``path``; a reader sees the old file or the new one, never a part."""
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
+    """Write ``content`` to ``path``; a reader sees the old file or the new one, never a part.
+
+    ``durable``: also after the machine has lost power.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -24,8 +28,9 @@ def write_bytes(path: Path, content: bytes) -> Path:
     return path
 
 
-def write_text(path: Path, content: str) -> Path:
-    return write_bytes(path, content.encode())
+def write_text(path: Path, content: str, *, durable: bool = True) -> Path:
+    """As :func:`write_bytes`, in UTF-8."""
+    return write_bytes(path, content.encode(), durable=durable)
 
 
 def sync_folder(path: Path) -> None:

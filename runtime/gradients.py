@@ -63,10 +63,6 @@ class Gradients:
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, rank.stage.buckets[number])))
         return ScatteredBucket(rank, number, group, rest, self.communicator.device, keep=rank.program.zero < 2)
 
-    def views(self) -> list[Tensor]:
-        """The gradient of every parameter, or of this rank's piece of it."""
-        return list(self.owned.values())
-
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""
         for sink in self._whole.values():

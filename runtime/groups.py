@@ -87,6 +87,13 @@ class Communicator(Protocol):
     def barrier(self) -> None: ...
 
 
+def all_ranks(communicator: Communicator, world_size: int) -> Group:
+    """The group of all ranks, opened where it was not; all of them call it."""
+    ranks = tuple(range(world_size))
+    communicator.prepare([ranks], [])
+    return communicator.group(ranks)
+
+
 class Finished:
     """A result that was there at once: what a group of one rank gives."""
 

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
     parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
     parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
-    parser.add_argument("--every", type=int, default=100, help="steps between these checkpoints")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints; the last is saved, too")
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
     parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds without movement that count as a stall")
@@ -140,7 +140,7 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
             if kept is not None:
                 kept.after_step()
     if kept is not None:
-        kept.wait()
+        kept.close()
 
 
 def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:

@@ -1,9 +1,8 @@
 """What a rank holds while it runs its instructions, in bytes.
 
 Counted: states, the gradients of parameters (from the start), of those that ranks share their pieces and, while it is
-there, the whole, values and their gradients from when they are made
-until they are freed, and what each call keeps for its backward. What an operator needs while it runs, and optimizer
-state, are not: they are to be given as extra.
+there, the whole, values and their gradients from when they are made until they are freed, and what each call keeps for
+its backward. What an operator needs while it runs, and optimizer state, are not: they are to be given as extra.
 """
 
 from __future__ import annotations

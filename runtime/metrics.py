@@ -30,6 +30,16 @@ from runtime.recorder import MeasuredStep, recordings
 from runtime.waiting import waited
 
 FILE = "metrics.jsonl"
+_WORDS = (  # of a step's line: the figure, how it is written, and in which unit
+    ("step", "step {:.0f}", 1),
+    ("loss", "loss {:.6f}", 1),
+    ("tokens_per_s", "{:,.0f} tokens/s", 1),
+    ("samples_per_s", "{:,.1f} samples/s", 1),
+    ("mfu", "MFU {:.1%}", 1),
+    ("memory", "memory {:.2f} GiB", 2**30),
+    ("bubble", "bubble {:.1%}", 1),
+    ("seconds", "{:.1f} ms", 1e-3),
+)
 
 
 @dataclass(frozen=True)
@@ -51,20 +61,10 @@ class StepMetrics:
     bubble: float | None = None
 
     def __str__(self) -> str:
-        words = [f"step {self.step}"]
-        if self.loss is not None:
-            words.append(f"loss {self.loss:.6f}")
-        if self.tokens_per_s is not None:
-            words.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        elif self.samples_per_s is not None:
-            words.append(f"{self.samples_per_s:,.1f} samples/s")
-        if self.mfu is not None:
-            words.append(f"MFU {self.mfu:.1%}")
-        if self.memory is not None:
-            words.append(f"memory {self.memory / 2**30:.2f} GiB")
-        if self.bubble is not None:
-            words.append(f"bubble {self.bubble:.1%}")
-        return "  ".join([*words, f"{self.seconds * 1e3:.1f} ms"])
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        if "tokens_per_s" in known:
+            known.pop("samples_per_s", None)
+        return "  ".join(text.format(known[name] / unit) for name, text, unit in _WORDS if name in known)
 
 
 class StepLog:

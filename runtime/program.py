@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -47,6 +47,7 @@ __all__ = [
     "Stage",
     "StateData",
     "Value",
+    "axes_beside",
     "expert_mesh",
     "hybrid_mesh",
     "num_ranks",
@@ -299,6 +300,11 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
     return {"dp_replicate": dp // shard, "dp_shard": shard, "edp_replicate": edp // inner, "edp_shard": inner}
 
 
+def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
+    """What ``axes`` have besides the axes that are ``shared``: of one that is shared in part, its replicas."""
+    return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)
+
+
 def weights_fingerprint(states: dict[str, StateData]) -> str:
     """A hash of the names, shapes and types of the parameters and buffers."""
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
@@ -376,8 +382,7 @@ class RankProgram(Data):
         if Layout.parse(data.layout).is_shard:
             alike.pop()
         # ranks that share a state have pieces of their own; only replicas of all these have the same
-        outer = {"dp": "dp_replicate", "edp": "edp_replicate"}
-        same = [outer[a] if f"{a}_shard" in data.zero_axes else a for a in alike if a not in data.zero_axes]
+        same = axes_beside(alike, data.zero_axes)
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:

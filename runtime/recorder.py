@@ -15,6 +15,7 @@ import mmap
 import os
 import socket
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.files import write_text
+from runtime.files import write_bytes, write_text
 from runtime.program import RankProgram
 from runtime.waiting import waited
 
@@ -74,19 +75,10 @@ class Recorder:
     """Writes one rank's file in ``folder``; ``actions`` are the instructions that its actions belong to, in order."""
 
     def __init__(self, folder: Path, rank: RankProgram, actions: Sequence[int]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.rank = rank.rank
         self.path = folder / f"rank-{rank.rank}.times"
         self.room = _SLOT_HEAD + 2 * len(actions)
         self._slot = _HEAD
-        size = 8 * (_HEAD + _SLOTS * self.room)
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        with partial.open("w+b") as file:
-            file.truncate(size)
-            self._map = mmap.mmap(file.fileno(), size)
-        self.times = memoryview(self._map).cast("q")
-        self.times[STEP] = -1  # before the first
-        self.times[BEAT] = self.times[MOVED] = time.monotonic_ns()
         about = About(
             rank=rank.rank,
             world_size=rank.program.world_size,
@@ -97,8 +89,14 @@ class Recorder:
             spots=tuple(spots_of(rank)),
             clock_s=time.time() - time.monotonic(),
         )
-        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)))
-        os.replace(partial, self.path)
+        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)), durable=False)
+        start = array("q", bytes(8 * (_HEAD + _SLOTS * self.room)))
+        start[STEP] = -1  # before the first
+        start[BEAT] = start[MOVED] = time.monotonic_ns()
+        write_bytes(self.path, start.tobytes(), durable=False)  # last: it says that the rank is there
+        with self.path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.times = memoryview(self._map).cast("q")
 
     def begin(self, step: int) -> int:
         """A step starts; where its first numbers go. ``step`` counts from 0."""

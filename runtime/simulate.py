@@ -297,6 +297,6 @@ class _Simulation:
         came.setdefault(lane.stage, lane.clock)
         if len(came) < len(stages):
             return False
-        nbytes = sum(self.facts.gradient_bytes(s) for s in i.states)
+        nbytes = sum(self.facts.gradient_piece_bytes(s) for s in i.states)
         lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
         return True

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from runtime.pieces import Piece
-from runtime.program import Bucket, Instruction, Program, Stage, shard_shape
+from runtime.program import Bucket, Instruction, Program, Stage, axes_beside, shard_shape
 
 SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
 
@@ -27,9 +27,7 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
     """The axes over which a sharded bucket's gradients are still to be added up after SCATTER."""
-    within = zero_axes(program, bucket.states)
-    split = {"dp": "dp_replicate", "edp": "edp_replicate"}
-    rest = [a if f"{a}_shard" not in within else split[a] for a in bucket.axes if a not in within]
+    rest = axes_beside(bucket.axes, zero_axes(program, bucket.states))
     return tuple(a for a in rest if program.size(a) > 1)
 
 

@@ -414,6 +414,17 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch:
     assert all(torch.equal(got[k], expected[k]) for k in expected)
 
 
+def test_an_export_that_was_cut_short_is_undone_and_another_folder_is_left_alone(tmp_path: Path):
+    engine, *_ = one_rank(tmp_path)
+    engine.export_weights(tmp_path / "out.v2")
+    (tmp_path / "out.v2").rename(folders.Target(tmp_path / "out.v2", "").old)  # killed between the two renames
+    for _ in range(2):
+        engine.export_weights(tmp_path / "out")
+    engine.load(tmp_path / "out")
+    engine.load(tmp_path / "out.v2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.v2"]
+
+
 def test_chunks_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path):
     written = storage.write_shards(tmp_path, 0, [Piece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
     with pytest.raises(ValueError, match="w: 16 elements, 8 were written"):

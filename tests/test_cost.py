@@ -244,6 +244,9 @@ def test_a_state_read_as_a_partial_sum_pays_for_its_gradient():
     spec = TensorSpec((4096, 4096), BF16)
     extra = costs.state(spec, READ_SHARDED, 8) - costs.state(spec, REPLICATED, 8)
     assert extra == pytest.approx(collective_time("all_reduce", 2 * spec.nbytes, NVLINK) / 2)  # in float32
+    short = TensorCosts(DEVICE, NVLINK, num_microbatches=2, short_gradients=True)
+    extra = short.state(spec, READ_SHARDED, 8) - short.state(spec, REPLICATED, 8)
+    assert extra == pytest.approx(collective_time("all_reduce", spec.nbytes, NVLINK) / 2)
     assert costs.state(spec, shard(0), 8) < costs.state(spec, REPLICATED, 8)
     assert math.isinf(TensorCosts(DEVICE, NVLINK, sequence_parallel=False).boundary(spec, shard(0)))
 

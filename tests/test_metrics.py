@@ -17,7 +17,7 @@ from partitioner.trace import compare_steps
 from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
 from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
-from runtime.metrics import batch_size
+from runtime.metrics import StepMetrics, batch_size
 from runtime.recorder import About, Spot
 from runtime.traces import read_spans
 from runtime.watch.slow import slow_ranks
@@ -36,6 +36,13 @@ def test_a_step_is_a_line_and_an_entry(tmp_path: Path):
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[1]["norm"] == 0.5
     assert lines[1]["memory"] > 0
+
+
+def test_a_line_says_what_is_known():
+    known = StepMetrics(12, 0.64, 3.12, 51200.0, 25.0, 0.412, 61 * 2**30, 0.081)
+    line = "step 12  loss 3.120000  51,200 tokens/s  MFU 41.2%  memory 61.00 GiB  bubble 8.1%  640.0 ms"
+    assert str(known) == line
+    assert str(StepMetrics(1, 0.5, samples_per_s=8.0)) == "step 1  8.0 samples/s  500.0 ms"
 
 
 def test_the_mfu_is_the_estimates_in_proportion(tmp_path: Path):
@@ -148,6 +155,8 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path, plan: P
     other = plan.model_copy(update={"written": program_of_net(pp=2, num_microbatches=3)})
     with pytest.raises(PlanError, match="not of this plan"):
         compare_steps(other, spans)
+    with pytest.raises(PlanError, match="it has 1 ranks, the plan 2"):
+        compare_steps(plan, [s for s in spans if s.rank == 0])
 
 
 def steps_of(plan: str, folder: str) -> None:

@@ -110,6 +110,30 @@ def test_steps_accumulate(plan: dict[str, Any], precision: str):
     on_every_rank(program, work)
 
 
+def test_gradients_that_were_taken_away_are_not_added_to():
+    engine = Engine(program_of_net(), Net())
+    optimizer = torch.optim.AdamW(engine.parameters())
+    engine.step(net_inputs())
+    expected = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
+    for zero_grad in (optimizer.zero_grad, engine.zero_grad):
+        zero_grad()
+        engine.step(net_inputs(), accumulate=True)
+        torch.testing.assert_close([p.grad for p in engine.parameters()], expected)
+
+
+def test_after_an_overflow_accumulation_starts_anew():
+    engine = Engine(short("fp16"), Net(), loss_scale=64.0)
+    large = {n: t * 1e4 if n == "target" else t for n, t in net_inputs().items()}
+    engine.step(large)
+    assert engine.overflowed
+    engine.step(net_inputs(), accumulate=True)
+    assert engine.overflowed, "what was to be added to is lost"
+    engine.zero_grad()
+    engine.step(net_inputs(), accumulate=True)
+    assert not engine.overflowed
+    assert all(p.grad is not None for p in engine.parameters())
+
+
 @pytest.mark.parametrize("plan", [{}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_norm_counts_every_parameter_once(plan: dict[str, Any], tied: bool):

@@ -94,6 +94,21 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
         program_of(3)
 
 
+def test_it_goes_on_from_the_last_step(tmp_path: Path):
+    """Not from the last that is a multiple of ``--every``."""
+    plan = plan_file(tmp_path, program_of_net())
+    command = [sys.executable, "-m", "runtime", str(plan), "--checkpoints", str(tmp_path / "out"), "--every", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    seen = []
+    for steps in ("3", "4"):
+        done = subprocess.run(
+            [*command, "--steps", steps], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        seen += re.findall(r"^step (\d+) ", done.stdout, re.MULTILINE)
+    assert seen == ["1", "2", "3", "4"]
+
+
 def test_a_random_batch_fits_the_program():
     program = program_of_net()
     batch = random_batch(program, seed=0)

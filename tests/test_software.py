@@ -10,7 +10,7 @@ from test_cost import ACROSS, BF16, DEVICE, NVLINK, block
 from torch import fx
 
 from partitioner import Constraints, Topology, partition
-from partitioner.cost.calls import call_costs
+from partitioner.cost.calls import CallCost, call_costs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Kernel
@@ -66,8 +66,23 @@ def test_states_that_are_gathered_one_by_one_start_more_often():
     together = call_costs(both, DEVICE, {}, spread=spread)
     apart = call_costs(both, DEVICE, {}, spread=replace(spread, software=Software(by_parameter=True)))
     assert apart.forward_comm_s - together.forward_comm_s == pytest.approx(collective_time("all_gather", 0, ACROSS))
-    # of both calls whose weights are there and their gradients, the larger one alone is whole at a time
-    assert together.working_bytes - apart.working_bytes == 4 * W.nbytes
+    # of both calls whose weights are there, and their gradients in float32, the larger one alone is whole at a time
+    assert together.working_bytes - apart.working_bytes == 2 * (W.nbytes + 2 * W.nbytes)
+
+
+def test_short_gradients_are_scattered_as_they_are():
+    weights = block(lambda call, w, x: call(aten.linear.default, x, w), {"w": W}, {"x": X})
+
+    def cost(short: bool) -> CallCost:
+        return call_costs(
+            weights, DEVICE, {}, spread=Spread(shards=ACROSS, overlap=False, software=Software(short_gradients=short))
+        )
+
+    long, short = cost(False), cost(True)
+    assert long.forward_comm_s == short.forward_comm_s
+    sent = [collective_time("reduce_scatter", n * W.nbytes, ACROSS) for n in (2, 1)]
+    assert long.backward_comm_s - short.backward_comm_s == pytest.approx(sent[0] - sent[1])
+    assert long.working_bytes - short.working_bytes == 2 * W.nbytes
 
 
 def test_attention_reaches_less_on_short_sequences():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
+from partitioner.outline import outline
 from partitioner.reference import run_reference
+from partitioner.timing import PlanDurations
 from partitioner.verify import compare, relative_error
 from runtime.checkpoint.boxes import Piece
 from runtime.checkpoint.storage import ShardReader
@@ -30,6 +33,7 @@ from runtime.pieces import join_pieces, padded_piece, take_piece
 from runtime.precision import with_precision
 from runtime.program import Instruction, Program, hybrid_mesh
 from runtime.prove import ProofError, prove
+from runtime.simulate import simulate
 from tests.context_models import Decoder
 from tests.context_models import inputs as decoder_inputs
 from tests.experts_zoo import plain, plain_inputs
@@ -293,6 +297,25 @@ def test_each_stage_keeps_less():
     assert peaks["zero0"] > peaks["zero2"] > peaks["zero3"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_planned_is_enough(zero: int, precision: str):
+    """For a model that is almost all weights: what is gathered and scattered is most of what comes and goes."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    pinned = Constraints(dp=4, pp=1, tp=1, zero=zero, microbatch_size=2)
+    plan = partition(
+        model,
+        Topology.local(4),
+        (torch.randn(16, 256),),
+        loss=lambda y: y.float().square().mean(),
+        precision=precision,
+        constraints=pinned,
+    )
+    (planned,) = (stage.memory for stage in plan.estimate.stages)
+    peak, _ = peak_bytes(ProgramFacts(plan.program), 0, plan.program.stages[0].instructions)
+    assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < 0.05 * peak
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +477,41 @@ def test_what_cannot_be_shared_is_said_before():
     with pytest.raises(ConstraintError, match="dp_shard=2 with zero=0: nothing would be shared"):
         ask(zero=0, dp_shard=2)
     assert ask(dp=4, pp=1, tp=1, dp_shard=2).program.zero > 0
+
+
+def test_what_is_exchanged_is_told_in_the_type_in_which_it_is(tmp_path: Path):
+    """Parameters in bfloat16, gradients in float32; of tied weights, like of replicas, pieces are added up."""
+    pinned = dict(dp=4, pp=2, tp=1, zero=3, dp_shard=2, microbatch_size=2)
+    plan = partition(
+        tied_model(), Topology.local(8), tied_inputs(), precision="bf16", constraints=Constraints(**pinned)
+    )
+    program = plan.program
+    (tie,) = outline(program).ties
+    whole = VOCAB * WIDTH
+    assert tie.num_bytes == 4 * whole / 2
+    names = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
+    for stage, told in zip(program.stages, outline(program).stages, strict=True):
+        expected: Counter[str] = Counter()
+        for i in stage.instructions:
+            if i.op in names and i.bucket is not None:
+                for state in stage.buckets[i.bucket].states:
+                    numel, sharers = math.prod(program.states[state].shape), 2 if program.states[state].zero_axes else 1
+                    size = {"GATHER": 2 * numel, "SCATTER": 4 * numel, "REDUCE": 4 * numel // sharers}
+                    expected[names[i.op]] += size[i.op]
+        found: Counter[str] = Counter()
+        for moved in told.reductions:
+            found[moved.op] += moved.num_bytes
+        assert found == expected
+
+    seen = []
+
+    class Recorded(PlanDurations):
+        def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+            seen.append((axes, nbytes))
+            return super().all_reduce(axes, nbytes, stages)
+
+    simulate(program, Recorded(plan))
+    assert {nbytes for axes, nbytes in seen if not axes} == {4 * whole // 2}
 
 
 def test_pictures_and_reports_know_the_words(tmp_path: Path):

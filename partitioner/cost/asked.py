@@ -22,7 +22,8 @@ from partitioner.cost.operators import (
 )
 from partitioner.cost.saved import expanded, gathered
 from partitioner.cost.spread import ExpertRegion, expert_region, in_fp8
-from passes.blocks import Block
+from partitioner.cost.states import gradient_bytes
+from passes.blocks import Block, TensorSpec
 from passes.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
@@ -138,12 +139,18 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A state that the call reads, and of what size the graph has it."""
+    """A state that the call reads, and of what size the graph has it. ``gradient_bytes``: of its gradient as it is
+    added up (0: it takes none)."""
 
     name: str
     nbytes: int
-    trained: bool
+    gradient_bytes: int
     expert: bool
+
+    def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
+        """The bytes of ``share`` of it, and of its gradient."""
+        gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
+        return self.nbytes * share, gradient * share
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ class _Reader:
                 self.rows.append(Row(kernel, 1, expert=node.name in experts))
                 self.issued[1] += 1
         states = tuple(
-            StateRead(name, node.meta["val"].nbytes, needs_gradient(node), name in experts)
+            StateRead(name, node.meta["val"].nbytes, _gradient_bytes(node), name in experts)
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
         columns, (ahead, back) = Columns.of(self.rows), self.issued
@@ -292,6 +299,10 @@ def is_state(node: fx.Node, states: set[str]) -> bool:
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and node.name in states
+
+
+def _gradient_bytes(placeholder: fx.Node) -> int:
+    return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
 def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:

@@ -19,12 +19,12 @@ from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.context import exchange_seconds
 from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels, is_view
 from partitioner.cost.spread import hidden
+from partitioner.cost.states import gradient_bytes
 from partitioner.solve.share import matmul_flops
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
-from passes.gradients import accumulated_in
 from passes.layouts import Layout, local_shape
 from passes.rules import Lowering
 from passes.rules.attention import band
@@ -41,6 +41,7 @@ class TensorCosts:
     held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
     repeats, ``repeated`` for each byte that every rank makes. ``allowed``: which strategies there are.
+    ``short_gradients``: those of parameters are of their type, rather than in float32.
     """
 
     device: DeviceType
@@ -53,6 +54,7 @@ class TensorCosts:
     undivided: float = 0.0
     repeated: float = 0.0
     allowed: Callable[[fx.Node, Strategy], bool] | None = None
+    short_gradients: bool = False
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
@@ -123,7 +125,7 @@ class TensorCosts:
             return local * self.state_price
         seconds = local * self.update_bytes / self.device.memory_bandwidth
         if layout.kind == "R'":
-            seconds += collective_time("all_reduce", spec.numel * accumulated_in(spec.dtype).itemsize, self.group)
+            seconds += collective_time("all_reduce", gradient_bytes(spec, self.short_gradients), self.group)
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:

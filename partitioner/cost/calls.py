@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from partitioner.cost.asked import Asked, Columns, Exchange, asked_by
+from partitioner.cost.asked import Asked, Columns, Exchange, StateRead, asked_by
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernel_times
 from partitioner.cost.context import context_exchanges
@@ -152,7 +152,7 @@ class CallWork:
     ) -> CallCost:
         regather = self.train and spread.software.regather
         kept, slim = self._keeps(regather, selective=False), self._keeps(regather, selective=True)
-        states = [s.nbytes * (spread.of_experts if s.expert else 1.0) for s in asked.states]
+        sizes = [_read_bytes(s, spread) for s in asked.states]
         return CallCost(
             forward_s=seconds[0],
             backward_s=seconds[1],
@@ -162,11 +162,11 @@ class CallWork:
             backward_flops=computed.flops[1],
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working + _gathered_bytes(states, spread),
+            working_bytes=kept.working + _gathered_bytes(sizes, spread),
             input_bytes=tuple(map(float, self._sizes[0])),
             output_bytes=tuple(map(float, self._sizes[1])),
             output_grads=self._output_grads,
-            state_bytes=sum(states),
+            state_bytes=sum(size for size, _ in sizes),
             selective_bytes=kept.inside - slim.inside,
             selective_s=computed.again,
         )
@@ -196,12 +196,11 @@ class CallWork:
         """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""
         if spread.shards.size == 1:
             return 0.0, 0.0
-        sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: all, and trained
+        sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
         for state in asked.states:
             known = sizes.setdefault((state.expert, state.name if spread.software.by_parameter else ""), [0.0, 0.0])
-            nbytes = state.nbytes * (spread.of_experts if state.expert else 1.0)
-            known[0] += nbytes
-            known[1] += nbytes if state.trained else 0.0
+            for kind, nbytes in enumerate(_read_bytes(state, spread)):
+                known[kind] += nbytes
         ahead = back = 0.0
         for (expert, _), (size, grads) in sizes.items():
             group = spread.expert_shards if expert else spread.shards
@@ -250,15 +249,21 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
     )
 
 
-def _gathered_bytes(sizes: list[float], spread: Spread) -> float:
-    """Bytes of weights that are gathered, and of gradients that are whole, at a time.
+def _read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
+    """Bytes of a state that the call reads, and of its gradient."""
+    return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
+
+
+def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread) -> float:
+    """Bytes of weights that are gathered, and of gradients that are whole, at a time; ``sizes``: of each state's both.
 
     Under ZeRO-3 the weights of a call and of the next; backward their gradients and those of the call before, too, on
     their way to their shards.
     """
     if spread.shards.size == 1:
         return spread.scattered_bytes
-    return 4 * (max(sizes, default=0.0) if spread.software.by_parameter else sum(sizes))
+    both = [weight + gradient for weight, gradient in sizes]
+    return 2 * (max(both, default=0.0) if spread.software.by_parameter else sum(both))
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

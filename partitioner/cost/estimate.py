@@ -218,7 +218,9 @@ def _tied(held: Sequence[Mapping[str, StateCost]], machine: Machine) -> float:
         stages = [s for s, costs in enumerate(held) if name in costs]
         if len(stages) > 1 and (cost := held[stages[0]][name]).gradient:
             whole = machine.group("pp")
-            seconds += collective_time("all_reduce", cost.gradient, replace(whole, size=min(whole.size, len(stages))))
+            seconds += collective_time(
+                "all_reduce", cost.gradient_piece, replace(whole, size=min(whole.size, len(stages)))
+            )
     return seconds
 
 

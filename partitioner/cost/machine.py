@@ -31,6 +31,7 @@ from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
+_SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
 _HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
@@ -48,10 +49,10 @@ class Machine:
     """``devices``: the device of every rank; ``None``: rank ``i`` on device ``i``. ``precision``: of most of the work.
 
     ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
-    (0: ``tp``); ``zero``: the stage of state sharding, over ``dp_shard`` of ``dp`` (0: all); ``trained_bytes``: of the
-    model's parameters that take gradients; ``overlap``: whether collectives of gradients and weights run behind
-    computation; ``num_experts``: of the layer that has most; ``software``: how what runs it communicates.
-    All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
+    (0: ``tp``); ``zero``: the stage of state sharding, over ``dp_shard`` of ``dp`` (0: all); ``gradient_bytes``: of all
+    gradients of the model; ``overlap``: whether collectives of gradients and weights run behind computation;
+    ``num_experts``: of the layer that has most; ``software``: how what runs it communicates. All but ``device``,
+    ``group``, ``groups`` and ``spread`` are by pipeline stage.
     """
 
     topology: Topology
@@ -62,7 +63,7 @@ class Machine:
     etp: int = 0
     zero: int = 0
     dp_shard: int = 0
-    trained_bytes: int = 0
+    gradient_bytes: int = 0
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
@@ -172,7 +173,7 @@ class Machine:
             self.etp,
             self.zero,
             self.dp_shard,
-            self.trained_bytes,
+            self.gradient_bytes,
             self.overlap,
             self.num_experts,
             self.software,
@@ -182,7 +183,7 @@ class Machine:
 
     def _spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
-        plain = self.ep == 1 and self.zero < 2 and self.expert_tp == tp
+        plain = self.ep == 1 and not self.zero and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded = self.zero == 3
@@ -190,7 +191,7 @@ class Machine:
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
             expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
-            scattered_bytes=self._scattered_bytes if self.zero == 2 else 0.0,
+            scattered_bytes=_SCATTERED.get(self.zero, 0) * self._bucket_bytes,
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
             by_rows=self.by_rows,
@@ -207,10 +208,10 @@ class Machine:
         return Sharded(self.zero, self.replicas, experts, held, sharers, self.by_rows, self.hybrid)
 
     @property
-    def _scattered_bytes(self) -> float:
-        """Of gradients on their way to their shards under ZeRO 2: a bucket that fills, and one that is sent."""
-        each = self.trained_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
-        return 2 * min(float(bucket_limit(self.replicas)), each)
+    def _bucket_bytes(self) -> float:
+        """Of a bucket of gradients on their way to their shards."""
+        each = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
+        return min(float(bucket_limit(self.replicas)), each)
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

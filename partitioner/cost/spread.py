@@ -30,6 +30,7 @@ class Software:
     overlap_tensor: bool = False
     regather: bool = False
     by_parameter: bool = False
+    short_gradients: bool = False
 
 
 EXECUTED = Software()  # as this project's runtime does
@@ -38,7 +39,7 @@ EXECUTED = Software()  # as this project's runtime does
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
-    that ZeRO-3 shards over; ``scattered_bytes``: of gradients on their way to their shards under ZeRO-2.
+    that ZeRO-3 shards over; ``scattered_bytes``: of gradients on their way to their shards under ZeRO-1 and 2.
     ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``: the graph has a part of
     the rows. ``num_experts``: in all, of the layer that has most.
 

@@ -48,6 +48,11 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     return numel * (kind.moment_bytes + (4 if kind.master and itemsize < 4 else 0))
 
 
+def gradient_bytes(spec: TensorSpec, short: bool) -> int:
+    """Of a parameter's gradient: in float32 where the parameter is shorter, unless gradients may be ``short``, too."""
+    return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
+
+
 _INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
 _OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
@@ -92,6 +97,11 @@ class StateCost:
     def total(self) -> float:
         """What stays on the rank."""
         return sum(self.kept.values())
+
+    @property
+    def gradient_piece(self) -> float:
+        """What scattering leaves of the gradient; all of it without ZeRO."""
+        return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
     def update(self) -> float:
@@ -156,9 +166,8 @@ def state_costs(
     costs = {}
     for name, state in states.items():
         trained = train and state.requires_grad
-        cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained)
+        cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained, short_gradients)
         expert = name in sharded.experts
-        cost = replace(cost, gradient=cost.parameter) if short_gradients and cost.gradient else cost
         cost = cost.scaled(sharded.of_experts) if expert else cost
         replicas = sharded.expert_replicas if expert else sharded.replicas
         stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
@@ -167,17 +176,22 @@ def state_costs(
 
 
 def _cost(
-    spec: TensorSpec, layout: Layout, ranks: int, mesh: Mapping[str, int], optimizer: str, trained: bool
+    spec: TensorSpec,
+    layout: Layout,
+    ranks: int,
+    mesh: Mapping[str, int],
+    optimizer: str,
+    trained: bool,
+    short_gradients: bool,
 ) -> StateCost:
-    numel = math.prod(local_shape(layout, spec.shape, ranks))
-    size = numel * spec.dtype.itemsize
+    local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:
-        return StateCost(size)
+        return StateCost(local.nbytes)
     axes = [axis for axis in ("dp", "cp") if mesh.get(axis, 1) > 1]
     if layout.kind == "R'" and ranks > 1:
         axes.append("tp")
-    gradient = numel * accumulated_in(spec.dtype).itemsize
-    return StateCost(size, gradient, optimizer_bytes(numel, spec.dtype.itemsize, optimizer), tuple(axes))
+    states = optimizer_bytes(local.numel, spec.dtype.itemsize, optimizer)
+    return StateCost(local.nbytes, gradient_bytes(local, short_gradients), states, tuple(axes))
 
 
 @dataclass(frozen=True)
@@ -228,7 +242,7 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
             sizes[key] = sizes.get(key, 0.0) + cost.gradient
         if cost.rest_axes:
             key = "all_reduce", cost.rest_axes, 0
-            sizes[key] = sizes.get(key, 0.0) + cost.gradient / (cost.replicas if cost.stage else 1)
+            sizes[key] = sizes.get(key, 0.0) + cost.gradient_piece
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = 0.0
     for (op, axes, stage), size in sizes.items():

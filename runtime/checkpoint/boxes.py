@@ -182,20 +182,20 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
     for name in states:
         data = rank.program.states[name]
         if rank.stage_index == min(data.stages):
-            # of states that are shared alike, pieces of the same number are on the same ranks
-            number = rank.zero_group(name).index(rank.rank)
-            cut = data.layout, data.expert_layout, rank.shards(name), data.zero_axes, number
+            # of states that are shared alike, pieces of the same index are on the same ranks
+            index = rank.zero_group(name).index(rank.rank)
+            cut = data.layout, data.expert_layout, rank.shards(name), data.zero_axes, index
             alike.setdefault(cut, []).append(name)
     everyone = rank.group("dp", "cp", "tp")
     mine: set[str] = set()
     for names in alike.values():
         own = held_by(rank.program, names[0], rank.rank)
-        number = rank.zero_group(names[0]).index(rank.rank)
+        index = rank.zero_group(names[0]).index(rank.rank)
         holders = [
             r
             for r in everyone
             if shards_of(rank.program, names[0], r) == own.shards
-            and rank.program.rank(r).zero_group(names[0]).index(r) == number
+            and rank.program.rank(r).zero_group(names[0]).index(r) == index
         ]
         mine |= {n for n, place in _shared_out(names, len(holders), rank).items() if holders[place] == rank.rank}
     return mine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from runtime.errors import CheckpointError
 from runtime.files import sync_folder, write_text
 
 MANIFEST = "manifest.json"
+_LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
 
 
@@ -89,26 +91,27 @@ class Target:
         """Put the folder in its place, down to the disk; what was there is replaced."""
         sync_folder(self.partial)
         if self.final.exists():
-            shutil.rmtree(self.old, ignore_errors=True)
+            remove(self.old)
             os.rename(self.final, self.old)
         os.rename(self.partial, self.final)
         sync_folder(self.final.parent)
-        shutil.rmtree(self.old, ignore_errors=True)
+        remove(self.old)
 
     def clean(self) -> None:
         """Remove what attempts that were cut short left beside ``final``; called by one rank before any writes."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         recover(self.final)
-        for path in self.final.parent.glob(f".{self.final.name}.*"):
-            if path.suffix in (".partial", ".failed", ".old", ".deleted") and self.token not in path.name:
+        prefix = f".{self.final.name}."
+        for path in self.final.parent.glob(f"{prefix}*"):
+            if _LEFT.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
                 remove(path)
 
 
 def recover(final: Path) -> None:
-    """Put back what a replacement was cut short of replacing."""
-    old = Target(final, "").old
-    if not final.exists() and read_manifest(old):
-        os.rename(old, final)
+    """Put back what a replacement was cut short of replacing. All ranks may call it."""
+    if not final.exists():
+        with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
+            os.rename(Target(final, "").old, final)
 
 
 def remove(path: Path) -> None:

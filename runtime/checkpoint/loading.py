@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.boxes import Piece, held_by, number, pieces
-from runtime.checkpoint.folders import MANIFEST, read_manifest, recover
-from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, all_ranks, saved_states
+from runtime.checkpoint.folders import MANIFEST, read_manifest
+from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
 from runtime.checkpoint.training import STATE, OptimizerState, unpacked
 from runtime.errors import CheckpointError, DamagedCheckpointError
-from runtime.groups import Communicator
+from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram
 
 LATEST = "latest"
@@ -47,7 +47,6 @@ def is_checkpoint(directory: Path) -> bool:
 
 def find(directory: Path) -> Found:
     """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
-    recover(directory.absolute())
     for folder in _candidates(directory):
         manifest = read_manifest(folder)
         if manifest:

@@ -23,7 +23,7 @@ from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write
 from runtime.checkpoint.training import OptimizerState, packed
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
-from runtime.groups import Communicator, Group
+from runtime.groups import Communicator, all_ranks
 from runtime.program import Program, RankProgram
 
 FORMAT = 1
@@ -116,7 +116,7 @@ class Saver:
 
         Raises :class:`CheckpointError` where the save before failed on any rank: before anything is done.
         """
-        target = self._agree(directory.absolute())
+        target = agreed_target(directory.absolute(), self.communicator, self.world_size, before=self.wait)
         first = content.rank.rank == 0
         held = [*content.moving, *content.still]
         if not wait:
@@ -142,31 +142,34 @@ class Saver:
     def wait_until_copied(self) -> None:
         self._staging.copied.wait()
 
-    def _agree(self, final: Path) -> Target:
-        """One token for all ranks, once the save before is over everywhere; the first clears the place."""
-        error: BaseException | None = None
-        token = 0
-        try:
-            self.wait()
-            if self.communicator.rank == 0:
-                token = secrets.randbits(60)
-                Target(final, f"{token:015x}").clean()
-        except Exception as caught:
-            error = caught
-        numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=self.communicator.device)
-        token, failed = all_ranks(self.communicator, self.world_size).all_reduce(numbers).wait().tolist()
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError(f"the save before this one failed on {failed} other ranks, and this one is not begun")
-        return Target(final, f"{token:015x}")
 
+def agreed_target(
+    final: Path, communicator: Communicator, world_size: int, before: Callable[[], None] | None = None
+) -> Target:
+    """Where all ranks write what is to be ``final``, cleared by the first; once ``before`` has gone well on all.
 
-def all_ranks(communicator: Communicator, world_size: int) -> Group:
-    """The group of all ranks."""
-    ranks = tuple(range(world_size))
-    communicator.prepare([ranks], [])
-    return communicator.group(ranks)
+    Raises what ``before`` raises; :class:`CheckpointError` where it, or the clearing, has failed on another rank.
+    """
+    error: Exception | None = None
+    token = 0
+    try:
+        if before is not None:
+            before()
+        if communicator.rank == 0:
+            token = secrets.randbits(60)
+            Target(final, f"{token:015x}").clean()
+    except Exception as caught:
+        error = caught
+    numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=communicator.device)
+    token, failed = all_ranks(communicator, world_size).all_reduce(numbers).wait().tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise CheckpointError(
+            f"{final} is not begun: {failed} other ranks could not end the save before, or make room for this one; "
+            "they say why"
+        )
+    return Target(final, f"{token:015x}")
 
 
 def pieces_of(

@@ -21,7 +21,7 @@ from runtime.batch import batch_values
 from runtime.debug.probe import Operation, probed
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError
-from runtime.groups import Communicator
+from runtime.groups import Communicator, all_ranks
 
 KIND = "NonFinite"
 
@@ -55,8 +55,8 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True) -> None:
         grads = [p.grad for p in engine.parameters() if p.grad is not None]
         bad = bool(grads) and not all(bool(torch.isfinite(n)) for n in torch._foreach_norm(grads, math.inf))
     flag = torch.tensor(float(bad), device=engine.device)
-    everyone = _everyone(engine)
-    if everyone.all_reduce(flag, True).wait().item():
+    everyone = all_ranks(engine.communicator, engine.program.world_size)
+    if everyone.all_reduce(flag, maximum=True).wait().item():
         raise NonFiniteError(find_nonfinite(engine, batch))
 
 
@@ -176,16 +176,12 @@ def _failure(origins: list[Origin], step: int) -> Failure:
     )
 
 
-def _everyone(engine: Engine) -> Any:
-    engine.barrier()  # opens the group of all
-    return engine.communicator.group(tuple(range(engine.program.world_size)))
-
-
 def _exchange(engine: Engine, text: str) -> list[Any]:
     """The JSON value of every rank, on all ranks."""
-    group, communicator = _everyone(engine), engine.communicator
+    communicator = engine.communicator
+    group = all_ranks(communicator, engine.program.world_size)
     content = text.encode()
-    length = int(group.all_reduce(torch.tensor(float(len(content)), device=engine.device), True).wait().item())
+    length = int(group.all_reduce(torch.tensor(float(len(content)), device=engine.device), maximum=True).wait().item())
     padded = _bytes(content.ljust(length), communicator)
     parts = group.all_gather(padded.unsqueeze(0), 0).wait()
     return [json.loads(bytes(part.cpu().tolist())) for part in parts.reshape(-1, length)]

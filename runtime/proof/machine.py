@@ -76,9 +76,7 @@ class _Machine:
         self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
         self.parameters = Parameters(facts, stage)
         self.scatters: Counter[int] = Counter()
-        self.scattering: deque[tuple[int, Hashable]] = (
-            deque()
-        )  # (bucket, what) of the SCATTERs that were not waited for
+        self.scattering: deque[tuple[int, Hashable]] = deque()  # (bucket, what) of those that were not waited for
 
     # --- values -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import Failure
+from runtime.files import write_text
 from runtime.recorder import Moment, Recording, Spot
 from runtime.watch.addresses import ranks_named
 from runtime.watch.place import Place
@@ -77,9 +77,7 @@ class Board:
         self._post(rank, "addresses", {"own": addresses})
 
     def _post(self, rank: int, kind: str, content: dict[str, Any]) -> None:
-        partial = self.folder / f".rank-{rank}.{kind}"
-        partial.write_text(json.dumps(content))
-        os.replace(partial, self.folder / f"rank-{rank}.{kind}")
+        write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
         """Note why the run ends, if nobody has: whether it is for this rank to tell the user."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Protocol
+
+from runtime.files import write_bytes
 
 _KINDS = ("times", "json", "place", "failure", "addresses")
 _CAUSE = "cause"
@@ -60,9 +61,7 @@ class Mirror:
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue
-            partial = self.folder / f".{name}.{os.getpid()}"
-            partial.write_bytes(base64.b64decode(files[name]))
-            os.replace(partial, self.folder / name)
+            write_bytes(self.folder / name, base64.b64decode(files[name]), durable=False)
 
 
 def _key(host: int) -> str:

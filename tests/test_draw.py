@@ -82,7 +82,7 @@ def test_the_graph_shows_folded_calls_collectives_weights_and_memory(graph: str)
     assert "column-parallel: q_proj, up_proj" in shown
     assert "row-parallel: o_proj, down_proj" in shown
     assert any(re.fullmatch(r"Stage 3\s*ranks 12–15", t) for t in shown)
-    assert any(t.startswith("all-reduce of gradients over dp: 1.61 GiB") for t in shown)
+    assert any(t.startswith("all-reduce of gradients over dp: 3.23 GiB") for t in shown)  # of bfloat16, in float32
     assert any("61 GiB of" in t for t in shown)
     assert any("self_attn.q_proj.weight [4096×4096] S0: column-parallel" in t for t in tooltips(graph))
 

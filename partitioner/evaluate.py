@@ -190,6 +190,7 @@ class Evaluator:
                 constraints=constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
+                scattered_bytes=machine.spread.scattered_bytes,
             )
             if plain:
                 split = solve_stages(problem)

@@ -316,6 +316,21 @@ def test_what_is_planned_is_enough(zero: int, precision: str):
     assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < 0.05 * peak
 
 
+def test_a_bucket_on_its_way_is_counted_once_where_stages_run_calls_of_their_own_too():
+    """A rank's fullest call is charged for the bucket, and what all stages run for themselves is not once more."""
+    torch.manual_seed(0)
+    model, inputs = hf_llama()
+    working = {}
+    for zero in (0, 1):
+        pinned = Constraints(dp=2, pp=1, tp=1, zero=zero)
+        plan = partition(model, Topology.local(2), inputs, constraints=pinned)
+        assert any(call.prologue or call.shared for call in plan.program.stages[0].calls)
+        (stage,) = plan.estimate.stages
+        working[zero] = stage.memory["working"]
+    trained = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert working[1] - working[0] == pytest.approx(trained, rel=1e-3)
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +344,22 @@ def ops(program: Program, stage: int = 0) -> str:
         elif i.op in shown:
             words.append(shown[i.op] + ("" if i.bucket is None else str(i.bucket)))
     return " ".join(words)
+
+
+def hf_llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    tokens = torch.randint(64, (4, 16))
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
 def tower(microbatch_size: int = 4, **sharding: int) -> Program:

@@ -261,7 +261,7 @@ def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread) -> flo
     their way to their shards.
     """
     if spread.shards.size == 1:
-        return spread.scattered_bytes
+        return 0.0
     both = [weight + gradient for weight, gradient in sizes]
     return 2 * (max(both, default=0.0) if spread.software.by_parameter else sum(both))
 

@@ -34,12 +34,14 @@ def stage_problem(
     constraints: Constraints | None = None,
     train: bool = True,
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
+    scattered_bytes: float = 0.0,
 ) -> StageProblem:
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
     ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
     Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``ranks``:
-    of each virtual stage, which are then the problem's stages; empty: the ranks are.
+    of each virtual stage, which are then the problem's stages; empty: the ranks are. ``scattered_bytes``: of gradients
+    on their way to their shards, on every rank.
     """
     constraints = constraints or Constraints()
     if constraints.recompute == "selective":
@@ -51,6 +53,7 @@ def stage_problem(
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
+    overhead = _together([costs[call.block] for call in everywhere])
     return StageProblem(
         calls=tuple(
             StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
@@ -67,7 +70,7 @@ def stage_problem(
         repeated=tuple(often[call.block] > 1 for _, call in placed),
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
-        overhead=_together([costs[call.block] for call in everywhere]),
+        overhead=replace(overhead, working_bytes=overhead.working_bytes + scattered_bytes),
         paces=_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),

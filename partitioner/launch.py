@@ -20,6 +20,7 @@ from partitioner.topology import Topology
 PORT = 29500  # torchrun's own
 TORCHRUN = "python -m runtime.torchrun"
 _WARNING_S = 120  # before a job's time is over, in which it goes back into the queue
+_LONG_S = 900  # a job that ran for so long does not fail each time at once
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def slurm_script(job: Job, *, time: str | None = None, partition: str | None = N
         lines += _HEAD
     lines += ["", *_AGAIN, "", *_run(job), *_WAIT]
     lines += [
-        f'if [ "$status" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then again; fi',
+        f'if [ "$status" -ne 0 ] && {{ [ "$SECONDS" -ge {_LONG_S} ] || '
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; }}; then again; fi',
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
@@ -139,7 +141,7 @@ _WAIT = [
     '  kill -0 "$srun" 2>/dev/null || break  # a signal ends the wait, not what is waited for',
     "done",
     "",
-    "# What has failed is tried again; a run that fails at once, every time, is not tried for ever.",
+    "# What has failed is tried again: always where it had got somewhere, else not for ever.",
 ]
 
 

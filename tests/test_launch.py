@@ -175,6 +175,13 @@ def test_what_fails_goes_back_into_the_queue_a_few_times(tmp_path: Path, restart
     assert ("requeue 1234" in cluster.said("scontrol")) == requeued
 
 
+def test_what_fails_after_a_long_time_always_goes_back(tmp_path: Path):
+    cluster = Cluster(tmp_path, 1)
+    script = slurm_script(JOBS["one"]).replace("srun=$!", "srun=$!; SECONDS=900")
+    assert cluster.batch(script, STATUS="7", SLURM_RESTART_COUNT="50").returncode == 7
+    assert cluster.said("scontrol") == ["requeue 1234"]
+
+
 def test_a_job_whose_time_is_over_goes_back_into_the_queue(tmp_path: Path):
     """The signal comes to the script alone, while its ranks run; it waits for their end all the same."""
     cluster = Cluster(tmp_path, 1)

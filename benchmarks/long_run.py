@@ -11,6 +11,8 @@ microbatches, which is the same mathematics. Draws both (``--svg``); the last li
 
 ``max_distance``, ``mean_distance``  between the losses of the run and of one process, over all steps
 ``spread_max``, ``spread_mean``      the same between runs of one process which differ by rounding: the two farthest
+``quarters``                         mean distance and mean spread in each quarter of the run: both grow, since training
+                                     carries every difference on
 ``fp32_max``, ``fp32_mean``          the same between one process in bfloat16 and in float32
 ``resumed``                          for every kill: who, after which step, from which step it went on, on which mesh
 ``repeated``, ``repeated_equal``     steps done again after a kill under the same mesh, and how many of these have the
@@ -258,6 +260,7 @@ def summary(told: Told, singles: dict[str, list[float]], options: argparse.Names
     judge = singles[f"{options.precision}/{options.batch}"]
     alike = [curve for name, curve in singles.items() if name.startswith(f"{options.precision}/")]
     spreads = [distance(a, b) for a, b in combinations(alike, 2)]
+    quarters = [slice(k * options.steps // 4, (k + 1) * options.steps // 4) for k in range(4)]
     same, moved = repeats(told)
     largest, mean = distance(losses, judge)
     found: dict[str, Any] = {
@@ -271,6 +274,13 @@ def summary(told: Told, singles: dict[str, list[float]], options: argparse.Names
         "mean_distance": mean,
         "spread_max": max((s[0] for s in spreads), default=0.0),
         "spread_mean": max((s[1] for s in spreads), default=0.0),
+        "quarters": [
+            [
+                distance(losses[q], judge[q])[1],
+                max((distance(a[q], b[q])[1] for a, b in combinations(alike, 2)), default=0),
+            ]
+            for q in quarters
+        ],
     }
     if options.precision != "fp32":
         found["fp32_max"], found["fp32_mean"] = distance(judge, singles[f"fp32/{options.batch}"])

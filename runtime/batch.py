@@ -122,7 +122,9 @@ def _advice(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
-    if shape == data.shape and data.batch_dim is not None:
+    if data.batch_dim is None:
+        return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
+    if shape == data.shape:
         rows = share.rows(shape[data.batch_dim])
         return (
             f"this is the whole global batch; pass samples {rows.start} to {rows.stop - 1} of it, which are this "

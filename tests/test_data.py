@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime import BatchError, CheckpointError, Engine, Loader, LocalRanks
+from runtime.batch import own_values, share_of
 from runtime.data import SampleOrder
 from runtime.debug.nonfinite import NonFiniteError, check_finite
 from runtime.program import Program
@@ -134,6 +135,19 @@ def test_another_number_of_samples_is_refused():
         )
         assert "expected shape [4, 8], got [3, 8]: with local=True every rank passes its own part" in few
         assert "is missing: expected a float32 tensor of shape [4, 8]" in nothing
+
+
+def test_an_input_without_samples_is_given_whole():
+    program = program_of_net(dp=2)
+    inputs = tuple(i.model_copy(update={"batch_dim": None} if i.path == "x" else {}) for i in program.inputs)
+    program = program.model_copy(update={"inputs": inputs})
+    share = share_of(program.rank(1))
+    own = {n: t if n == "x" else t[4:] for n, t in net_inputs().items()}
+    for local, batch in ((True, own), (False, net_inputs())):
+        values = own_values(program, share, batch, local)
+        assert {n: len(t) for n, t in values.items()} == {"x": 8, "target": 4, "weight": 4}
+    with pytest.raises(BatchError, match=r"\[8, 8\], got \[4, 8\]: the program reads this input whole"):
+        own_values(program, share, own | {"x": own["x"][4:]}, True)
 
 
 def test_a_nan_is_found_in_own_samples():

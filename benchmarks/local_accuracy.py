@@ -236,9 +236,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="plans of up to so many ranks")
     parser.add_argument("--quick", action="store_true", help="a quick profile, and fewer turns")
     parser.add_argument("--turns", type=int, help="measurements of each plan, of which the median counts")
-    parser.add_argument(
-        "--memory", action="store_true", help="memory alone, of more kinds of plans"
-    )
+    parser.add_argument("--memory", action="store_true", help="memory alone, of more kinds of plans")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true", help="fail below the correlation or above the error we accept")
     options = parser.parse_args()

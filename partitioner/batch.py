@@ -26,6 +26,7 @@ from passes.shard import RESHARDS
 _ALL_WORK = 1000.0
 _TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
 _SLICE = 1e-6  # taking a part of a value that is whole
+_WHOLE = 0.1  # an input that every rank has to be given whole though its samples can be told apart: a few totals' worth
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
@@ -54,7 +55,7 @@ def shard_batch(model: FoldedModel, batch: int) -> ShardingSolution:
         model,
         DATA,
         batch,
-        BatchCosts(_work(model)),
+        BatchCosts(_work(model), frozenset(i.spec for i in model.inputs if batch in i.spec.shape)),
         input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
         output_layouts=outputs,
     )
@@ -83,9 +84,10 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs on the axis ``data``; ``total`` is the whole model's work."""
+    """Costs on the axis ``data``; ``total`` is the whole model's work, ``samples`` what inputs with a batch dim are."""
 
     total: float
+    samples: frozenset[TensorSpec] = frozenset()
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
@@ -108,4 +110,6 @@ class BatchCosts:
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Of two dims that would do, the first."""
-        return _SLICE * layout.dim if layout.is_shard else 0.0
+        if layout.is_shard:
+            return _SLICE * layout.dim
+        return _WHOLE if spec in self.samples else 0.0

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner import cli_watch
+from partitioner import cli_launch, cli_watch
 from partitioner.cli_report import Commands, output, print_parts, progress, steps
 from partitioner.cli_target import constraints_of, load_target
 from partitioner.units import plural, seconds_text
@@ -392,6 +392,7 @@ def _wrote(what: str, path: Path) -> None:
 
 
 cli_watch.add_to(app)
+cli_launch.add_to(app)
 
 if __name__ == "__main__":
     app()

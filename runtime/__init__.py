@@ -6,6 +6,7 @@ It needs a plan's program and weights, and nothing of the planner.
 from runtime.bubble import timed
 from runtime.checkpoint.series import Checkpoints
 from runtime.collect import Run
+from runtime.data import Loader
 from runtime.engine import Engine
 from runtime.errors import (
     BatchError,
@@ -33,6 +34,7 @@ __all__ = [
     "Engine",
     "InstructionError",
     "LaunchError",
+    "Loader",
     "LocalRanks",
     "LossSpikes",
     "Monitor",

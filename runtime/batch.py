@@ -1,8 +1,9 @@
-"""The global batch that a step runs on: found by path, checked against the plan."""
+"""The batch that a step runs on: found by path, checked against the plan, and which part of it a rank reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,31 @@ from torch.utils import _pytree as pytree
 
 from passes.serialize import dtype_of
 from runtime.errors import BatchError
-from runtime.program import InputData, Program
+from runtime.program import InputData, Program, RankProgram
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank reads of a global batch: the inputs at ``paths``, and of their rows part ``index`` of ``count``.
+
+    Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have the same share.
+    """
+
+    paths: frozenset[str]
+    index: int
+    count: int
+
+    def rows(self, length: int) -> range:
+        """Its rows of ``length``, one run; none where it reads no inputs."""
+        each = length // self.count
+        return range(self.index * each, (self.index + 1) * each) if self.paths else range(0)
+
+
+def share_of(rank: RankProgram) -> Share:
+    """The inputs that a rank's program loads, and its rows of them: those of its place on ``dp``."""
+    loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
+    paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
+    return Share(paths, rank.coordinates["dp"], rank.program.mesh.get("dp", 1))
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
@@ -38,19 +63,43 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
     return {i.value: _checked(i, leaves) for i in program.inputs}
 
 
-def _checked(data: InputData, leaves: Mapping[str, Any]) -> Tensor:
+def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
+    """What a rank reads of ``batch``, by value name, in the planned types: its rows of a global batch.
+
+    ``local``: ``batch`` has these rows alone, and need not have what the rank does not read. Raises
+    :class:`BatchError`, as :func:`batch_values` does.
+    """
+    read = [i for i in program.inputs if i.path in share.paths]
+    if local:
+        leaves = leaves_by_path(batch) if read else {}
+        return {i.value: _checked(i, leaves, share) for i in read}
+    values = batch_values(program, batch)
+    return {i.value: _rows(i, values[i.value], share) for i in read}
+
+
+def _rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+    if data.batch_dim is None:
+        return whole
+    rows = share.rows(data.shape[data.batch_dim])
+    return whole.narrow(data.batch_dim, rows.start, len(rows))
+
+
+def _checked(data: InputData, leaves: Mapping[str, Any], share: Share | None = None) -> Tensor:
+    """An input of the planned shape; of a ``share`` alone where one is given."""
+    expected, dim = data.shape, data.batch_dim
+    if share is not None and dim is not None:
+        expected = (*expected[:dim], expected[dim] // share.count, *expected[dim + 1 :])
     tensor = leaves.get(data.path)
     if not isinstance(tensor, Tensor):
         have = ", ".join(k for k, v in leaves.items() if isinstance(v, Tensor)) or "no tensors"
         raise BatchError(
-            f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(data.shape)}, "
+            f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(expected)}, "
             f"the batch has {have}"
         )
     shape = tuple(tensor.shape)
-    if shape != data.shape:
-        raise BatchError(
-            f"input {data.path!r}: expected shape {list(data.shape)}, got {list(shape)}: {_advice(data, shape)}"
-        )
+    if shape != expected:
+        advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
+        raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
     dtype = dtype_of(data.dtype)
     if tensor.dtype != dtype:
         if _kind(tensor.dtype) != _kind(dtype):
@@ -70,6 +119,18 @@ def _advice(data: InputData, shape: tuple[int, ...]) -> str:
                 f"{data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"
             )
     return "the plan was made for inputs of the expected shape; pass such, or plan again for these"
+
+
+def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
+    if data.batch_dim is None:
+        return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
+    if shape == data.shape:
+        rows = share.rows(shape[data.batch_dim])
+        return (
+            f"this is the whole global batch; pass samples {rows.start} to {rows.stop - 1} of it, which are this "
+            "rank's, or leave out local=True"
+        )
+    return f"with local=True every rank passes its own part, one of {share.count} over dp, of the planned global batch"
 
 
 def _kind(dtype: torch.dtype) -> str:

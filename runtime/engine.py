@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from passes.random import SEED
 from runtime import export, norms
-from runtime.batch import batch_values
+from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
 from runtime.checkpoint.folders import recover
@@ -85,6 +85,7 @@ class Engine:
         if communicator is None:
             communicator = _default_communicator(program, device, placement_of(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
+        self.share = share_of(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
         self.seed = seed
@@ -131,16 +132,18 @@ class Engine:
         """Whether the last step's gradients, scaled, were beyond float16: it has none, and the optimizer skips it."""
         return self._scale is not None and self._scale.overflowed
 
-    def step(self, batch: Any, *, accumulate: bool = False) -> Tensor | None:
+    def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
+        With ``local`` each rank gives only what it reads, :attr:`share` (a :class:`runtime.Loader` does): of inputs
+        ``[batch, ...]`` its ``[batch / dp, ...]``, or ``{}`` where it reads none.
         Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
         far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
         instruction fails.
         """
-        inputs = batch_values(self.program, batch)
+        inputs = own_values(self.program, self.share, batch, local)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()

@@ -84,7 +84,7 @@ class Executor:
             self.env.seed = torch.full_like(self.env.seed, factor)
 
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
-        """One step on the whole global batch, by value name. Raises :class:`InstructionError`."""
+        """One step on this rank's rows of the global batch, by value name. Raises :class:`InstructionError`."""
         self._inputs = inputs
         self.outputs, self.totals = {}, {}
         self.env.begin()
@@ -191,11 +191,8 @@ class Executor:
         """This rank's part of an input for one microbatch."""
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
-            count = self.program.num_microbatches
-            pieces = count * self.program.mesh.get("dp", 1)
-            length = data.shape[data.batch_dim] // pieces
-            place = self.rank.coordinates["dp"] * count + microbatch
-            whole = whole.narrow(data.batch_dim, place * length, length)
+            length = whole.shape[data.batch_dim] // self.program.num_microbatches
+            whole = whole.narrow(data.batch_dim, microbatch * length, length)
         value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
         part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
         part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])

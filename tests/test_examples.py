@@ -22,11 +22,11 @@ ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def execute(*command: str, cwd: Path) -> str:
+def execute(*command: str, cwd: Path, timeout: float = 300) -> str:
     """Standard output of ``python command``; fails with what it printed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

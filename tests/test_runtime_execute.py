@@ -230,6 +230,7 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
     errors: list[InstructionError] = []
 
     def work(rank: int) -> None:
+        from runtime.batch import own_values, share_of
         from runtime.bind import Library
         from runtime.execute import Executor
         from runtime.gradients import Gradients
@@ -242,7 +243,7 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
         gradients = Gradients(mine, states, communicator)
         executor = Executor(mine, states, gradients, communicator, Library(program, torch.device("cpu")))
         try:
-            executor.run(net_inputs())
+            executor.run(own_values(program, share_of(mine), net_inputs()))
         except InstructionError as error:
             errors.append(error)
 

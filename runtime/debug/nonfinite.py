@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.batch import batch_values
+from runtime.batch import batch_values, own_values
 from runtime.debug.probe import Operation, probed
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError
@@ -47,9 +47,10 @@ class Origin:
     from_infinity: bool = False
 
 
-def check_finite(engine: Engine, batch: Any, *, gradients: bool = True) -> None:
-    """After ``engine.step(batch)``: raise :class:`NonFiniteError` on all ranks if the loss or, with ``gradients``, a
-    gradient of any rank is not finite. All ranks call it, before the gradients are used. Reads every gradient once."""
+def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: bool = False) -> None:
+    """After ``engine.step(batch, local=local)``: raise :class:`NonFiniteError` on all ranks if the loss or, with
+    ``gradients``, a gradient of any rank is not finite. All ranks call it, before the gradients are used. Reads every
+    gradient once."""
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
     if gradients and not bad:
         grads = [p.grad for p in engine.parameters() if p.grad is not None]
@@ -57,24 +58,23 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True) -> None:
     flag = torch.tensor(float(bad), device=engine.device)
     everyone = all_ranks(engine.communicator, engine.program.world_size)
     if everyone.all_reduce(flag, maximum=True).wait().item():
-        raise NonFiniteError(find_nonfinite(engine, batch))
+        raise NonFiniteError(find_nonfinite(engine, batch, local))
 
 
-def find_nonfinite(engine: Engine, batch: Any) -> Failure:
+def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Run the last step again on ``batch`` and find what first was not finite: rank, instruction, graph node. All ranks
     call it, before the optimizer changes the weights; the engine's step count stays as it is."""
-    seen: list[Origin] = [*_given(engine, batch)]
-    if not seen:
+    told = _of_all(engine, _given(engine, batch, local))  # one rank's own shard or samples may have it
+    if not told:
         found = _Finder(engine.communicator.rank)
         engine.steps -= 1
         try:
             with probed(engine, found.see):
-                engine.step(batch)
+                engine.step(batch, local=local)
         except BaseException:
             engine.steps += 1
             raise
-        seen = found.origins()
-    told = [Origin(**data) for text in _exchange(engine, json.dumps([asdict(o) for o in seen])) for data in text]
+        told = _of_all(engine, found.origins())
     return _failure(told, engine.steps)
 
 
@@ -135,11 +135,12 @@ def _asked_for(operation: Operation) -> bool:
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
-def _given(engine: Engine, batch: Any) -> list[Origin]:
+def _given(engine: Engine, batch: Any, local: bool) -> list[Origin]:
     """What is not a number before the step begins: a parameter, an input."""
+    inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
         **{f"parameter {n}": p.detach() for n, p in engine.named_parameters()},
-        **{f"input {n}": x for n, x in batch_values(engine.program, batch).items()},
+        **{f"input {n}": x for n, x in inputs.items()},
     }
     names = [name for name, x in tensors.items() if _marks(x)[0]]
     if not names:
@@ -174,6 +175,11 @@ def _failure(origins: list[Origin], step: int) -> Failure:
         source=first.source,
         step=step,
     )
+
+
+def _of_all(engine: Engine, seen: list[Origin]) -> list[Origin]:
+    """What all ranks have seen, on all ranks."""
+    return [Origin(**data) for found in _exchange(engine, json.dumps([asdict(o) for o in seen])) for data in found]
 
 
 def _exchange(engine: Engine, text: str) -> list[Any]:

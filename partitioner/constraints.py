@@ -21,7 +21,6 @@ Recompute = Literal["none", "selective", "full"]
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
-    "recompute": (None, "none", "full"),
     "overlap": (None, True),
     "overlap_tensor": (None, False),
     "regather": (None, False),
@@ -96,13 +95,6 @@ class Constraints(BaseModel):
         """What of it this version plans but does not execute, as ``name=value``."""
         given = ((name, getattr(self, name), values) for name, values in _EXECUTED.items())
         return tuple(f"{name}={value}" for name, value, values in given if value not in values)
-
-    @property
-    def recomputations(self) -> tuple[Constraints, ...]:
-        """These constraints, and with them what ``ahead`` adds to the ways to recompute: attention scores alone."""
-        if not self.ahead or self.recompute is not None:
-            return (self,)
-        return self, self.model_copy(update={"recompute": "selective"})
 
     @property
     def pinned(self) -> dict[str, int]:

@@ -83,6 +83,8 @@ def emit(
     layouts: Layouts | None = None,
     etp: int = 0,
     recompute: Collection[int] = (),
+    selective: Collection[int] = (),
+    scores: Mapping[str, Collection[str]] | None = None,
     bucket_bytes: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
@@ -93,7 +95,7 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept. ``bucket_bytes``: of gradients that are reduced together.
+    kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that are reduced together.
     ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
@@ -165,15 +167,19 @@ def emit(
             result.append((reduced, stage_instructions(job)))
         return result
 
-    again = set(recompute)
+    def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
+        """The positions on stage ``s`` of those of ``calls`` that have a backward."""
+        return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
+
+    again, slim = set(recompute), set(selective) - set(recompute)
+    scored = {model.calls[i].block for i in slim}
     stages = [
         Stage(
             calls=calls[s],
             instructions=instructions,
             buckets=buckets,
-            checkpoint_calls=tuple(
-                p for p, i in enumerate(routes.stages[s].calls) if i in again and flow.has_backward(i)
-            ),
+            checkpoint_calls=chosen(s, again),
+            selective_calls=chosen(s, slim),
         )
         for s, (buckets, instructions) in enumerate(
             _grown(lists, steady(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches)
@@ -186,7 +192,12 @@ def emit(
         num_microbatches=num_microbatches,
         schedule=schedule_name(schedule),
         blocks={
-            name: BlockGraph(nodes=block_to_data(block), states=block.states, inputs=block.inputs)
+            name: BlockGraph(
+                nodes=block_to_data(block),
+                states=block.states,
+                inputs=block.inputs,
+                scores=tuple(sorted((scores or {}).get(name, ()))) if name in scored else (),
+            )
             for name, block in model.blocks.items()
             if name in used
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from partitioner.constraints import Constraints
@@ -21,7 +21,6 @@ from partitioner.experts import Split, allowed_strategies, common_experts, exper
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
-from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
@@ -119,7 +118,7 @@ class Solved:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
-    selective: bool = False  # attention scores are recomputed
+    selective: tuple[int, ...] = ()  # of which attention scores are recomputed
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
@@ -171,10 +170,7 @@ class Evaluator:
             return seen[id(machine)][1]
 
         def judge(machine: Machine) -> tuple[float, Judged]:
-            ways = job.constraints.recomputations if job.train else (job.constraints,)
-            return least_of([partial(judge_as, dressed(machine), constraints) for constraints in ways])
-
-        def judge_as(machine: Machine, constraints: Constraints) -> tuple[float, Judged]:
+            machine = dressed(machine)
             problem = stage_problem(
                 local.model,
                 costs.at(self._reference_seat(point.tp, point.cp), machine.spread),
@@ -184,7 +180,7 @@ class Evaluator:
                 microbatch_size=point.microbatch_size,
                 schedule=point.schedule,
                 ranks=ranks,
-                constraints=constraints,
+                constraints=job.constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
             )
@@ -205,10 +201,12 @@ class Evaluator:
         problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
+        selective: list[int] = []
         for stage, plan in enumerate(split.virtual or split.stages):
             for place, call in enumerate(problem.calls[plan.start : plan.stop], plan.start):
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []
+                selective += [call.index] if plan.selective and call.cost.selective_bytes else []
         return Solved(
             point,
             num_microbatches,
@@ -218,7 +216,7 @@ class Evaluator:
             tuple(stage_of_call),
             tuple(recompute),
             found.machine.device_of_rank,
-            problem.recompute == "selective",
+            tuple(selective),
             self._splits[key[2:4]] if point.cp > 1 else None,
         )
 

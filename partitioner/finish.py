@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from partitioner.constraints import Constraints
+from partitioner.cost.saved import expanded
 from partitioner.emit import emit
 from partitioner.evaluate import Job, Solved
 from partitioner.localize import layouts_of
@@ -13,13 +14,12 @@ from runtime.program import Program
 from runtime.prove import prove
 
 
-def planned_only(point: Point, constraints: Constraints, precision: str, selective: bool = False) -> tuple[str, ...]:
+def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
     """What of a candidate this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
         ep=point.ep,
         etp=None if shares_experts else point.etp,
-        recompute="selective" if selective else constraints.recompute,
         overlap=constraints.overlap,
         overlap_tensor=constraints.overlap_tensor,
         regather=constraints.regather,
@@ -44,6 +44,8 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         layouts=layouts_of(local, job.batch),
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
+        selective=chosen.selective,
+        scores={name: frozenset(n.name for n in expanded(block)) for name, block in local.model.blocks.items()},
         zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
     )

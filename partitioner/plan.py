@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StageEstimate(Data):
     """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
 
-    ``recomputed``: how many of them run again for their backward. Seconds are of one step, without waiting;
-    ``backward_s`` has what is recomputed. ``memory``: what the peak of a rank consists of, in bytes by kind
+    ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
+    are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a rank consists of, in bytes by kind
     (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``, ``buffers``).
     """
 
@@ -37,6 +37,7 @@ class StageEstimate(Data):
     forward_s: float
     backward_s: float
     memory: dict[str, int]
+    selective: bool = False
 
 
 class Estimate(Data):

@@ -60,11 +60,13 @@ class PlanDurations:
         self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        cost = self.costs[stage][self.plan.program.stages[stage].calls[call].block]
+        here = self.plan.program.stages[stage]
+        cost = self.costs[stage][here.calls[call].block]
+        again = cost.selective_s if call in here.selective_calls else 0.0
         seconds: dict[Part, float] = {
             "F": cost.forward_total_s,
-            "B": cost.backward_total_s,
-            "I": cost.backward_s / 2 + cost.backward_comm_s,  # each half is about as many products
+            "B": cost.backward_total_s + again,
+            "I": cost.backward_s / 2 + cost.backward_comm_s + again,  # each half is about as many products
             "W": cost.backward_s / 2,
         }
         return seconds[part]

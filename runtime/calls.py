@@ -78,7 +78,7 @@ class BoundCall:
         self.inputs = self.call.inputs
         self.outputs = self.call.outputs
         self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
-        needs = gradient_needs(binder.rank.program, self.call)
+        needs = gradient_needs(binder.rank.program, self.call, index in stage.selective_calls)
         self.recomputed = needs is not None and index in stage.checkpoint_calls
         self.has_backward = needs is not None
         self.grad_inputs: list[str] = []

@@ -42,9 +42,6 @@ def stage_problem(
     of each virtual stage, which are then the problem's stages; empty: the ranks are.
     """
     constraints = constraints or Constraints()
-    if constraints.recompute == "selective":
-        costs = _selective(costs)
-        costs_by_stage = [_selective(of_stage) for of_stage in costs_by_stage]
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
@@ -74,10 +71,6 @@ def stage_problem(
         dp=machine.mesh.get("dp", 1),
         train=train,
     )
-
-
-def _selective(costs: Mapping[str, CallCost]) -> dict[str, CallCost]:
-    return {name: cost.selective() for name, cost in costs.items()}
 
 
 def _paces(

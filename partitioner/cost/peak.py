@@ -17,13 +17,15 @@ def stage_estimates(
     m = problem.num_microbatches
     made = []
     for number, stage in enumerate(split.stages):
-        calls = [problem.calls[place] for place in stage.places]
+        held = problem.slim if stage.selective and problem.slim is not None else problem
+        calls = [held.calls[place] for place in stage.places]
         made.append(
             StageEstimate(
                 first=calls[0].path,
                 last=calls[-1].path,
                 num_calls=len(calls),
                 recomputed=stage.recompute,
+                selective=stage.selective,
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
                 memory=_peak(problem, stage, number, calls, states),

@@ -95,7 +95,8 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that are reduced together.
+    kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
+    are reduced together.
     ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.

@@ -26,8 +26,9 @@ class StageEstimate(Data):
     """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
 
     ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
-    are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a rank consists of, in bytes by kind
-    (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``, ``buffers``).
+    are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
+    rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``,
+    ``buffers``).
     """
 
     first: str

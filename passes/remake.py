@@ -19,7 +19,8 @@ def slimmed(
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """What is saved instead of ``saved``, in the order of ``nodes``, and the nodes that are run once more.
 
-    ``results`` are kept where they are saved. ``again``: what is not to be saved; nor are views and copies of it, as products make them of their operands.
+    ``results`` are kept where they are saved. ``again``: what is not to be saved; nor are views and copies of it, as
+    products make them of their operands.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:

@@ -82,10 +82,12 @@ class Kept:
 
 
 def expanded(block: Block) -> frozenset[fx.Node]:
-    """The operators whose results are scores: a product of two activations that is larger than both, what follows of its
-    size, and what these are combined with that comes of no activation, as masks of dropout do, which are drawn by place.
+    """The operators whose results are scores: a product of two activations that is larger than both, and what follows
+    of its size; and masks that these meet and that come of no activation, as those of dropout, drawn by place.
+
     Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none. Nothing is sent
-    again: what comes over a collective is kept."""
+    again: what comes over a collective is kept.
+    """
     states = set(block.states)
     found: dict[fx.Node, int] = {}
     for node in block.graph.nodes:

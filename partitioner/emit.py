@@ -33,6 +33,7 @@ from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
+from runtime.offload import Offload
 from runtime.program import (
     ALL_AXES,
     MESH_AXES,
@@ -88,6 +89,7 @@ def emit(
     bucket_bytes: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
+    offload: Sequence[Offload] = (),
 ) -> Program:
     """The program of all ranks.
 
@@ -98,6 +100,7 @@ def emit(
     kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together.
     ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of ``dp`` (0: all).
+    ``offload``: what is kept in host memory.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -135,6 +138,7 @@ def emit(
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
+    kept = offloaded(offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
         """For each stage its buckets and instructions."""
@@ -162,6 +166,9 @@ def emit(
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 total_axes=_split(("dp",), sizes),
                 zero=zero,
+                offload=kept,
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and _hosted(d, kept, train)),
+                trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
                 rest=frozenset(k for k, b in enumerate(buckets) if b.sharded and _rest(states, b, sizes_of_axes)),
             )
             reduced = tuple(Bucket(states=b.states, axes=b.axes) for b in buckets)
@@ -223,7 +230,21 @@ def emit(
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=dp_shard if zero else 0,
+        offload=kept,
     )
+
+
+def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
+    """What of ``offload`` a program has, in order: without training there are only parameters."""
+    kinds: tuple[Offload, ...] = ("optimizer", "activations", "parameters") if train else ("parameters",)
+    return tuple(kind for kind in kinds if kind in offload)
+
+
+def _hosted(state: StateData, offload: Sequence[Offload], train: bool) -> bool:
+    """As :func:`runtime.offload.host_states`."""
+    if state.kind != "parameter":
+        return False
+    return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage

@@ -13,6 +13,7 @@ from partitioner.cost.axes import TensorCosts, made_bytes
 from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import Software
 from partitioner.cost.states import StateCost, state_costs
@@ -29,10 +30,11 @@ from partitioner.solve.share import matmul_flops
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.solve.virtual import solve_virtual
 from partitioner.topology import Topology
-from partitioner.topology.groups import reference_type
+from partitioner.topology.groups import reference_type, stage_ranks
 from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
 from passes.microbatch import split_batch
+from runtime.offload import Offload
 
 # What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
 # of all products and this many all-reduces.
@@ -119,6 +121,7 @@ class Solved:
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
     selective: tuple[int, ...] = ()  # of which attention scores are recomputed
+    offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
@@ -189,6 +192,10 @@ class Evaluator:
             else:
                 split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages)
             expected = estimate(problem, split, states, machine, job.flops)
+            if job.constraints.offload:
+                of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
+                in_host = [stage.host for stage, ranks in of_stages for _ in ranks]
+                check_hosts(job.topology, machine.device_of_rank, in_host)
             return expected.step_time, (problem, split, expected)
 
         def least(machine: Machine) -> float:
@@ -217,6 +224,7 @@ class Evaluator:
             tuple(recompute),
             found.machine.device_of_rank,
             tuple(selective),
+            job.constraints.offload or (),
             self._splits[key[2:4]] if point.cp > 1 else None,
         )
 
@@ -291,6 +299,7 @@ class Evaluator:
                 train=job.train,
                 sharded=machine.sharded(job.experts),
                 short_gradients=bool(job.constraints.short_gradients),
+                offload=job.constraints.offload or (),
             )
         return self._held[held]
 

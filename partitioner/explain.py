@@ -37,6 +37,7 @@ KINDS = {
     "contention": "ranks that share a machine's cores",
     "reduction": "reduction of gradients",
     "optimizer": "the optimizer's update",
+    "offload": "gradients and parameters between device and host",
 }
 MEMORY_KINDS = {
     "parameters": "parameters and buffers of the model",

@@ -27,8 +27,8 @@ class StageEstimate(Data):
 
     ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
     are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
-    rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``,
-    ``buffers``).
+    rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``,
+    ``working``, ``buffers``); ``host``: bytes of a rank in host memory.
     """
 
     first: str
@@ -39,6 +39,7 @@ class StageEstimate(Data):
     backward_s: float
     memory: dict[str, int]
     selective: bool = False
+    host: int = 0
 
 
 class Estimate(Data):

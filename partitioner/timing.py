@@ -14,6 +14,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.topology.groups import Group, stage_ranks
+from partitioner.topology.hosts import BOUNDLESS
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
 from runtime.program import HYBRID_AXES, Program
@@ -77,6 +78,9 @@ class PlanDurations:
         ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
         link = self.plan.topology.link(devices[ranks[source].start], devices[ranks[target].start])
         return message_time(nbytes, link)
+
+    def host(self, stage: int, nbytes: int) -> float:
+        return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(
         self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int

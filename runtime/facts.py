@@ -22,6 +22,7 @@ from passes.differentiate import CollectiveUse, Differentiated, collectives_of, 
 from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
+from runtime.offload import staying_values
 from runtime.program import CallData, Program, Value, shard_shape
 
 Flags = tuple[bool, ...]
@@ -34,6 +35,7 @@ class CallFacts:
     ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
     to whose gradients it adds. The collectives are those of each part of it, in order.
     ``keeps``: the values, inputs or outputs, that are held for backward; ``kept_bytes``: what is held besides;
+    ``moves``: those of ``keeps`` that an OFFLOAD takes with the rest: no other call of the stage reads them.
     ``recomputed_bytes``: what backward computes again, and holds while it runs, of all of a call (``recomputed``) or of
     its block's scores (``slim``). ``carries``, ``carried_bytes``: what is
     held between the two halves of a backward, once the first has run.
@@ -54,6 +56,7 @@ class CallFacts:
     slim: bool = False
     carries: tuple[str, ...] = ()
     carried_bytes: int = 0
+    moves: tuple[str, ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -187,6 +190,8 @@ class ProgramFacts:
         recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
         pieces = self.differentiated(call, slim)
         keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        keeps = call.inputs if recomputed else keeps
+        staying = staying_values(stage)
         scores = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
         carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
         return CallFacts(
@@ -198,7 +203,8 @@ class ProgramFacts:
             backward=tuple(collectives_of(pieces.backward.graph)),
             input_backward=tuple(collectives_of(pieces.backward_input.graph)),
             weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
-            keeps=call.inputs if recomputed else keeps,
+            keeps=keeps,
+            moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,
             recomputed_bytes=kept_bytes if recomputed else max(0, scores),
             recomputed=recomputed,

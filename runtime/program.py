@@ -184,6 +184,7 @@ class Program(Data):
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
+    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()  # what is kept in host memory
 
     @property
     def world_size(self) -> int:

@@ -107,7 +107,13 @@ class ModelBounds:
         self._works = _Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
-            job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train, short_gradients=short
+            job.model.states,
+            {},
+            {"dp": 2},
+            optimizer=job.optimizer,
+            train=job.train,
+            short_gradients=short,
+            offload=job.constraints.offload or (),
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}

@@ -26,12 +26,21 @@ def stage_estimates(
                 num_calls=len(calls),
                 recomputed=stage.recompute,
                 selective=stage.selective,
+                host=round(_host_bytes(stage, calls, states)),
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
                 memory=_peak(problem, stage, number, calls, states),
             )
         )
     return tuple(made)
+
+
+def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], states: Mapping[str, StateCost]) -> float:
+    """Of a rank in host memory: activations of all microbatches in flight, and states."""
+    held = {name: states[name] for call in calls for name in call.states if name in states}
+    kept = sum(call.cost.host_bytes for call in calls)
+    flying = max(run.in_flight for run in stage.runs)
+    return flying * kept + sum(cost.in_host for cost in held.values())
 
 
 def _peak(

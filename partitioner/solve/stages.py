@@ -27,7 +27,8 @@ class StagePlan:
     """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, or of all the attention
     scores (``selective``). Seconds per microbatch;
     ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
-    ``number``: the problem's stage. ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
+    ``in_flight``: microbatches at a time. ``number``: the problem's stage. ``parts``: a rank's virtual stages; between
+    them lie calls of other ranks."""
 
     start: int
     stop: int
@@ -41,6 +42,7 @@ class StagePlan:
     number: int = 0
     parts: tuple[StagePlan, ...] = ()
     selective: bool = False
+    in_flight: float = 1.0
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
@@ -202,6 +204,7 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
         number=stage,
         memory=round(float(way.memory(stage, *here, recomputed)[0])),
         selective=selective,
+        in_flight=problem.in_flight(stage),
     )
 
 

@@ -17,6 +17,7 @@ from runtime.program import Instruction
 from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
 from runtime.proof.fields import check_fields
+from runtime.proof.hosted import HostStates, Parked
 from runtime.proof.ledger import StateGradients, ValueGradients
 from runtime.proof.parameters import Parameters
 from runtime.proof.relays import Returns
@@ -75,6 +76,8 @@ class _Machine:
         self.total_at: int | None = None
         self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
         self.parameters = Parameters(facts, stage)
+        self.parked = Parked(facts, stage)
+        self.hosted = HostStates(facts, stage, self.states)
         self.scatters: Counter[int] = Counter()
         self.scattering: deque[tuple[int, Hashable]] = (
             deque()
@@ -108,6 +111,9 @@ class _Machine:
     def free(self, i: Instruction) -> None:
         if i.bucket is not None:
             self.wait(self.parameters.free(i.bucket, self.index))
+            return
+        if i.states:
+            self.hosted.free(i.states, self.index)
             return
         for value in i.values:
             if i.gradients:
@@ -218,6 +224,7 @@ class _Machine:
             if after_inputs and run not in self.halfway:
                 raise Refusal("order", f"runs {what} for weights before inputs")
             self.read_states(run[0])
+            self.parked.read(run)
         self.states.before_step()
         return runs
 
@@ -268,12 +275,41 @@ class _Machine:
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
         what = self.parameters.gather(i.bucket, self.index)
+        self.hosted.read(self.parameters.states(i.bucket), gather=True)
         self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
         """A call reads its states: those that are shared have to be gathered, which it waits for."""
         for what in self.parameters.read(position):
             self.wait(what)
+        self.hosted.read(self.calls[position].data.states)
+
+    def offload(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.offload(i.states, self.index)
+            return
+        for run in self.kept_runs(i):
+            self.parked.offload(run, self.index)
+
+    def fetch(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.fetch(i.states, self.index)
+            return
+        for run in self.kept_runs(i):
+            self.parked.fetch(run, self.index)
+
+    def kept_runs(self, i: Instruction) -> list[tuple[int, int]]:
+        """The calls of an OFFLOAD or FETCH that have run forward, and whose backward is to come."""
+        assert i.calls is not None
+        assert i.microbatch is not None
+        runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
+        for run in runs:
+            what = f"what {self.path(run[0])} keeps of microbatch {run[1]}"
+            if run not in self.forward:
+                raise Refusal("order", f"{what} is not there: it has not run forward")
+            if run in self.backward or run in self.halfway:
+                raise Refusal("order", f"{what} is gone: its backward has run")
+        return runs
 
     def wait(self, what: Hashable) -> None:
         if what is not None:
@@ -316,6 +352,7 @@ class _Machine:
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
                 raise Refusal("missing", f"{self.path(position)} has not run backward on microbatch {microbatch}")
         self.states.step(self.index)
+        self.hosted.step()
         self.trace.append((self.index, Finish()))
 
     def collectives(self, op: str, position: int, microbatch: int) -> None:
@@ -360,6 +397,7 @@ class _Machine:
         for place, index in self.alive.items():
             raise Refusal("leak", f"{_text(place)} is made here and never freed", index=index)
         self.parameters.finish()
+        self.hosted.finish()
         self.gradients.finish()
 
     def taken(self, value: str, what: str) -> None:

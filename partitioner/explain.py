@@ -128,6 +128,10 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
         yield _line(
             f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
         )
+    if plan.offload:
+        held = " and ".join(", ".join(plan.offload).rsplit(", ", 1))
+        size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
+        yield _line(f"In host memory are {held}: {size} of a rank at most.")
     if plan.estimate.stages:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))

@@ -157,6 +157,11 @@ class Plan(Data):
         return self.chosen.mesh if self.written is None else self.written.mesh
 
     @property
+    def offload(self) -> tuple[str, ...]:
+        """What is kept in host memory."""
+        return self.constraints.offload or () if self.written is None else self.written.offload
+
+    @property
     def world_size(self) -> int:
         """Ranks of the plan."""
         return len(self.devices)

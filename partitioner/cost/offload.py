@@ -57,7 +57,9 @@ def _hosted(cost: CallCost, host: HostShare, moves: tuple[bool, ...] | None, pas
         inputs = tuple(s and not m for s, m in zip(cost.saved_inputs, moves, strict=True))
     ahead = max(host.time(kept), host.time(passing)) - cost.forward_total_s
     back = host.time(kept + passing) - cost.backward_total_s
-    slim = _hosted(cost.selective(), host, moves, passing, whole) if cost.selective_bytes else None
+    slim = None
+    if cost.selective_bytes:
+        slim = _hosted(replace(cost.selective(), selective_bytes=0.0), host, moves, passing, whole)
     return replace(
         cost,
         forward_s=cost.forward_s + max(0.0, ahead),

@@ -95,6 +95,8 @@ class Executor:
         self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
+        if self.hosted is not None:
+            self.hosted.begin()
         if self._loss is not None:
             self._loss.begin()
         index = 0

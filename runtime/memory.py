@@ -102,11 +102,12 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state's copy in host memory, which an optimizer steps, and of its gradient there."""
+    """The bytes of a state in host memory: what an optimizer steps, its gradient, and what is sent if it is shorter."""
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
         return facts.piece_bytes(state)
-    return facts.gradient_piece_bytes(state) * 2  # both are in the type that gradients are added up in
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # one is stepped in its gradient's type
+    return 2 * wide + (short if short < wide else 0)
 
 
 class _Holder:

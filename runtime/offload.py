@@ -96,8 +96,9 @@ class Copier:
         with torch.cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    source.record_stream(stream)
+                for tensor in (source, target):
+                    if tensor.is_cuda:
+                        tensor.record_stream(stream)
             event = torch.cuda.Event()
             event.record()
         return Arrival(event)
@@ -206,6 +207,17 @@ class HostParameters:
                 self._rooms[name].give()
         self.whole = {name: room.tensor for name, room in self._rooms.items()}
         self._shards = {**shards, **self.whole}
+        # What changes its type on the way does so here, once a step: a copy that also converts does not run beside.
+        self._short = {
+            name: copier.empty(master.shape, self._shards[name].dtype)
+            for name, master in masters.items()
+            if master.dtype != self._shards[name].dtype
+        }
+        self._stale = set(self._short)
+
+    def begin(self) -> None:
+        """A new step: an optimizer may have changed the masters."""
+        self._stale = set(self._short)
 
     def fetch(self, names: Sequence[str]) -> None:
         """Start to copy parameters, or this rank's pieces of them, to the device."""
@@ -213,7 +225,12 @@ class HostParameters:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:
                 room.take()
-        arrival = self._copier.start([(self._masters[name], self._shards[name]) for name in names], back=True)
+        for name in self._stale.intersection(names):
+            self._short[name].copy_(self._masters[name])
+        self._stale.difference_update(names)
+        sources = [self._short.get(name, self._masters[name]) for name in names]
+        targets = [self._shards[name] for name in names]
+        arrival = self._copier.start(zip(sources, targets, strict=True), back=True)
         self._pending.update(dict.fromkeys(names, arrival))
 
     def wait(self, names: Iterable[str]) -> None:

@@ -56,8 +56,7 @@ _OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 class StateCost:
     """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
 
-    ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself;
-    ``master``: among the optimizer's states is a copy of it.
+    ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself.
     """
 
     parameter: float
@@ -70,7 +69,6 @@ class StateCost:
     hybrid: bool = False
     hosted: bool = False
     passing: bool = False
-    master: bool = False
 
     @property
     def scatter_axes(self) -> tuple[str, ...]:
@@ -104,7 +102,7 @@ class StateCost:
         """Bytes in host memory: optimizer states, the parameter that they belong to, and its gradient."""
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
-            return (self.optimizer + self.gradient + (0.0 if self.master else self.parameter)) / share
+            return (self.optimizer + self.gradient + self.parameter) / share  # as it is stepped, or as it is sent
         return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
 
     @cached_property
@@ -188,7 +186,6 @@ def state_costs(
             cost,
             hosted="optimizer" in offload and trained,
             passing="parameters" in offload and state.kind == "parameter",
-            master=state.spec.dtype.itemsize < 4 and OPTIMIZERS[optimizer].master,
         )
     return costs
 

@@ -22,6 +22,7 @@ from typing import Literal
 
 from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
 from partitioner.emit_channels import fetches
+from partitioner.emit_offload import is_hosted, offloaded
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.emit_zero import zero_axes
@@ -167,7 +168,7 @@ def emit(
                 total_axes=_split(("dp",), sizes),
                 zero=zero,
                 offload=kept,
-                hosted=frozenset(n for n, d in states.items() if s in d.stages and _hosted(d, kept, train)),
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
                 trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
                 rest=frozenset(k for k, b in enumerate(buckets) if b.sharded and _rest(states, b, sizes_of_axes)),
             )
@@ -232,19 +233,6 @@ def emit(
         dp_shard=dp_shard if zero else 0,
         offload=kept,
     )
-
-
-def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """What of ``offload`` a program has, in order: without training there are only parameters."""
-    kinds: tuple[Offload, ...] = ("optimizer", "activations", "parameters") if train else ("parameters",)
-    return tuple(kind for kind in kinds if kind in offload)
-
-
-def _hosted(state: StateData, offload: Sequence[Offload], train: bool) -> bool:
-    """As :func:`runtime.offload.host_states`."""
-    if state.kind != "parameter":
-        return False
-    return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage

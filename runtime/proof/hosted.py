@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from runtime.facts import ProgramFacts
 from runtime.offload import host_states
+from runtime.program import Instruction
 from runtime.proof.errors import Refusal
 from runtime.proof.ledger import StateGradients
 from runtime.zero import zero_axes
@@ -21,6 +22,18 @@ class Parked:
         self.offloads = "activations" in facts.program.offload
         self.away: dict[Run, int] = {}  # -> the instruction that moved it
         self.back: dict[Run, int] = {}
+
+    def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
+        """The calls of an OFFLOAD or FETCH: those that have run ``forward``, and are yet to run ``backward``."""
+        if i.calls is None or i.microbatch is None:
+            return []
+        runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
+        for run in runs:
+            if run not in forward:
+                raise Refusal("order", f"what {self._text(run)} keeps is not there: it has not run forward")
+            if any(run in gone for gone in backward):
+                raise Refusal("order", f"what {self._text(run)} keeps is gone: its backward has run")
+        return runs
 
     def offload(self, run: Run, index: int) -> None:
         if not self.offloads:

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from passes.differentiate import CollectiveUse
 from runtime.events import Collective, Event, Finish, Receive, Send, Trace
 from runtime.facts import ProgramFacts
 from runtime.program import Instruction
@@ -22,9 +21,9 @@ from runtime.proof.ledger import StateGradients, ValueGradients
 from runtime.proof.parameters import Parameters
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
+from runtime.proof.texts import Place, moved_text, place_text, use_text
 from runtime.zero import SCATTERING
 
-Place = tuple[str, int | None]  # value, microbatch; a total has none
 _Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
@@ -89,7 +88,7 @@ class _Machine:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
-            raise Refusal("twice", f"makes {_text(place)} a second time: see instruction {at}")
+            raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
         self.alive[place] = self.index
 
     def place(self, value: str, microbatch: int | None) -> Place:
@@ -99,8 +98,8 @@ class _Machine:
         place = self.place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
-                raise Refusal("order", f"reads {_text(place)}, which was freed at instruction {self.freed[place]}")
-            raise Refusal("order", f"reads {_text(place)}, which is not there")
+                raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
+            raise Refusal("order", f"reads {place_text(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
         for value in i.values:
@@ -123,9 +122,9 @@ class _Machine:
                 continue
             place = value, i.microbatch
             if place in self.freed and place not in self.alive:
-                raise Refusal("twice", f"{_text(place)} was freed at instruction {self.freed[place]}")
+                raise Refusal("twice", f"{place_text(place)} was freed at instruction {self.freed[place]}")
             if place not in self.alive:
-                raise Refusal("order", f"there is no {_text(place)} to free")
+                raise Refusal("order", f"there is no {place_text(place)} to free")
             del self.alive[place]
             self.freed[place] = self.index
 
@@ -247,20 +246,20 @@ class _Machine:
         for value in i.values:
             self.make(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
         assert i.peer is not None
         for value in i.values:
             self.read(value, i.microbatch)
-        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
         assert i.peer is not None
@@ -268,9 +267,11 @@ class _Machine:
         for value in i.values:
             place = value, i.microbatch
             if self.origin.get(place) != i.peer:
-                raise Refusal("match", f"sends the gradient of {_text(place)} to a stage that it did not come from")
+                raise Refusal(
+                    "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
+                )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
@@ -287,29 +288,14 @@ class _Machine:
     def offload(self, i: Instruction) -> None:
         if i.states:
             self.hosted.offload(i.states, self.index)
-            return
-        for run in self.kept_runs(i):
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
             self.parked.offload(run, self.index)
 
     def fetch(self, i: Instruction) -> None:
         if i.states:
             self.hosted.fetch(i.states, self.index)
-            return
-        for run in self.kept_runs(i):
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
             self.parked.fetch(run, self.index)
-
-    def kept_runs(self, i: Instruction) -> list[tuple[int, int]]:
-        """The calls of an OFFLOAD or FETCH that have run forward, and whose backward is to come."""
-        assert i.calls is not None
-        assert i.microbatch is not None
-        runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
-        for run in runs:
-            what = f"what {self.path(run[0])} keeps of microbatch {run[1]}"
-            if run not in self.forward:
-                raise Refusal("order", f"{what} is not there: it has not run forward")
-            if run in self.backward or run in self.halfway:
-                raise Refusal("order", f"{what} is gone: its backward has run")
-        return runs
 
     def wait(self, what: Hashable) -> None:
         if what is not None:
@@ -368,7 +354,7 @@ class _Machine:
             for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
                 row = [use for _, use in group]
                 what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
-                text = f"{_describe(row[0])} in {op} of {self.path(position)}"
+                text = f"{use_text(row[0])} in {op} of {self.path(position)}"
                 found.append((axes, what, text, row[0].node, len(row)))
             self.bundled[op, position] = found
         return self.bundled[op, position]
@@ -395,7 +381,7 @@ class _Machine:
             if output.stage == self.stage and output.value is not None:
                 self.taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{_text(place)} is made here and never freed", index=index)
+            raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
         self.parameters.finish()
         self.hosted.finish()
         self.gradients.finish()
@@ -404,21 +390,7 @@ class _Machine:
         for microbatch in range(self.program.num_microbatches):
             place = self.place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{what} is {_text(place)}, which this stage never makes")
+                raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
 
     def path(self, position: int) -> str:
         return repr(self.calls[position].data.path)
-
-
-def _text(place: Place) -> str:
-    return f"{place[0]!r} of microbatch {place[1]}" if place[1] is not None else f"the total {place[0]!r}"
-
-
-def _what(i: Instruction) -> str:
-    gradients = "gradients of " if i.op.endswith("_B") else ""
-    return f"{gradients}{', '.join(i.values)} of microbatch {i.microbatch}"
-
-
-def _describe(use: CollectiveUse) -> str:
-    source = f" ({use.source})" if use.source else ""
-    return f"{use.op} {use.dtype}{list(use.shape)} over {use.axis}{source}"

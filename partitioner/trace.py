@@ -36,6 +36,7 @@ KINDS = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "TOTAL_F": "totals",
     "TOTAL": "totals", "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
     "REDUCE": "reduction of gradients", "STEP": "reduction of gradients", "SYNC": "tied weights",
+    "OFFLOAD": "to host memory", "FETCH": "from host memory",
 }  # fmt: skip
 
 

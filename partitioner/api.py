@@ -65,7 +65,7 @@ def partition(
         check_request(topology, constraints, optimizer)
         job = job_of(topology, constraints, global_batch)
         chosen, certificate = explore(job, progress, compare=not estimate_only)
-    beyond = planned_only(chosen.point, constraints, job.precision, chosen.selective)
+    beyond = planned_only(chosen.point, constraints, job.precision)
     beyond += ("estimate_only=True",) if estimate_only else ()
     program = None if beyond else emit_program(job, chosen)
     return Plan(

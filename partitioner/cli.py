@@ -99,7 +99,9 @@ def plan(
     virtual_stages: Annotated[int | None, typer.Option(help="Stages per pipeline rank.", show_default=False)] = None,
     recompute: Annotated[
         str | None,
-        typer.Option(help="Recompute activations: `none`, `full`, or (planned only) `selective`.", show_default=False),
+        typer.Option(
+            help="Recompute activations: `none`, `selective` (attention scores) or `full`.", show_default=False
+        ),
     ] = None,
     sequence_parallel: Annotated[
         bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)

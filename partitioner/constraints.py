@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from partitioner.errors import ConstraintError
 from partitioner.schedule_table import SUFFIX
 from partitioner.schedules import SCHEDULES, ScheduleTable
+from runtime.offload import OFFLOADS, Offload
 from runtime.program import AXES
 
 Recompute = Literal["none", "selective", "full"]
@@ -24,7 +25,6 @@ OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
-    "recompute": (None, "none", "full"),
     "overlap": (None, True),
     "overlap_tensor": (None, False),
     "regather": (None, False),
@@ -49,7 +49,10 @@ class Constraints(BaseModel):
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
-    in float32. ``ahead``: also search what is planned but not executed yet (see :attr:`planned_only`).
+    in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
+    there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
+    (``"optimizer+activations"``), or none, ``()``. ``ahead``: also search what is planned but not executed yet (see
+    :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -75,8 +78,23 @@ class Constraints(BaseModel):
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
     short_gradients: bool | None = None
+    offload: tuple[Offload, ...] | None = None
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _in_order(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            given = () if given == "none" else given.split("+")
+        if given is None or not isinstance(given, Collection) or not all(isinstance(kind, str) for kind in given):
+            return given
+        unknown = [kind for kind in given if kind not in OFFLOADS]
+        if unknown:
+            names = ", ".join(repr(name) for name in OFFLOADS)
+            raise PydanticCustomError("offload", f"input should be of {names}, joined by +, or 'none'")
+        wanted = {*given, "optimizer"} if "parameters" in given else set(given)
+        return tuple(kind for kind in OFFLOADS if kind in wanted)
 
     @field_validator("schedule")
     @classmethod
@@ -97,13 +115,6 @@ class Constraints(BaseModel):
         """What of it this version plans but does not execute, as ``name=value``."""
         given = ((name, getattr(self, name), values) for name, values in _EXECUTED.items())
         return tuple(f"{name}={value}" for name, value, values in given if value not in values)
-
-    @property
-    def recomputations(self) -> tuple[Constraints, ...]:
-        """These constraints, and with them what ``ahead`` adds to the ways to recompute: attention scores alone."""
-        if not self.ahead or self.recompute is not None:
-            return (self,)
-        return self, self.model_copy(update={"recompute": "selective"})
 
     @property
     def pinned(self) -> dict[str, int]:
@@ -154,6 +165,13 @@ class Constraints(BaseModel):
         if experts % self.ep:
             raise ConstraintError(
                 f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
+            )
+
+    def check_offload(self) -> None:
+        """Raise :class:`ConstraintError` where parameters are to be in host memory, and whole on the device."""
+        if self.offload and "parameters" in self.offload and self.zero in (1, 2):
+            raise ConstraintError(
+                f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
             )
 
     def check_sharding(self) -> None:

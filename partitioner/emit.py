@@ -22,6 +22,7 @@ from typing import Literal
 
 from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
 from partitioner.emit_channels import fetches
+from partitioner.emit_offload import is_hosted, offloaded
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.emit_zero import zero_axes
@@ -33,6 +34,7 @@ from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
+from runtime.offload import Offload
 from runtime.program import (
     ALL_AXES,
     MESH_AXES,
@@ -84,9 +86,12 @@ def emit(
     layouts: Layouts | None = None,
     etp: int = 0,
     recompute: Collection[int] = (),
+    selective: Collection[int] = (),
+    scores: Mapping[str, Collection[str]] | None = None,
     bucket_bytes: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
+    offload: Sequence[Offload] = (),
 ) -> Program:
     """The program of all ranks.
 
@@ -94,8 +99,9 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept. ``bucket_bytes``: of gradients that are reduced together. ``zero``: what the ranks that have the same states
-    share of them; ``dp_shard``: so many of ``dp`` (0: all).
+    kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
+    are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
+    ``dp`` (0: all). ``offload``: what is kept in host memory.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -133,6 +139,7 @@ def emit(
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
+    kept = offloaded(offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
         """For each stage its buckets and instructions."""
@@ -160,21 +167,28 @@ def emit(
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 total_axes=_split(("dp",), sizes),
                 zero=zero,
+                offload=kept,
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
+                trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
                 rest=frozenset(k for k, b in enumerate(buckets) if b.sharded and _rest(states, b, sizes_of_axes)),
             )
             reduced = tuple(Bucket(states=b.states, axes=b.axes) for b in buckets)
             result.append((reduced, stage_instructions(job)))
         return result
 
-    again = set(recompute)
+    def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
+        """The positions on stage ``s`` of those of ``calls`` that have a backward."""
+        return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
+
+    again, slim = set(recompute), set(selective) - set(recompute)
+    scored = {model.calls[i].block for i in slim}
     stages = [
         Stage(
             calls=calls[s],
             instructions=instructions,
             buckets=buckets,
-            checkpoint_calls=tuple(
-                p for p, i in enumerate(routes.stages[s].calls) if i in again and flow.has_backward(i)
-            ),
+            checkpoint_calls=chosen(s, again),
+            selective_calls=chosen(s, slim),
         )
         for s, (buckets, instructions) in enumerate(
             _grown(lists, steady(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches)
@@ -187,7 +201,12 @@ def emit(
         num_microbatches=num_microbatches,
         schedule=schedule_name(schedule),
         blocks={
-            name: BlockGraph(nodes=block_to_data(block), states=block.states, inputs=block.inputs)
+            name: BlockGraph(
+                nodes=block_to_data(block),
+                states=block.states,
+                inputs=block.inputs,
+                scores=tuple(sorted((scores or {}).get(name, ()))) if name in scored else (),
+            )
             for name, block in model.blocks.items()
             if name in used
         },
@@ -212,6 +231,7 @@ def emit(
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=dp_shard if zero else 0,
+        offload=kept,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from partitioner.actions import Action, Order, held
 from partitioner.emit_buckets import PlannedBucket
 from partitioner.emit_channels import Fetch
+from partitioner.emit_offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit_routes import Routes
 from partitioner.emit_zero import with_sharding
 from runtime.program import CallData, Instruction, Op
@@ -41,11 +42,16 @@ class StageJob:
     syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
     total_axes: tuple[str, ...]
     zero: int = 0
+    offload: tuple[str, ...] = ()
+    hosted: frozenset[str] = frozenset()  # states that are in host memory
+    trained: tuple[str, ...] = ()  # states of the stage with a gradient
     rest: frozenset[int] = frozenset()  # sharded buckets whose pieces are to be added up over further axes
 
     @property
     def by_call(self) -> bool:
-        """Whether each call is run by itself, since its parameters are gathered for it."""
+        """Whether each call is run by itself, since its parameters come for it, or what it keeps goes after it."""
+        if "parameters" in self.offload or (self.train and "activations" in self.offload):
+            return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     @cached_property
@@ -69,7 +75,17 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     if job.train:
         instructions += _finish(job)
     sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
+    if job.train and "activations" in job.offload:
+        instructions = with_parking(instructions, job.flow.runs)
     instructions = with_sharding(instructions, job.calls, job.flow.runs, sharded, job.rest, job.zero)
+    if job.train and "optimizer" in job.offload:
+        tied = {s for states in job.syncs for s in states}
+        wanted = [s for s in job.trained if s in job.hosted]
+        instructions = with_gradients(instructions, [b.states for b in job.buckets], wanted, tied)
+    if "parameters" in job.offload:
+        instructions = with_passing(instructions, job.calls, job.flow.runs, job.hosted, sharded)
+    elif job.hosted:
+        instructions = with_fetches(instructions, job.calls, job.hosted)
     return insert_frees(instructions, job.calls, job.flow)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from partitioner.constraints import Constraints
@@ -14,6 +14,7 @@ from partitioner.cost.axes import TensorCosts, made_bytes
 from partitioner.cost.calls import call_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import Software
 from partitioner.cost.states import StateCost, gradient_bytes, state_costs
@@ -22,7 +23,6 @@ from partitioner.experts import Split, allowed_strategies, common_experts, exper
 from partitioner.localize import LocalModel, shard_tensors
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
-from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
@@ -31,10 +31,11 @@ from partitioner.solve.share import matmul_flops
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.solve.virtual import solve_virtual
 from partitioner.topology import Topology
-from partitioner.topology.groups import reference_type
+from partitioner.topology.groups import reference_type, stage_ranks
 from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
 from passes.microbatch import split_batch
+from runtime.offload import Offload
 
 # What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
 # of all products and this many all-reduces.
@@ -122,7 +123,8 @@ class Solved:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
-    selective: bool = False  # attention scores are recomputed
+    selective: tuple[int, ...] = ()  # of which attention scores are recomputed
+    offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
@@ -174,10 +176,7 @@ class Evaluator:
             return seen[id(machine)][1]
 
         def judge(machine: Machine) -> tuple[float, Judged]:
-            ways = job.constraints.recomputations if job.train else (job.constraints,)
-            return least_of([partial(judge_as, dressed(machine), constraints) for constraints in ways])
-
-        def judge_as(machine: Machine, constraints: Constraints) -> tuple[float, Judged]:
+            machine = dressed(machine)
             problem = stage_problem(
                 local.model,
                 costs.at(self._reference_seat(point.tp, point.cp), machine.spread),
@@ -187,7 +186,7 @@ class Evaluator:
                 microbatch_size=point.microbatch_size,
                 schedule=point.schedule,
                 ranks=ranks,
-                constraints=constraints,
+                constraints=job.constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
                 scattered_bytes=machine.spread.scattered_bytes,
@@ -197,6 +196,10 @@ class Evaluator:
             else:
                 split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages)
             expected = estimate(problem, split, states, machine, job.flops)
+            if job.constraints.offload:
+                of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
+                in_host = [stage.host for stage, ranks in of_stages for _ in ranks]
+                check_hosts(job.topology, machine.device_of_rank, in_host)
             return expected.step_time, (problem, split, expected)
 
         def least(machine: Machine) -> float:
@@ -213,10 +216,12 @@ class Evaluator:
         problem, split, expected = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
+        selective: list[int] = []
         for stage, plan in enumerate(split.virtual or split.stages):
             for place, call in enumerate(problem.calls[plan.start : plan.stop], plan.start):
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []
+                selective += [call.index] if plan.selective and call.cost.selective_bytes else []
         return Solved(
             point,
             num_microbatches,
@@ -226,7 +231,8 @@ class Evaluator:
             tuple(stage_of_call),
             tuple(recompute),
             found.machine.device_of_rank,
-            problem.recompute == "selective",
+            tuple(selective),
+            job.constraints.offload or (),
             self._splits[key[2:4]] if point.cp > 1 else None,
         )
 
@@ -301,6 +307,7 @@ class Evaluator:
                 train=job.train,
                 sharded=machine.sharded(job.experts),
                 short_gradients=bool(job.constraints.short_gradients),
+                offload=job.constraints.offload or (),
             )
         return self._held[held]
 

@@ -37,6 +37,7 @@ KINDS = {
     "contention": "ranks that share a machine's cores",
     "reduction": "reduction of gradients",
     "optimizer": "the optimizer's update",
+    "offload": "gradients and parameters between device and host",
 }
 MEMORY_KINDS = {
     "parameters": "parameters and buffers of the model",
@@ -127,6 +128,10 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
         yield _line(
             f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
         )
+    if plan.offload:
+        held = " and ".join(", ".join(plan.offload).rsplit(", ", 1))
+        size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
+        yield _line(f"In host memory are {held}: {size} of a rank at most.")
     if plan.estimate.stages:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
@@ -171,6 +176,7 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     yield _line(f"{microbatches} per step{schedule}")
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""
+        again += ", attention scores recomputed in backward" if part.selective else ""
         yield _line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)

@@ -84,11 +84,18 @@ def figures(plan: Plan) -> Padding:
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
+        ("host memory", host_text(plan)),
         ("matmul work sharded", percent(plan.shares.matmul_sharded)),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
+
+
+def host_text(plan: Plan) -> str:
+    """What is kept in host memory, and how much of it a rank has there at most; empty where nothing is."""
+    most = max((stage.host for stage in plan.estimate.stages), default=0)
+    return f"{' + '.join(plan.offload)}: {bytes_text(most)} per rank" if plan.offload else ""
 
 
 def _batch(plan: Plan) -> int:
@@ -158,6 +165,7 @@ def estimate_table(plan: Plan) -> Padding:
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
         calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
+        calls += ", scores recomputed" if stage.selective else ""
         row = [str(number), ranges(ranks), calls, stage.first, stage.last]
         row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))

@@ -16,7 +16,11 @@ from partitioner.floors import Floors
 from partitioner.plan import Certificate, ContextWay
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
+from partitioner.topology.hosts import can_offload
 from passes.errors import PartitionError
+from runtime.offload import OFFLOADS, Offload
+
+_OFFLOADS: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("optimizer", "activations"), OFFLOADS)
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:
@@ -40,7 +44,8 @@ def explore(
 ) -> tuple[Solved, Certificate]:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
 
-    Where none fits in memory and state sharding was neither fixed nor searched, it is.
+    Where none fits in memory and state sharding was neither fixed nor searched, it is; then what is kept in host
+    memory, the less the better.
 
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
@@ -53,10 +58,26 @@ def explore(
     space = space_of(job, bounds)
     try:
         return _explore(job, evaluator, bounds, space, progress, compare)
-    except CapacityError:
-        if not job.train or pinned.zero is not None or pinned.ahead:
-            raise
-    return _explore(job, evaluator, bounds, replace(space, sharded=True), progress, compare)
+    except CapacityError as error:
+        short = error
+    if job.train and pinned.zero is None and not pinned.ahead:
+        space = replace(space, sharded=True)
+        try:
+            return _explore(job, evaluator, bounds, space, progress, compare)
+        except CapacityError as error:
+            short = error
+    if pinned.offload is None and can_offload(job.topology):
+        for offload in _OFFLOADS if job.train else _OFFLOADS[-1:]:
+            if "parameters" in offload and pinned.zero in (1, 2):
+                continue
+            hosted = replace(job, constraints=pinned.model_copy(update={"offload": offload}))
+            evaluator = Evaluator(hosted)
+            space = replace(space, constraints=hosted.constraints)
+            try:
+                return _explore(hosted, evaluator, ModelBounds(hosted, evaluator.placements), space, progress, compare)
+            except CapacityError:
+                continue
+    raise short
 
 
 def _explore(

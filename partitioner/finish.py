@@ -5,21 +5,27 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from partitioner.constraints import Constraints
+from partitioner.cost.offload import check_hosts
+from partitioner.cost.saved import expanded
+from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.evaluate import Job, Solved
 from partitioner.localize import layouts_of
 from partitioner.solve.points import Point
+from partitioner.topology.groups import stage_ranks
+from runtime.facts import ProgramFacts
+from runtime.memory import host_bytes
+from runtime.offload import host_states
 from runtime.program import Program
 from runtime.prove import prove
 
 
-def planned_only(point: Point, constraints: Constraints, precision: str, selective: bool = False) -> tuple[str, ...]:
+def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
     """What of a candidate this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
         ep=point.ep,
         etp=None if shares_experts else point.etp,
-        recompute="selective" if selective else constraints.recompute,
         overlap=constraints.overlap,
         overlap_tensor=constraints.overlap_tensor,
         regather=constraints.regather,
@@ -27,6 +33,18 @@ def planned_only(point: Point, constraints: Constraints, precision: str, selecti
         short_gradients=constraints.short_gradients,
     ).planned_only
     return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
+
+
+def _check_hosts(program: Program, job: Job, chosen: Solved) -> None:
+    """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory."""
+    facts = ProgramFacts(program)
+    moments = OPTIMIZERS[job.optimizer].moment_bytes
+    in_host = []
+    for s, (stage, ranks) in enumerate(zip(program.stages, stage_ranks(program.mesh), strict=True)):
+        trained = [n for n in host_states(program, s) if n in facts.with_gradient]
+        states = sum(moments * facts.gradient_piece_bytes(n) // 4 for n in trained)  # as many elements in fp32
+        in_host += [host_bytes(facts, s, stage.instructions) + states] * len(ranks)
+    check_hosts(job.topology, chosen.devices, in_host)
 
 
 def emit_program(job: Job, chosen: Solved) -> Program:
@@ -44,8 +62,13 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         layouts=layouts_of(local, job.batch),
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
+        selective=chosen.selective,
+        scores={name: frozenset(n.name for n in expanded(block)) for name, block in local.model.blocks.items()},
         zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
+        offload=chosen.offload,
     )
     prove(program)
+    if program.offload:
+        _check_hosts(program, job, chosen)
     return program

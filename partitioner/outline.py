@@ -70,6 +70,7 @@ class CallGroup:
     num_parameters: int
     parameter_bytes: int
     recomputed: bool = False
+    selective: bool = False
     prologue: bool = False
     everywhere: bool = False
 
@@ -250,10 +251,11 @@ class _Outliner:
 
     def groups(self, index: int) -> tuple[CallGroup, ...]:
         stage = self.program.stages[index]
-        recomputed = set(stage.checkpoint_calls)
+        recomputed, selective = set(stage.checkpoint_calls), set(stage.selective_calls)
         starts = chunk_starts(stage)
         kinds = [
-            (call.block, i in recomputed, call.prologue, bisect_right(starts, i)) for i, call in enumerate(stage.calls)
+            (call.block, i in recomputed, i in selective, call.prologue, bisect_right(starts, i))
+            for i, call in enumerate(stage.calls)
         ]
         made: list[CallGroup] = []
         for start, period, repeats in fold_runs(kinds):
@@ -276,6 +278,7 @@ class _Outliner:
                     num_parameters=sum(math.prod(self.program.states[s].shape) for s in parameters),
                     parameter_bytes=sum(state_bytes(self.program, s) for s in parameters),
                     recomputed=start in recomputed,
+                    selective=start in selective,
                     prologue=calls[0].prologue,
                     everywhere=any(v in self.shared for v in calls[0].outputs),
                 )

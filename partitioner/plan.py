@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class StageEstimate(Data):
     """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
 
-    ``recomputed``: how many of them run again for their backward. Seconds are of one step, without waiting;
-    ``backward_s`` has what is recomputed. ``memory``: what the peak of a rank consists of, in bytes by kind
-    (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``, ``working``, ``buffers``).
+    ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
+    are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
+    rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``,
+    ``working``, ``buffers``); ``host``: bytes of a rank in host memory.
     """
 
     first: str
@@ -37,6 +38,8 @@ class StageEstimate(Data):
     forward_s: float
     backward_s: float
     memory: dict[str, int]
+    selective: bool = False
+    host: int = 0
 
 
 class Estimate(Data):
@@ -152,6 +155,11 @@ class Plan(Data):
     def mesh(self) -> dict[str, int]:
         """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``; ``ep`` is folded over dp x cp x tp."""
         return self.chosen.mesh if self.written is None else self.written.mesh
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What is kept in host memory."""
+        return self.constraints.offload or () if self.written is None else self.written.offload
 
     @property
     def world_size(self) -> int:

@@ -14,6 +14,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.topology.groups import Group, stage_ranks
+from partitioner.topology.hosts import BOUNDLESS
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
 from runtime.program import HYBRID_AXES, Program
@@ -60,11 +61,13 @@ class PlanDurations:
         self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        cost = self.costs[stage][self.plan.program.stages[stage].calls[call].block]
+        here = self.plan.program.stages[stage]
+        cost = self.costs[stage][here.calls[call].block]
+        again = cost.selective_s if call in here.selective_calls else 0.0
         seconds: dict[Part, float] = {
             "F": cost.forward_total_s,
-            "B": cost.backward_total_s,
-            "I": cost.backward_s / 2 + cost.backward_comm_s,  # each half is about as many products
+            "B": cost.backward_total_s + again,
+            "I": cost.backward_s / 2 + cost.backward_comm_s + again,  # each half is about as many products
             "W": cost.backward_s / 2,
         }
         return seconds[part]
@@ -75,6 +78,9 @@ class PlanDurations:
         ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
         link = self.plan.topology.link(devices[ranks[source].start], devices[ranks[target].start])
         return message_time(nbytes, link)
+
+    def host(self, stage: int, nbytes: int) -> float:
+        return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(
         self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int

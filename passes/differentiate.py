@@ -8,7 +8,7 @@ transpose as gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,9 +22,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
 from passes.infer import META
+from passes.remake import slimmed, woven
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_MADE_BY = "made_by"  # in a joint node's meta: the block's node that it was traced from
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -74,8 +76,11 @@ def differentiate(
     needs_input_grad: Sequence[bool],
     needs_state_grad: Sequence[bool],
     output_grads: Sequence[bool],
+    again: Collection[str] = (),
 ) -> Differentiated:
     """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
+
+    What the nodes ``again`` of the block make is not saved: backward makes it once more.
 
     Operators that differ between devices (fused attention) are those of ``device``. What goes from function to function
     is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
@@ -110,7 +115,7 @@ def differentiate(
         _settle_sizes(graph)
     _simplify(graph)
     _locate(graph)
-    return _cut(graph, block, needs, taken)
+    return _cut(graph, block, needs, taken, frozenset(again))
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
@@ -148,7 +153,7 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list
         else:
             args = fx.node.map_arg(node.args, env.__getitem__)
             kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
-            where = {k: node.meta.get(k, "") for k in ("path", "source")}
+            where = {k: node.meta.get(k, "") for k in ("path", "source")} | {_MADE_BY: node.name}
             with fx.traceback.annotate(where):
                 result = node.target(*args, **kwargs)
             env[node] = result
@@ -227,7 +232,9 @@ def _locate(graph: fx.Graph) -> None:
                     node.meta.update({k: known[-1].meta.get(k, "") for k in ("path", "source")})
 
 
-def _cut(graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int]) -> Differentiated:
+def _cut(
+    graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int], again: frozenset[str]
+) -> Differentiated:
     """The pieces of the joint graph: its outputs are (outputs, gradients), its inputs (states, inputs, tangents)."""
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -241,22 +248,25 @@ def _cut(graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int])
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
     saved = [n for n in nodes if n in forward and n in read_later]
+    unkept = {n for n in forward if n.meta.get(_MADE_BY) in again}
+    saved, remade = slimmed(saved, unkept, [n for n in nodes if n in forward], gradients)
     seeds = [tangents[i] for i in with_grad]
 
     needed = [i for i, need in enumerate(needs) if need]
     of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
     for_inputs = _upwards([g for g in of_inputs if g is not None]) - forward
-    later = [n for n in backward if n not in for_inputs]
-    known = {*saved, *seeds, *for_inputs}
+    first = woven(_operators(nodes, for_inputs), remade, nodes)
+    later = woven([n for n in backward if n not in for_inputs], remade - {*first}, nodes)
+    known = {*saved, *seeds, *for_inputs, *first}
     read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
     carried = [n for n in nodes if n in known and n in read_last]
 
     start = [*saved, *seeds]
     return Differentiated(
         forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
-        backward=_piece(backward, start, [*of_inputs, *of_states]),
-        backward_input=_piece(_operators(nodes, for_inputs), start, [*of_inputs, *carried]),
+        backward=_piece(woven(backward, remade, nodes), start, [*of_inputs, *of_states]),
+        backward_input=_piece(first, start, [*of_inputs, *carried]),
         backward_weight=_piece(later, carried, of_states),
         num_outputs=len(outputs),
         saved=tuple(n.name for n in saved),

@@ -28,21 +28,25 @@ from runtime.program import CallData, Program, RankProgram
 
 
 class Needs(NamedTuple):
-    """What a call must give gradients of: its inputs, its states, from those of its outputs."""
+    """What a call must give gradients of: its inputs, its states, from those of its outputs.
+
+    ``slim``: without keeping its block's scores.
+    """
 
     inputs: tuple[bool, ...]
     states: tuple[bool, ...]
     outputs: tuple[bool, ...]
+    slim: bool = False
 
 
-def gradient_needs(program: Program, call: CallData) -> Needs | None:
+def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Needs | None:
     """What the backward of ``call`` computes; ``None`` if it has none."""
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
     inputs = tuple(program.values[v].requires_grad for v in call.inputs)
     states = tuple(program.states[s].requires_grad for s in call.states)
-    return Needs(inputs, states, outputs) if any(inputs) or any(states) else None
+    return Needs(inputs, states, outputs, slim) if any(inputs) or any(states) else None
 
 
 _tracing = threading.RLock()  # torch.fx traces in one thread at a time
@@ -70,8 +74,9 @@ class Library:
         with _tracing:
             key = name, needs
             if key not in self._derivatives:
+                again = self.program.blocks[name].scores if needs.slim else ()
                 self._derivatives[key] = differentiate(
-                    self.block(name), self.device, needs.inputs, needs.states, needs.outputs
+                    self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
                 )
             return self._derivatives[key]
 

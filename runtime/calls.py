@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from passes.serialize import dtype_of
 from runtime.bind import Binder, gradient_needs
+from runtime.offload import Copier, Parked, address
 from runtime.program import CallData, Program
 from runtime.sinks import Sink
 
@@ -17,12 +18,15 @@ from runtime.sinks import Sink
 class Environment:
     """The values of each microbatch and their gradients, and what forward keeps for backward."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, copier: Copier | None = None) -> None:
         self.program = program
         self.device = device
         self.values: list[dict[str, Tensor]] = [{} for _ in range(program.num_microbatches)]
         self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.num_microbatches)]
         self.saved: dict[tuple[int, int], list[Any]] = {}
+        self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
+        self.parked: dict[tuple[int, int], Parked] = {}
+        self.copier = copier or Copier(device)
         self.seed: Tensor | None = None
         if program.objective == "train" and program.loss is not None:
             self.seed = torch.ones((), dtype=dtype_of(program.values[program.loss].dtype), device=device)
@@ -37,7 +41,8 @@ class Environment:
     def clear(self) -> None:
         for held in (*self.values, *self.gradients):
             held.clear()
-        self.saved.clear()
+        for kept in (self.saved, self.staying, self.parked):
+            kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
         """The gradient of ``value`` so far; zero if nothing was added to it."""
@@ -68,6 +73,7 @@ class BoundCall:
         states: Mapping[str, Tensor],
         sinks: Mapping[str, Sink],
         watched: Mapping[str, Callable[[int, str, Tensor], None]],
+        staying: Collection[str] = (),
     ) -> None:
         stage = binder.rank.stage
         self.call: CallData = stage.calls[index]
@@ -78,7 +84,7 @@ class BoundCall:
         self.inputs = self.call.inputs
         self.outputs = self.call.outputs
         self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
-        needs = gradient_needs(binder.rank.program, self.call)
+        needs = gradient_needs(binder.rank.program, self.call, index in stage.selective_calls)
         self.recomputed = needs is not None and index in stage.checkpoint_calls
         self.has_backward = needs is not None
         self.grad_inputs: list[str] = []
@@ -92,6 +98,9 @@ class BoundCall:
         self.grad_outputs = [self.outputs[i] for i in derived.grad_outputs]
         self.grad_inputs = [self.inputs[i] for i in derived.grad_inputs]
         self.sinks = [sinks[self.call.states[i]] for i in derived.grad_states]
+        instructions = binder.rank.instructions
+        self.leaves = any(i.op == "OFFLOAD" and i.calls and i.calls[0] <= index < i.calls[1] for i in instructions)
+        self.staying = [name in staying for name in (*self.inputs, *self.outputs)]
         halves = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
         if "B" in halves:
             self.run_backward = binder.piece(self.call.block, needs, "backward").function
@@ -101,13 +110,18 @@ class BoundCall:
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         self.moment.microbatch = microbatch
-        arguments: list[Any] = [*self.states, *[values[v] for v in self.inputs]]
+        given = [values[v] for v in self.inputs]
+        arguments: list[Any] = [*self.states, *given]
         if self.recomputed:
             self.env.saved[microbatch, self.index] = arguments.copy()
         results = self.run_forward(arguments, ())
         values.update(zip(self.outputs, results, strict=False))
         if self.has_backward and not self.recomputed:
             self.env.saved[microbatch, self.index] = list(results[len(self.outputs) :])
+        if self.has_backward and self.leaves:
+            around = (*given, *results[: len(self.outputs)])
+            kept = [tensor for tensor, stays in zip(around, self.staying, strict=True) if stays]
+            self.env.staying[microbatch, self.index] = {address(t) for t in (*self.states, *kept)}
         for k, name, tell in self.watched:
             tell(microbatch, name, results[k])
 
@@ -126,10 +140,23 @@ class BoundCall:
             self.moment.microbatch = microbatch
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
+    def offload(self, microbatch: int) -> None:
+        """Start to move what forward kept to host memory."""
+        if self.has_backward:
+            place = microbatch, self.index
+            saved, stay = self.env.saved.pop(place), self.env.staying.pop(place)
+            self.env.parked[place] = Parked(saved, stay, self.env.copier)
+
+    def fetch(self, microbatch: int) -> None:
+        """Start to bring it back."""
+        if self.has_backward:
+            self.env.parked[microbatch, self.index].fetch()
+
     def _arguments(self, microbatch: int) -> list[Any]:
         """What backward reads: the values saved, recomputed if need be, and the gradients of the outputs."""
         self.moment.microbatch = microbatch
-        saved = self.env.saved.pop((microbatch, self.index))
+        place = microbatch, self.index
+        saved = self.env.parked.pop(place).unpark() if place in self.env.parked else self.env.saved.pop(place)
         if self.recomputed:
             saved = list(self.run_saved(saved, ()))
         saved += [self.env.gradient(microbatch, v) for v in self.grad_outputs]

@@ -38,6 +38,7 @@ from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
+from runtime.offload import Copier, HostParameters
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
 from runtime.scaling import Scale, scale_of
@@ -62,7 +63,8 @@ class Engine:
             work), or with another of torch's backends by its name.
 
     Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
-    the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32.
+    the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32. Under a plan that
+    offloads the optimizer, :meth:`parameters` are in host memory, and an ordinary optimizer of torch steps them there.
 
     Raises :class:`LaunchError` where the process group does not fit the program, and :class:`WeightsError` where the
     weights are not the plan's, before anything is communicated.
@@ -91,7 +93,8 @@ class Engine:
         self.seed = seed
         self.steps = 0
         source = None if weights is None else weights_of(weights)
-        self._masters = Masters(self.rank_program, source, self.device)
+        copier = Copier(self.device)
+        self._masters = Masters(self.rank_program, source, self.device, copier)
         self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
@@ -102,7 +105,9 @@ class Engine:
         self._saver = Saver(communicator, program.world_size)
         self._parameters = parameters_of(self.rank_program, self._masters.held)
         self._scale = scale_of(program, loss_scale)
-        self._gradients = Gradients(self.rank_program, self._shards, communicator)
+        self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
+        hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
+        self._shards.update(hosted.whole)
         self._executor = Executor(
             self.rank_program,
             self._shards | sharded.whole,
@@ -111,6 +116,8 @@ class Engine:
             library or Library(program, self.device, compile),
             keep_outputs,
             sharded,
+            hosted,
+            copier,
         )
 
     @property
@@ -201,16 +208,15 @@ class Engine:
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
         (the others take part and get nothing)."""
-        self._masters.refresh()
+        shards = self._masters.current()
         if full:
-            return export.gather_all(self.rank_program, self._shards, self.communicator)
-        return {n: s.detach() for n, s in self._shards.items() if self.program.states[n].kind != "constant"}
+            return export.gather_all(self.rank_program, shards, self.communicator)
+        return {n: s.detach() for n, s in shards.items() if self.program.states[n].kind != "constant"}
 
     def export_weights(self, directory: str | Path) -> None:
         """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
         call it. The folder appears complete or not at all."""
-        self._masters.refresh()
-        export.export(Path(directory), self.rank_program, self._shards, self.communicator)
+        export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
     def save(
         self,

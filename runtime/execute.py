@@ -21,6 +21,7 @@ from runtime.failures import failure_of
 from runtime.gradients import Gradients
 from runtime.groups import Communicator
 from runtime.losses import LossSum
+from runtime.offload import Copier, HostParameters, staying_values
 from runtime.program import InputData, Instruction, RankProgram
 from runtime.recorder import Recorder
 from runtime.sharded import ShardedParameters
@@ -51,6 +52,8 @@ class Executor:
         library: Library,
         keep: bool = False,
         sharded: ShardedParameters | None = None,
+        hosted: HostParameters | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self.rank = rank
         self.program = rank.program
@@ -58,7 +61,8 @@ class Executor:
         self.gradients = gradients
         self.gathered = {} if sharded is None else sharded.buckets
         self.binder = Binder(rank, library, communicator)
-        self.env = Environment(self.program, library.device)
+        self.hosted = hosted
+        self.env = Environment(self.program, library.device, copier)
         self.sender = Sender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
@@ -68,8 +72,10 @@ class Executor:
         watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss
+        staying = staying_values(rank.stage)
         self.calls = [
-            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched) for i in range(len(rank.stage.calls))
+            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying)
+            for i in range(len(rank.stage.calls))
         ]
         self.actions = self._compile()
         self.recorder: Recorder | None = None
@@ -89,6 +95,8 @@ class Executor:
         self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
+        if self.hosted is not None:
+            self.hosted.begin()
         if self._loss is not None:
             self._loss.begin()
         index = 0
@@ -133,6 +141,8 @@ class Executor:
             for slot in slots_read(instruction, self.rank.stage):
                 if slot in open_:
                     finish(open_[slot])
+            if self.hosted is not None and (names := self._hosted_read(instruction)):
+                actions.append((index, partial(self.hosted.wait, names)))
             actions += [(index, self.gathered[b].wait) for b in self._awaited(instruction)]
             if index in receives:
                 open_.update(dict.fromkeys(receives[index].slots, index))
@@ -151,6 +161,13 @@ class Executor:
             return [instruction.bucket]
         read = set(states_read(instruction, self.rank.stage))
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
+
+    def _hosted_read(self, instruction: Instruction) -> list[str]:
+        """The parameters whose FETCH ``instruction`` has to wait for."""
+        if instruction.op == "GATHER":
+            assert instruction.bucket is not None
+            return list(self.rank.stage.buckets[instruction.bucket].states)
+        return states_read(instruction, self.rank.stage)
 
     def _arrives(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
@@ -272,7 +289,30 @@ class Executor:
     def _sync(self, instruction: Instruction) -> Action:
         return lambda: self.gradients.sync(instruction.states)
 
+    def _offload(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            return partial(self.gradients.offload, instruction.states)
+        return self._each(instruction, BoundCall.offload)
+
+    def _fetch(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            assert self.hosted is not None, instruction
+            return partial(self.hosted.fetch, instruction.states)
+        return self._each(instruction, BoundCall.fetch)
+
+    def _each(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
+        microbatch, calls = _microbatch(instruction), self._calls(instruction)
+
+        def run() -> None:
+            for call in calls:
+                method(call, microbatch)
+
+        return run
+
     def _free(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            assert self.hosted is not None, instruction
+            return partial(self.hosted.free, instruction.states)
         if instruction.bucket is not None:
             return self.gathered[instruction.bucket].free
         held = self.env.gradients if instruction.gradients else self.env.values
@@ -324,6 +364,8 @@ _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "SCATTER": Executor._scatter,
     "REDUCE": Executor._reduce,
     "SYNC": Executor._sync,
+    "OFFLOAD": Executor._offload,
+    "FETCH": Executor._fetch,
     "FREE": Executor._free,
     "STEP": Executor._step,
 }

@@ -22,6 +22,7 @@ from passes.differentiate import CollectiveUse, Differentiated, collectives_of, 
 from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
+from runtime.offload import staying_values
 from runtime.program import CallData, Program, Value, shard_shape
 
 Flags = tuple[bool, ...]
@@ -33,9 +34,10 @@ class CallFacts:
 
     ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
     to whose gradients it adds. The collectives are those of each part of it, in order. ``keeps``: the values, inputs or
-    outputs, that are held for backward; ``kept_bytes``: what is held besides; ``recomputed_bytes``: what backward
-    computes again, and holds while it runs. ``carries``, ``carried_bytes``: what is held between the two halves of a
-    backward, once the first has run.
+    outputs, that are held for backward; ``kept_bytes``: what is held besides; ``moves``: those of ``keeps`` that an
+    OFFLOAD takes with the rest: no other call of the stage reads them. ``recomputed_bytes``: what backward computes
+    again, and holds while it runs, of all of a call (``recomputed``) or of its block's scores (``slim``). ``carries``,
+    ``carried_bytes``: what is held between the two halves of a backward, once the first has run.
     """
 
     data: CallData
@@ -50,8 +52,10 @@ class CallFacts:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     recomputed: bool = False
+    slim: bool = False
     carries: tuple[str, ...] = ()
     carried_bytes: int = 0
+    moves: tuple[str, ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -170,9 +174,10 @@ class ProgramFacts:
             tuple(v in self.flow.values for v in call.outputs),
         )
 
-    def differentiated(self, call: CallData) -> Differentiated:
+    def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
         graph = self.program.blocks[call.block]
-        return _differentiated(_key(graph.nodes), call.block, graph.states, graph.inputs, *self.needs(call))
+        again = graph.scores if slim else ()
+        return _differentiated(_key(graph.nodes), call.block, graph.states, graph.inputs, again, *self.needs(call))
 
     def _facts(self, place: tuple[int, int], index: int) -> CallFacts:
         call = self.call(place)
@@ -180,9 +185,13 @@ class ProgramFacts:
         if not (gives or adds):
             forward = tuple(collectives_of(self.blocks[call.block].graph))
             return CallFacts(call, (), (), (), forward)
-        pieces = self.differentiated(call)
-        recomputed = place[1] in self.program.stages[place[0]].checkpoint_calls
+        stage = self.program.stages[place[0]]
+        recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
+        pieces = self.differentiated(call, slim)
         keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        keeps = call.inputs if recomputed else keeps
+        staying = staying_values(stage)
+        scores = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
         carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
         return CallFacts(
             data=call,
@@ -193,10 +202,12 @@ class ProgramFacts:
             backward=tuple(collectives_of(pieces.backward.graph)),
             input_backward=tuple(collectives_of(pieces.backward_input.graph)),
             weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
-            keeps=call.inputs if recomputed else keeps,
+            keeps=keeps,
+            moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,
-            recomputed_bytes=kept_bytes if recomputed else 0,
+            recomputed_bytes=kept_bytes if recomputed else max(0, scores),
             recomputed=recomputed,
+            slim=slim,
             carries=carries,
             carried_bytes=carried_bytes,
         )
@@ -272,7 +283,8 @@ def _fault(
 
 @lru_cache(maxsize=256)
 def _differentiated(
-    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], *needs: Flags
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], again: tuple[str, ...], *needs: Flags
 ) -> Differentiated:
     of_inputs, of_states, of_outputs = needs
-    return differentiate(_block(nodes, name, states, inputs), torch.device("cpu"), of_inputs, of_states, of_outputs)
+    block, device = _block(nodes, name, states, inputs), torch.device("cpu")
+    return differentiate(block, device, of_inputs, of_states, of_outputs, again)

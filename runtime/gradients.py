@@ -13,6 +13,7 @@ from torch import Tensor
 
 from passes.gradients import accumulated_in
 from runtime.groups import Communicator, Pending
+from runtime.offload import Arrival, Copier
 from runtime.program import RankProgram
 from runtime.scattered import ScatteredBucket
 from runtime.sinks import Sink, sink_of
@@ -24,10 +25,13 @@ _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 class Gradients:
     """A rank's gradients, by state; ``shards`` are what it holds of each.
 
-    ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces.
+    ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces, or
+    copies of these in host memory, where the program offloads the optimizer.
     """
 
-    def __init__(self, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
+    def __init__(
+        self, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator, copier: Copier | None = None
+    ) -> None:
         self.rank = rank
         self.communicator = communicator
         states = rank.program.states
@@ -53,6 +57,11 @@ class Gradients:
         self.sinks = self._whole | sharded
         self.owned = {s: sink.view for s, sink in self._whole.items()}
         self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
+        self._here = self.owned  # on the device
+        self._copier = copier = copier or Copier(communicator.device)
+        self._leaving: list[Arrival] = []
+        if "optimizer" in rank.program.offload:
+            self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
         self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
         self._under_way: dict[int, Pending] = {}
         self._scattering: deque[tuple[int, Pending]] = deque()
@@ -107,7 +116,7 @@ class Gradients:
             for state in tied:
                 if state in self._whole:
                     self._whole[state].settle()
-            views = [self.owned[s] for s in tied if self.owned[s].numel()]
+            views = [self._here[s] for s in tied if self._here[s].numel()]
             for work in [group.all_reduce(view) for view in views]:
                 work.wait()
 
@@ -120,6 +129,23 @@ class Gradients:
         self._under_way.clear()
         for sink in self._whole.values():
             sink.settle()
+        for arrival in self._leaving:
+            arrival.finish()  # who reads them next is the host
+        self._leaving.clear()
+
+    def offload(self, states: Sequence[str]) -> None:
+        """Start to copy gradients, which are whole once their reductions end, to host memory."""
+        read = set(states)
+        for number, bucket in enumerate(self.rank.stage.buckets):
+            if not read.isdisjoint(bucket.states):
+                if number in self.scattered:
+                    self._await(number)
+                if number in self._under_way:
+                    self._under_way.pop(number).wait()
+        for state in states:
+            if state in self._whole:
+                self._whole[state].settle()
+        self._leaving.append(self._copier.start([(self._here[s], self.owned[s]) for s in states]))
 
 
 def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:

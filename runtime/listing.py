@@ -29,6 +29,8 @@ Op = Literal[
     "SCATTER",
     "REDUCE",
     "SYNC",
+    "OFFLOAD",
+    "FETCH",
     "FREE",
     "STEP",
 ]
@@ -60,8 +62,13 @@ class Instruction(Data):
     SCATTER  start adding up the gradients of bucket ``bucket`` over the axes that shard it: a shard to each rank
     REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards
     SYNC     add up the gradients of the tied ``states`` over the stages that share them
+    OFFLOAD  start moving what F kept of ``calls`` for ``microbatch`` to host memory; with ``states``: start copying
+             their gradients, which are whole, there
+    FETCH    start bringing back what ``calls`` kept for ``microbatch``; with ``states``: start copying parameters, or
+             this rank's shards of them, from host memory
     FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead; with ``bucket``:
-             forget its parameters, but for this rank's shard of them
+             forget its parameters, but for this rank's shard of them; with ``states``: forget those parameters, but for
+             what host memory has
     STEP     wait for all reductions: every gradient is whole
     ======== =============================================================================================
 
@@ -85,6 +92,11 @@ class Instruction(Data):
     * Parameters that are sharded (:attr:`StateData.zero_axes`) are read between their GATHER and FREE; who reads them
       waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
       the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.
+    * What OFFLOAD moved is there for a backward after its FETCH, which it waits for. A value that several calls of the
+      stage read stays where it is.
+    * Parameters whose numbers are in host memory (:attr:`Program.offload`) are read, or GATHERed, after their FETCH,
+      which is waited for: once a step, since an optimizer has changed them, or under ``parameters`` until their FREE
+      (of shards: until the GATHER ends). The gradients of all that is trained are OFFLOADed once, before STEP.
     * Under ZeRO 2 and 3 a SCATTER takes what was added since the last one, adds it to the shard and makes room; it
       waits for the SCATTER before.
     """

@@ -1,52 +1,101 @@
-"""Mixed precision: float32 copies of the parameters that a rank computes with in a shorter type.
+"""What an optimizer steps where that is not what a rank computes with: copies in float32, copies in host memory.
 
-The optimizer steps the copies, of which the short parameters are made anew before every step; small updates are not
-lost in the short type (Micikevicius et al. 2018). Checkpoints hold the copies.
+Of parameters that a rank computes with in a shorter type it keeps float32 copies (mixed precision: small updates are
+not lost in the short type, Micikevicius et al. 2018). Where the program offloads its optimizer, copies of all trained
+parameters are in host memory, whatever their type, and the optimizer runs there (ZeRO-Offload, Ren et al. 2021). The
+optimizer steps the copies, of which the parameters are made anew before they are read. Checkpoints hold the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
+from runtime.offload import Copier, host_states
 from runtime.program import RankProgram
 from runtime.state import load_states
 from runtime.weights import Weights
 
 
 class Masters:
-    """What a rank computes with, ``shards``, and what it keeps, ``held``: the same, but for the copies in float32."""
+    """What a rank computes with, ``shards``, and what it keeps, ``held``: the same, but for copies.
 
-    def __init__(self, rank: RankProgram, weights: Weights | None, device: torch.device) -> None:
+    ``hosted``: the copies that are in host memory, whose parameters the program's FETCHes make anew.
+    """
+
+    def __init__(self, rank: RankProgram, weights: Weights | None, device: torch.device, copier: Copier) -> None:
+        self._rank = rank
+        self._device = device
         wide = master_types(rank)
-        self.held = load_states(rank, weights, device, wide)
-        self.shards = {
-            name: tensor.to(dtype_of(rank.program.states[name].dtype)) if name in wide else tensor
-            for name, tensor in self.held.items()
-        }
-        self._names = list(wide)
-        self._short = [self.shards[name] for name in wide]
-        self._wide = [self.held[name] for name in wide]
+        hosted = host_states(rank.program, rank.stage_index)
+        first = torch.device("cpu") if hosted else device
+        self.held = load_states(rank, weights, first, wide)
+        for name, tensor in self.held.items():
+            if name in hosted:
+                self.held[name] = copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            else:
+                self.held[name] = tensor.to(device)
+        self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
+        self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
+        self._names = [name for name in self.held if name in wide or name in hosted]
+        self.shards = {name: self._shard(name) for name in self.held}
+
+    def _shard(self, name: str) -> Tensor:
+        state = self._rank.program.states[name]
+        if name in self._gone and not state.zero_axes:  # of its shape, without its memory
+            nothing = torch.empty((), dtype=dtype_of(state.dtype), device=self._device)
+            return nothing.expand(self.held[name].shape)
+        return self._short(name) if name in self._names else self.held[name]
+
+    def _short(self, name: str) -> Tensor:
+        """The parameter as the rank computes with it."""
+        dtype = dtype_of(self._rank.program.states[name].dtype)
+        return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
         """Parameters that ranks share are these now: the same numbers, where they are gathered from."""
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
-        self._short = [self.shards[name] for name in self._names]
 
     def refresh(self) -> None:
-        """Make the short parameters anew."""
-        if self._wide:
+        """Make anew the parameters that no FETCH does."""
+        names = [name for name in self._names if name not in self.hosted]
+        if names:
             with torch.no_grad():
-                torch._foreach_copy_(self._short, self._wide)
+                torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])
+
+    def current(self) -> Mapping[str, Tensor]:
+        """All shards as the rank computes with them, after what the optimizer has done."""
+        self.refresh()
+        with torch.no_grad():
+            for name in self.hosted.keys() - self._gone:
+                self.shards[name].copy_(self.held[name])
+        return _Current(self)
+
+
+class _Current(Mapping[str, Tensor]):
+    """Parameters that are in host memory between their uses come when they are asked for."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+
+    def __getitem__(self, name: str) -> Tensor:
+        masters = self._masters
+        return masters._short(name) if name in masters._gone else masters.shards[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masters.held)
+
+    def __len__(self) -> int:
+        return len(self._masters.held)
 
 
 def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
-    """The parameters of ``rank`` that have a copy, and its type: those that are trained in less than float32."""
+    """The parameters of ``rank`` that have a wider copy, and its type: those that are trained in less than float32."""
     program = rank.program
     trained = [n for n in rank.states if program.objective == "train" and program.states[n].requires_grad]
     types = {name: dtype_of(program.states[name].dtype) for name in trained}

@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from runtime.facts import ProgramFacts, value_bytes
+from runtime.facts import CallFacts, ProgramFacts, value_bytes
+from runtime.offload import host_states
 from runtime.program import Instruction
 from runtime.zero import SCATTERING, zero_axes
 
@@ -23,7 +24,7 @@ class Moment(NamedTuple):
 
     ``saved``: values, and what calls keep for backward; ``gradients``: of values; ``recomputed``: what a backward holds
     while it runs. ``gathered``: parameters that are gathered for a while, and gradients that are to be, or being,
-    scattered. ``call``: which of the stage's calls, ``None``: no single one.
+    scattered. ``host``: in host memory. ``call``: which of the stage's calls, ``None``: no single one.
     """
 
     call: int | None
@@ -31,6 +32,7 @@ class Moment(NamedTuple):
     gradients: int
     recomputed: int = 0
     gathered: int = 0
+    host: int = 0
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
@@ -40,7 +42,9 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state that a rank holds all the time."""
+    """The bytes of a state that a rank's device holds all the time."""
+    if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
+        return 0
     return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
 
 
@@ -85,6 +89,26 @@ def peak_bytes(
     return peak + extra_bytes, peaks.index(peak)
 
 
+def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
+    """The most bytes that a rank holds in host memory: activations, parameters or copies of them, and their gradients.
+    As on the device, optimizer states are not counted."""
+    holder = _Holder(facts, stage)
+    most = 0
+    for instruction in instructions:
+        holder.run(instruction)
+        most = max(most, holder.host)
+    return most + sum(master_bytes(facts, s) for s in host_states(facts.program, stage))
+
+
+def master_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of a state in host memory: what an optimizer steps, its gradient, and what is sent if it is shorter."""
+    data = facts.program.states[state]
+    if facts.program.objective != "train" or not data.requires_grad:
+        return facts.piece_bytes(state)
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # one is stepped in its gradient's type
+    return 2 * wide + (short if short < wide else 0)
+
+
 class _Holder:
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.facts = facts
@@ -101,11 +125,13 @@ class _Holder:
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is there
         self.scattering: deque[int] = deque(maxlen=SCATTERING)
+        self.host = 0
+        self.leaving = 0  # what is on its way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
 
     @property
     def held(self) -> int:
-        return self.states + self.saved + self.flowing + self.of_shared
+        return self.states + self.saved + self.flowing + self.of_shared + self.leaving
 
     @property
     def of_shared(self) -> int:
@@ -115,7 +141,7 @@ class _Holder:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
 
     def moment(self, call: int | None = None, recomputed: int = 0) -> Moment:
-        return Moment(call, self.saved, self.flowing, recomputed, self.of_shared)
+        return Moment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
 
     def note(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:
@@ -142,6 +168,16 @@ class _Holder:
             case "GATHER" if self.facts.program.zero == 3:
                 assert i.bucket is not None
                 self.gathered += self.bucket_bytes(i.bucket)
+                peak = self.held
+                self.gathered -= self.fetched(self.shared[i.bucket])  # this rank's pieces are among the whole
+            case "OFFLOAD" if i.calls is not None:
+                self.offload(i)
+            case "FETCH" if i.calls is not None:
+                self.fetch(i)
+            case "FETCH" if "parameters" in self.facts.program.offload:
+                self.gathered += self.fetched(i.states)
+            case "FREE" if i.states:
+                self.gathered -= self.fetched(i.states)
             case "SCATTER":
                 assert i.bucket is not None
                 self.scattering.append(sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket]))
@@ -158,7 +194,38 @@ class _Holder:
                         self.flowing -= self.sizes[value]
                     else:
                         self.release(value, i.microbatch)
-        return max(peak, self.held), self.held
+        peak = max(peak, self.held)
+        if i.op in ("F", "B", "I", "W"):
+            self.leaving = 0
+        return peak, self.held
+
+    def fetched(self, states: Sequence[str]) -> int:
+        """What a FETCH of parameters brings."""
+        hosted = "parameters" in self.facts.program.offload
+        return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
+
+    def moved(self, i: Instruction) -> Iterator[tuple[CallFacts, int]]:
+        """The calls whose activations move, and how many bytes there are of them."""
+        assert i.calls is not None
+        for call in self.calls[slice(*i.calls)]:
+            if call.has_backward:
+                yield call, call.kept_bytes + sum(self.sizes[v] for v in call.moves)
+
+    def offload(self, i: Instruction) -> None:
+        for call, size in self.moved(i):
+            before = self.saved
+            for value in call.moves:
+                self.release(value, i.microbatch)
+            self.saved -= call.kept_bytes
+            self.leaving += before - self.saved
+            self.host += size
+
+    def fetch(self, i: Instruction) -> None:
+        for call, size in self.moved(i):
+            for value in call.moves:
+                self.hold(value, i.microbatch)
+            self.saved += call.kept_bytes
+            self.host -= size
 
     def hold(self, value: str, microbatch: int | None) -> None:
         key = value, None if value in self.totals else microbatch

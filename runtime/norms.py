@@ -17,7 +17,7 @@ def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, m
     norm = total_norm(rank, gradients, communicator)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for view in gradients.owned.values():
-        view.mul_(scale.to(view.dtype))
+        view.mul_(scale.to(view.device, view.dtype))
     return norm
 
 
@@ -28,7 +28,7 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
     double = any(view.dtype == torch.float64 for view in gradients.owned.values())  # what this rank counts or not
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
-        squares += norm * norm
+        squares += (norm * norm).to(device)
     # All ranks add up the same numbers in the same order. Stages may differ in type.
     total = squares.to(torch.float64)
     return communicator.group(rank.group(*_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)

@@ -71,11 +71,16 @@ class Value(Data):
 
 
 class BlockGraph(Data):
-    """A block type's local graph with its collectives; ``nodes`` as ``passes/serialize.py`` writes them."""
+    """A block type's local graph with its collectives; ``nodes`` as ``passes/serialize.py`` writes them.
+
+    ``scores``: names of nodes whose results are large and quickly made again: what selective recomputation does not
+    keep.
+    """
 
     nodes: tuple[dict[str, Any], ...]
     states: tuple[str, ...]
     inputs: tuple[str, ...]
+    scores: tuple[str, ...] = ()
 
 
 class CallData(Data):
@@ -150,6 +155,7 @@ class Stage(Data):
     instructions: Instructions
     buckets: tuple[Bucket, ...] = ()
     checkpoint_calls: tuple[int, ...] = ()  # calls that are recomputed in backward rather than saved
+    selective_calls: tuple[int, ...] = ()  # calls of which only their block's ``scores`` are
 
 
 class Program(Data):
@@ -179,6 +185,7 @@ class Program(Data):
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
+    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()  # what is kept in host memory
 
     @property
     def world_size(self) -> int:

@@ -36,11 +36,12 @@ class LossScale:
 
     def unscale(self, gradients: Sequence[Tensor], everyone: Group, device: torch.device) -> None:
         """Take the factor out of ``gradients``, and see whether they are finite on all ranks, of ``everyone``."""
-        found = torch.zeros(1, dtype=torch.float32, device=device)
-        inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=device)
+        where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
+        found = torch.zeros(1, dtype=torch.float32, device=where)
+        inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, inverse)
-        self.overflowed = bool(everyone.all_reduce(found, maximum=True).wait().item())
+        self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
         if self.dynamic:
             self._adapt()
 

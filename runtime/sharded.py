@@ -26,6 +26,16 @@ class Flat:
         self.starts = [sum(p.length for p in pieces[:i]) for i in range(len(pieces))]
         self.length = sum(p.length for p in pieces)
         self.buffer = torch.zeros(self.length, dtype=dtype, device=device)
+        self._storage = self.buffer.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    def take(self) -> None:
+        """Take back the memory that :meth:`give` gave away."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def give(self) -> None:
+        self._storage.resize_(0)
 
     def piece(self, i: int) -> Tensor:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
@@ -41,7 +51,7 @@ class Room:
 
     def __init__(self, piece: Piece, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
-        self.tensor = self.padded[: piece.numel].view(*shape)
+        self.tensor = self.padded[: piece.numel].view(torch.Size(shape))
         self._storage = self.padded.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.ranks = piece.ranks
@@ -60,13 +70,16 @@ class Room:
 
 
 class GatheredBucket:
-    """The parameters of one bucket. ``keep``: the whole of them stays (ZeRO 1 and 2)."""
+    """The parameters of one bucket. ``keep``: the whole of them stays (ZeRO 1 and 2). ``hosted``: the rank's pieces are
+    in host memory, and here from a FETCH to the end of the GATHER."""
 
-    def __init__(self, rank: RankProgram, number: int, group: Group, held: Mapping[str, Tensor], keep: bool) -> None:
+    def __init__(
+        self, rank: RankProgram, number: int, group: Group, held: Mapping[str, Tensor], keep: bool, hosted: bool = False
+    ) -> None:
         states = rank.stage.buckets[number].states
         program, device = rank.program, held[states[0]].device
         dtype = dtype_of(program.states[states[0]].dtype)
-        self.group, self.keep = group, keep
+        self.group, self.keep, self.hosted = group, keep, hosted
         self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device)
         self.rooms = [
             Room(p, shard_shape(program, s), dtype, device) for p, s in zip(self.flat.pieces, states, strict=True)
@@ -84,6 +97,8 @@ class GatheredBucket:
             self.flat.buffer = self.flat.buffer.new_empty(0)
         else:
             self.free()
+        if hosted:
+            self.flat.give()
         self._pending: Pending | None = None
 
     def start(self) -> None:
@@ -103,6 +118,8 @@ class GatheredBucket:
         for i, room in enumerate(self.rooms):
             room.take()
             room.rows.copy_(self.flat.rows(whole, i))
+        if self.hosted:
+            self.flat.give()
 
     def free(self) -> None:
         for room in self.rooms:
@@ -120,6 +137,7 @@ class ShardedParameters:
         for number, bucket in enumerate(rank.stage.buckets):
             if zero_axes(rank.program, bucket.states):
                 group = communicator.group(rank.zero_group(bucket.states[0]), gathering=True)
-                self.buckets[number] = GatheredBucket(rank, number, group, held, keep=rank.program.zero < 3)
+                keep, hosted = rank.program.zero < 3, "parameters" in rank.program.offload
+                self.buckets[number] = GatheredBucket(rank, number, group, held, keep, hosted)
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}

@@ -43,6 +43,10 @@ class Durations(Protocol):
         """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients."""
         ...
 
+    def host(self, stage: int, nbytes: int) -> float:
+        """Between a rank of a stage and its host's memory, in either direction."""
+        ...
+
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         """Adding up ``nbytes`` over mesh axes, within the one of ``stages``; or (no axes) over several ``stages``."""
         ...
@@ -144,6 +148,10 @@ class _Lane:
     gathered: dict[int, float] = field(default_factory=dict)  # bucket -> when it is there, until it has been waited for
     scattered: dict[int, float] = field(default_factory=dict)  # bucket -> when its last SCATTER ends
     scattering: deque[float] = field(default_factory=deque)  # when the last SCATTERs end
+    leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
+    coming: float = 0.0  # the same for what comes back
+    parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
+    fetched: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
     spans: list[Span] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
@@ -206,8 +214,12 @@ class _Simulation:
                 self.reduce(lane, i)
             case "SYNC":
                 return self.meet(lane, i)
+            case "OFFLOAD":
+                self.offload(lane, i)
+            case "FETCH":
+                self.fetch(lane, i)
             case "STEP":
-                lane.spend(lane.reducing, 0.0)
+                lane.spend(max(lane.reducing, lane.leaving if self.program.offload else 0.0), 0.0)
                 lane.scattering.clear()
             case _:
                 lane.spend(lane.clock, 0.0)
@@ -257,7 +269,8 @@ class _Simulation:
 
     def gather(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
-        start = max(lane.clock, lane.gathering)
+        states = self.program.stages[lane.stage].buckets[i.bucket].states
+        start = max([lane.clock, lane.gathering, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
         seconds, nbytes = self.shared(lane, i, "all_gather")
         lane.gathering = lane.gathered[i.bucket] = start + seconds
         lane.background.append(Background(start, lane.gathering, lane.position, i, nbytes))
@@ -282,13 +295,41 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def parameters(self, lane: _Lane, i: Instruction) -> float:
-        """When the parameters that a computation reads are there."""
+        """When the parameters, and what was kept, that a computation reads are there."""
+        there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
+        if i.calls is not None and i.op in ("B", "I"):
+            there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
         if not lane.gathered:
-            return lane.clock
+            return max([lane.clock, *there])
         stage = self.program.stages[lane.stage]
         read = set(states_read(i, stage))
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
-        return max([lane.clock, *(lane.gathered.pop(b) for b in needed)])
+        return max([lane.clock, *there, *(lane.gathered.pop(b) for b in needed)])
+
+    def offload(self, lane: _Lane, i: Instruction) -> None:
+        nbytes, ready = self.kept(lane, i), lane.clock
+        if i.states:
+            nbytes = sum(map(self.facts.gradient_piece_bytes, i.states))
+            ready = max(ready, lane.reducing)
+        start = max(ready, lane.leaving)
+        lane.leaving = start + self.durations.host(lane.stage, nbytes)
+        lane.background.append(Background(start, lane.leaving, lane.position, i, nbytes))
+        lane.spend(ready, 0.0)
+
+    def fetch(self, lane: _Lane, i: Instruction) -> None:
+        nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.kept(lane, i)
+        start = max(lane.clock, lane.coming)
+        lane.coming = start + self.durations.host(lane.stage, nbytes)
+        if i.calls is not None:
+            lane.parked.update(((p, i.microbatch), lane.coming) for p in range(*i.calls))
+        lane.fetched.update(dict.fromkeys(i.states, lane.coming))
+        lane.background.append(Background(start, lane.coming, lane.position, i, nbytes))
+        lane.spend(lane.clock, 0.0)
+
+    def kept(self, lane: _Lane, i: Instruction) -> int:
+        """The bytes that calls keep and an OFFLOAD moves."""
+        calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
+        return sum(c.kept_bytes + sum(self.sizes[v] for v in c.moves) for c in calls if c.has_backward)
 
     def meet(self, lane: _Lane, i: Instruction) -> bool:
         """SYNC: everyone starts when the last has come."""

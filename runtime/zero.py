@@ -6,18 +6,24 @@ import math
 from collections.abc import Sequence
 
 from runtime.pieces import Piece
-from runtime.program import Bucket, Instruction, Program, Stage, axes_beside, shard_shape
+from runtime.program import Bucket, CallData, Instruction, Program, Stage, axes_beside, shard_shape
 
+COMPUTING = frozenset({"TOTAL_F", "F", "B", "I", "W"})
 SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:
     """The states that an instruction's calls read."""
+    return reads_of(instruction, stage.calls)
+
+
+def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
+    """The states that the computation of an instruction reads, of those that ``calls`` read."""
     if instruction.op == "TOTAL_F":
-        return [s for call in stage.calls if call.prologue for s in call.states]
-    if instruction.calls is None:
+        return [s for call in calls if call.prologue for s in call.states]
+    if instruction.calls is None or instruction.op not in COMPUTING:
         return []
-    return [s for call in stage.calls[slice(*instruction.calls)] for s in call.states]
+    return [s for call in calls[slice(*instruction.calls)] for s in call.states]
 
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:

@@ -101,10 +101,10 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
     assert "One such layout, ZeRO-3 (fully sharded)" in str(unseen)
     answer = plan.why_not(zero=3, **again())
     assert answer.verdict in ("slower", "faster")
-    beyond = plan.why_not(recompute="selective")
-    assert "this version plans but does not execute recompute=selective" in str(beyond)
-    answer = plan.why_not(recompute="selective", **again())
-    assert "planned, not executed by this version: recompute=selective" in str(answer)
+    beyond = plan.why_not(overlap=False)
+    assert "this version plans but does not execute overlap=False" in str(beyond)
+    answer = plan.why_not(overlap=False, **again())
+    assert "planned, not executed by this version: overlap=False" in str(answer)
 
 
 def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
@@ -152,8 +152,8 @@ def test_differences_are_told(plan: Plan):
 
 
 def test_plans_without_a_program_are_compared(plan: Plan):
-    other = planned(Topology.preset("dgx-h100"), zero=3, dp=8, recompute="selective")
-    only = "The other plan is planned, not executed by this version: recompute=selective."
+    other = planned(Topology.preset("dgx-h100"), zero=3, dp=8, overlap=False)
+    only = "The other plan is planned, not executed by this version: overlap=False."
     assert only in list(in_words(plan, other))
     assert "zero=0" in plan.diff(other)
 

@@ -24,19 +24,19 @@ def make():
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return partition(Tower(), Topology.local(4), inputs(), constraints=Constraints(pp=2, dp=2, recompute="selective"))
+    return partition(Tower(), Topology.local(4), inputs(), constraints=Constraints(pp=2, dp=2, overlap=False))
 
 
 def test_its_figures_are_there(plan: Plan):
-    assert plan.planned_only == ("recompute=selective",)
+    assert plan.planned_only == ("overlap=False",)
     assert (plan.world_size, plan.num_stages, plan.num_microbatches) == (4, 2, 8 // (2 * plan.chosen.microbatch_size))
     assert len(plan.estimate.stages) == 2
     assert max(sum(stage.memory.values()) for stage in plan.estimate.stages) == max(plan.estimate.memory)
 
 
 def test_summary_and_explanation_are_marked(plan: Plan):
-    assert "planned, not executed  recompute=selective: figures only" in plan.summary()
-    assert "No: planned, not executed by this version: recompute=selective." in plan.explain()
+    assert "planned, not executed  overlap=False: figures only" in plan.summary()
+    assert "No: planned, not executed by this version: overlap=False." in plan.explain()
     assert "stage 1: " in plan.explain()
 
 
@@ -46,12 +46,12 @@ def test_it_is_saved_and_loaded(plan: Plan, tmp_path: Path):
 
 @pytest.mark.parametrize("view", ["graph", "timeline", "memory"])
 def test_pictures_of_programs_are_refused(plan: Plan, tmp_path: Path, view: str):
-    with pytest.raises(PlanError, match="recompute=selective is planned but not executed here"):
+    with pytest.raises(PlanError, match="overlap=False is planned but not executed here"):
         plan.to_svg(tmp_path / "plan.svg", view=view)
 
 
 def test_it_does_not_run(plan: Plan, tmp_path: Path):
-    message = "recompute=selective is planned but not executed here"
+    message = "overlap=False is planned but not executed here"
     with pytest.raises(PlanError, match=message):
         runtime.run_local(plan, Tower(), inputs())
     with pytest.raises(PlanError, match=message):
@@ -67,11 +67,11 @@ def test_it_does_not_run(plan: Plan, tmp_path: Path):
 def test_the_command_line_plans_and_shows_it(tmp_path: Path):
     (tmp_path / "model.py").write_text(MODEL)
     saved = str(tmp_path / "plan.json")
-    made = ["plan", f"{tmp_path / 'model.py'}:make", "--topology", "local:2", "--recompute", "selective", "-o", saved]
+    made = ["plan", f"{tmp_path / 'model.py'}:make", "--topology", "local:2", "--no-overlap", "-o", saved]
     for arguments in (made, ["show", saved]):
         result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
         assert result.exit_code == 0, result.output
-        assert "planned, not executed  recompute=selective" in result.stdout
+        assert "planned, not executed  overlap=False" in result.stdout
     for arguments in (
         ["show", saved, "--svg", str(tmp_path / "a.svg")],
         ["show", saved, "--rank", "0"],

@@ -215,7 +215,8 @@ def test_a_tensor_axis_must_divide_something():
         ({"etp": 2}, ("etp=2",)),
         ({"ep": 4, "etp": 1}, ()),
         ({"zero": 3, "virtual_stages": 2}, ()),
-        ({"schedule": "zb-1p", "recompute": "selective"}, ("recompute=selective",)),
+        ({"schedule": "zb-1p", "recompute": "selective"}, ()),
+        ({"schedule": "zb-1p", "regather": True}, ("regather=True",)),
         ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),
     ],
 )

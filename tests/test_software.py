@@ -9,7 +9,7 @@ import torch
 from test_cost import ACROSS, BF16, DEVICE, NVLINK, block
 from torch import fx
 
-from partitioner import Constraints, Topology, partition
+from partitioner import Constraints, partition
 from partitioner.cost.calls import CallCost, call_costs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time
@@ -19,6 +19,7 @@ from partitioner.cost.spread import Software, Spread, in_pieces
 from partitioner.emit_buckets import bucket_limit
 from passes.blocks import Block
 from passes.collectives import ops
+from tests.test_infeasible import cluster
 
 aten = torch.ops.aten
 X = torch.empty(4, 256, 1024, dtype=BF16)  # a rank's part of a sequence of 2048 over tp=8
@@ -114,10 +115,7 @@ def test_scores_that_are_made_again_do_not_bound_memory():
     """A plan fits that would not fit with the scores."""
 
     def plan(recompute: str, memory: int) -> int:
-        topology = Topology.local(1)
-        kind = topology.devices[0].kind
-        smaller = topology.types[kind].model_copy(update={"memory": memory, "reserved": 0})
-        topology = topology.model_copy(update={"types": {kind: smaller}})
+        topology = cluster(memory / 2**20, devices=1)
         inputs = (torch.zeros(4, 512, 16),)
         found = partition(
             Scores(), topology, inputs, loss=torch.sum, constraints=Constraints(recompute=recompute, microbatch_size=4)

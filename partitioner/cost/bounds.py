@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,6 @@ from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
-from partitioner.solve.attempts import least_of
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
@@ -108,7 +107,13 @@ class ModelBounds:
         self._works = _Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
-            job.model.states, {}, {"dp": 2}, optimizer=job.optimizer, train=job.train, short_gradients=short
+            job.model.states,
+            {},
+            {"dp": 2},
+            optimizer=job.optimizer,
+            train=job.train,
+            short_gradients=short,
+            offload=job.constraints.offload or (),
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
@@ -261,24 +266,20 @@ class ModelBounds:
         candidates = self.placements.candidates(point.grid) if self.placements.complete(point.grid) else None
         machine = relaxed(self.topology, point.grid, candidates)
 
-        def seconds(constraints: Constraints) -> tuple[float, None]:
-            problem = stage_problem(
-                self.model,
-                calls,
-                self.share_of_states(point),
-                machine,
-                num_microbatches=point.num_microbatches(self.global_batch),
-                microbatch_size=point.microbatch_size,
-                schedule=point.schedule,
-                constraints=constraints,
-                train=self.train,
-            )
-            split = solve_stages(problem)
-            backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
-            return split.least_s + float(self._after([point], backward)[0]), None
-
-        ways = self.job.constraints.recomputations if self.train else (self.job.constraints,)
-        least, _ = least_of([partial(seconds, constraints) for constraints in ways])
+        problem = stage_problem(
+            self.model,
+            calls,
+            self.share_of_states(point),
+            machine,
+            num_microbatches=point.num_microbatches(self.global_batch),
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            constraints=self.job.constraints,
+            train=self.train,
+        )
+        split = solve_stages(problem)
+        backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
+        least = split.least_s + float(self._after([point], backward)[0])
         return max(float(self.times([point])[0]), least * _ROUNDING)
 
     def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:

@@ -35,7 +35,7 @@ class CallCost:
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
     states that the call reads. ``selective_bytes`` of what is saved are attention scores, which take ``selective_s`` to
-    make again.
+    make again; ``slim`` is then the cost, where it is not plain to see. ``host_bytes``: what is kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -53,9 +53,13 @@ class CallCost:
     state_bytes: float = 0.0
     selective_bytes: float = 0.0
     selective_s: float = 0.0
+    host_bytes: float = 0.0
+    slim: CallCost | None = None
 
     def selective(self) -> CallCost:
         """The same call, if attention scores are made again for their backward."""
+        if self.slim is not None:
+            return self.slim
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,

@@ -11,6 +11,7 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
+from partitioner.cost.offload import exchanged_seconds, hosted_calls, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, update_time
@@ -18,6 +19,7 @@ from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
 from partitioner.topology.groups import stage_ranks
+from partitioner.topology.hosts import BOUNDLESS
 from passes.blocks import FoldedModel
 
 
@@ -44,20 +46,32 @@ def stage_problem(
     on their way to their shards, on every rank.
     """
     constraints = constraints or Constraints()
-    if constraints.recompute == "selective":
-        costs = _selective(costs)
-        costs_by_stage = [_selective(of_stage) for of_stage in costs_by_stage]
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
+    offload = constraints.offload or ()
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead = _together([costs[call.block] for call in everywhere])
+    calls = tuple(
+        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
+    )
+    paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
+    if offload:
+        hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # whether there are hosts is asked before
+        plain = [pace.costs for pace in paces] or [tuple(call.cost for call in calls)] * len(at)
+        known: dict[object, Pace] = {}
+        for number, (host, of_stage) in enumerate(zip(hosts, plain, strict=True)):
+            key = host, id(of_stage)
+            if key not in known:
+                moved = hosted_calls(calls, of_stage, host, offload, states, train)
+                known[key] = Pace(tuple(moved), paces[number].overhead if paces else overhead)
+        paces = tuple(known[host, id(of_stage)] for host, of_stage in zip(hosts, plain, strict=True))
+        first = hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
+        calls = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
     return StageProblem(
-        calls=tuple(
-            StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
-        ),
+        calls=calls,
         num_stages=len(at),
         num_microbatches=num_microbatches,
         capacity=tuple(machine.capacity[rank] for rank in at),
@@ -71,16 +85,12 @@ def stage_problem(
         recompute=constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
         overhead=replace(overhead, working_bytes=overhead.working_bytes + scattered_bytes),
-        paces=_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere]),
+        paces=paces,
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
     )
-
-
-def _selective(costs: Mapping[str, CallCost]) -> dict[str, CallCost]:
-    return {name: cost.selective() for name, cost in costs.items()}
 
 
 def _paces(
@@ -115,20 +125,28 @@ def estimate(
 
     ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
     ``tp_communication``, ``pp_communication``), ``bubble``: what it waits for the others, ``contention``: by which more
-    devices compute at a time than their node can, ``reduction``: of gradients, as far as nothing hides it, and
-    ``optimizer``: the update after it.
+    devices compute at a time than their node can, ``reduction``: of gradients, as far as nothing hides it,
+    ``optimizer``: the update after it, and ``offload``: of gradients and parameters between device and host, as far as
+    nothing hides it.
     """
     m = problem.num_microbatches
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
     stage = split.stages[slowest]
     reduced = reduction_tail(problem, split, states, machine)
+    held = [list(_held(problem, plan, states).values()) for plan in split.stages]
     updates = [
-        max(update_time(list(_held(problem, plan, states).values()), device) for device in machine.devices_of(s))
-        for s, plan in enumerate(split.stages)
+        max(update_time(held[s], device) for device in machine.devices_of(s))
+        + update_seconds(held[s], machine.host(s) or BOUNDLESS)
+        for s in range(len(held))
     ]
     updated = max(updates) if problem.train else 0.0
+    exchanged = max(
+        exchanged_seconds(held[s], machine.host(s) or BOUNDLESS, run.forward_s, run.backward_s)
+        for s, plan in enumerate(split.stages)
+        for run in plan.runs[:1]
+    )
     contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
-    step = split.pipeline_s + contention + reduced + updated
+    step = split.pipeline_s + contention + reduced + updated + exchanged
     communicated = m * _communication(problem, stage)
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated,
@@ -139,6 +157,7 @@ def estimate(
         "contention": contention,
         "reduction": reduced,
         "optimizer": updated,
+        "offload": exchanged,
     }
     memory = tuple(
         plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks

@@ -25,7 +25,9 @@ from partitioner.topology.groups import (
     stage_groups,
     stage_links,
     stage_paces,
+    stage_ranks,
 )
+from partitioner.topology.hosts import HostShare, host_shares, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
@@ -254,6 +256,18 @@ class Machine:
     def devices_of(self, stage: int) -> list[DeviceType]:
         """The different kinds of devices, at their speeds."""
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
+
+    def host(self, stage: int) -> HostShare | None:
+        """What a rank of a stage has of its host at least; ``None`` where one is not described."""
+
+        def find() -> tuple[HostShare | None, ...]:
+            shares = host_shares(self.topology)
+            return tuple(
+                least_share([shares[d] for d in self.device_of_rank[ranks.start : ranks.stop]])
+                for ranks in stage_ranks(self.mesh)
+            )
+
+        return self._once("hosts", find)[stage]
 
     @cached_property
     def peak(self) -> float:

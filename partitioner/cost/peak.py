@@ -17,19 +17,30 @@ def stage_estimates(
     m = problem.num_microbatches
     made = []
     for number, stage in enumerate(split.stages):
-        calls = [problem.calls[place] for place in stage.places]
+        held = problem.slim if stage.selective and problem.slim is not None else problem
+        calls = [held.calls[place] for place in stage.places]
         made.append(
             StageEstimate(
                 first=calls[0].path,
                 last=calls[-1].path,
                 num_calls=len(calls),
                 recomputed=stage.recompute,
+                selective=stage.selective,
+                host=round(_host_bytes(stage, calls, states)),
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
                 memory=_peak(problem, stage, number, calls, states),
             )
         )
     return tuple(made)
+
+
+def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], states: Mapping[str, StateCost]) -> float:
+    """Of a rank in host memory: activations of all microbatches in flight, and states."""
+    held = {name: states[name] for call in calls for name in call.states if name in states}
+    kept = sum(call.cost.host_bytes for call in calls)
+    flying = max(run.in_flight for run in stage.runs)
+    return flying * kept + sum(cost.in_host for cost in held.values())
 
 
 def _peak(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from partitioner.cost.compute import matmul_efficiency
 from partitioner.cost.machine import Machine
 from partitioner.topology.groups import Group, Tier, num_communicators
+from partitioner.topology.hosts import BOUNDLESS, HostShare
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Level, Link
 
@@ -24,6 +25,10 @@ class Relaxed:
     mesh: Mapping[str, int]
     capacity: tuple[int, ...]
     links: tuple[Link, ...]
+
+    def host(self, stage: int) -> HostShare:
+        """What no host beats."""
+        return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
         """Between two stages."""

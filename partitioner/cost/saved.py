@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.operators import VIEWS, is_view, operator_name
 from passes.blocks import Block
-from passes.collectives import CONTEXT, collective_name
+from passes.collectives import COMMUNICATING, CONTEXT, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -83,12 +83,16 @@ class Kept:
 
 def expanded(block: Block) -> frozenset[fx.Node]:
     """The operators whose results are scores: a product of two activations that is larger than both, and what follows
-    of its size. Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none."""
+    of its size; and masks that these meet and that come of no activation, as those of dropout, drawn by place.
+
+    Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none. Nothing is sent
+    again: what comes over a collective is kept.
+    """
     states = set(block.states)
     found: dict[fx.Node, int] = {}
     for node in block.graph.nodes:
         value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, Tensor):
+        if node.op != "call_function" or not isinstance(value, Tensor) or collective_name(node.target) in COMMUNICATING:
             continue
         sources = operands_of(node)
         if operator_name(node) in ("bmm", "matmul", "baddbmm"):
@@ -97,6 +101,24 @@ def expanded(block: Block) -> frozenset[fx.Node]:
                 found[node] = value.numel()
         elif any(found.get(o, 0) and found[o] <= value.numel() for o in sources):
             found[node] = value.numel()
+    return frozenset(found) | _free(block, found)
+
+
+def _free(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """What ``scores`` are made of that comes of no input and of no parameter."""
+    free: set[fx.Node] = set()
+    placeholders = {n for n in block.placeholders if n.name not in block.inputs and not differentiable(n.meta["val"])}
+    for node in block.graph.nodes:
+        local = node.op == "call_function" and collective_name(node.target) not in COMMUNICATING
+        if local and all(o in free or o in placeholders for o in node.all_input_nodes):
+            free.add(node)
+    found: set[fx.Node] = set()
+    stack = [o for n in scores for o in n.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in free and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
     return frozenset(found)
 
 
@@ -122,8 +144,7 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
             for value in _needed(node):
                 saved[value] = _nbytes(value)
             extra += _row_statistics(node)
-    again = [v[0] for v in saved if v[0] in without and collective_name(v[0].target) == "all_gather"]
-    for value in (value_of(node.all_input_nodes[0]) for node in again):
+    for value in _read_again([node for node, _ in saved if node in without], without):
         saved[value] = _nbytes(value)
     saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
@@ -133,6 +154,18 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     if train:
         working = max(working, _backward_peak(block))
     return Kept(inside, tuple(name in kept_names for name in block.inputs), working)
+
+
+def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
+    """What ``nodes``, and those of ``without`` that they are made of, read when they are made again."""
+    seen, stack = set(nodes), [*nodes]
+    while stack:
+        for value in map(value_of, stack.pop().all_input_nodes):
+            if value[0] not in without:
+                yield value
+            elif value[0] not in seen:
+                seen.add(value[0])
+                stack.append(value[0])
 
 
 def value_of(node: fx.Node) -> Value:

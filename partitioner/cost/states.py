@@ -59,7 +59,10 @@ _OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 @dataclass(frozen=True)
 class StateCost:
-    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up."""
+    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
+
+    ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself.
+    """
 
     parameter: float
     gradient: float = 0.0
@@ -69,6 +72,8 @@ class StateCost:
     replicas: int = 1
     expert: bool = False
     hybrid: bool = False
+    hosted: bool = False
+    passing: bool = False
 
     @property
     def scatter_axes(self) -> tuple[str, ...]:
@@ -91,7 +96,19 @@ class StateCost:
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
             kept["gradients"] += self.gradient / self.replicas
+        if self.hosted:
+            kept["optimizer"] = 0.0
+        if self.passing:
+            kept["parameters"] = 0.0
         return kept
+
+    @property
+    def in_host(self) -> float:
+        """Bytes in host memory: optimizer states, the parameter that they belong to, and its gradient."""
+        share = self.replicas if self.stage else 1
+        if self.hosted and self.gradient:
+            return (self.optimizer + self.gradient + self.parameter) / share  # as it is stepped, or as it is sent
+        return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
 
     @cached_property
     def total(self) -> float:
@@ -155,11 +172,13 @@ def state_costs(
     train: bool = True,
     sharded: Sharded = WHOLE,
     short_gradients: bool = False,
+    offload: Collection[str] = (),
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
+    ``offload``: what is kept in host memory.
     ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
@@ -171,7 +190,12 @@ def state_costs(
         cost = cost.scaled(sharded.of_experts) if expert else cost
         replicas = sharded.expert_replicas if expert else sharded.replicas
         stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
-        costs[name] = cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid)
+        cost = cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid)
+        costs[name] = replace(
+            cost,
+            hosted="optimizer" in offload and trained,
+            passing="parameters" in offload and state.kind == "parameter",
+        )
     return costs
 
 
@@ -256,5 +280,5 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Seconds of the optimizer's step over ``costs``: bound by memory."""
-    return sum(cost.update for cost in costs) / memory_rate("optimizer", device)
+    """Seconds of the optimizer's step on the device over ``costs``: bound by memory."""
+    return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

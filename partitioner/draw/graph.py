@@ -87,7 +87,7 @@ def clusters_of(whole: Outline) -> list[Cluster]:
 
 
 def _likeness(stage: StageOutline) -> object:
-    groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed) for g in stage.groups]
+    groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
 
 

@@ -25,7 +25,7 @@ from runtime.program import Instruction, Program
 from runtime.simulate import Timeline
 from runtime.zero import rest_axes, zero_axes
 
-Lane = Literal["compute", "exchange", "reduce", "gather"]
+Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,12 @@ LOOKS: dict[str, Look] = {
     "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
     "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
     "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
+    "OFFLOAD": Look("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
+    "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 
-_LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0}
+_LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0, "host": 9.0}
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 19.0, 860.0, 3000.0
 _MOST_SENDS = 4000  # beyond which they are left out: the picture would be megabytes of hairlines

@@ -8,7 +8,11 @@ from partitioner.errors import CapacityError, PlanError
 from partitioner.solve.tables import StageTables, Table, min_max
 from partitioner.units import bytes_text
 
-_HOW = {"none": "without recomputation", "full": "with repeated layers recomputed"}
+_HOW = {
+    "none": "without recomputation",
+    "selective": "with attention scores recomputed",
+    "full": "with repeated layers recomputed",
+}
 
 
 def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:

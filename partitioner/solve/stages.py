@@ -24,9 +24,11 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward. Seconds per microbatch;
+    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, or of all the attention
+    scores (``selective``). Seconds per microbatch;
     ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
-    ``number``: the problem's stage. ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
+    ``in_flight``: microbatches at a time. ``number``: the problem's stage. ``parts``: a rank's virtual stages; between
+    them lie calls of other ranks."""
 
     start: int
     stop: int
@@ -39,6 +41,8 @@ class StagePlan:
     forward_wait_s: float = 0.0
     number: int = 0
     parts: tuple[StagePlan, ...] = ()
+    selective: bool = False
+    in_flight: float = 1.0
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
@@ -182,8 +186,11 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
     """The stage ``stage`` if it has the calls ``start:stop``."""
     problem = tables.problem
     here = np.array([start]), np.array([stop])
-    recomputed = tables.recomputed(stage, *here)
+    way = tables.way(stage, start, stop)
+    selective = way is not tables
+    recomputed = way.recomputed(stage, *here)
     forward, backward = tables.seconds(stage)
+    slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])
     before, after = tables.transfers(stage)
     return StagePlan(
         start=start,
@@ -191,11 +198,13 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
         recompute=int(recomputed[0]),
         forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
         backward_s=float(backward[start, stop]) if problem.train else 0.0,
-        recompute_s=float(tables.again(stage, here[0], recomputed)[0]),
+        recompute_s=slim if selective else float(tables.again(stage, here[0], recomputed)[0]),
         transfer_s=float(before[start, 0] + after[0, stop]),
         forward_wait_s=float(before[start, 0]),
         number=stage,
-        memory=round(float(tables.memory(stage, *here, recomputed)[0])),
+        memory=round(float(way.memory(stage, *here, recomputed)[0])),
+        selective=selective,
+        in_flight=problem.in_flight(stage),
     )
 
 

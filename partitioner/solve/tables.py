@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -22,6 +22,7 @@ from partitioner.topology.parts import Link
 
 Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
+Recompute = Literal["none", "selective", "full"]
 TINY = 1e-12  # of sums of seconds
 _ROUNDING_BYTES = 0.01  # of sums of sizes
 _MOST_ENTRIES = 1 << 21  # of tables that are made together
@@ -70,7 +71,7 @@ class StageProblem:
     state_bytes: Mapping[str, float] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
     schedule: str = "1f1b"
-    recompute: Literal["none", "selective", "full"] | None = None
+    recompute: Recompute | None = None
     pinned: Mapping[int, int] = field(default_factory=dict)
     overhead: CallCost = field(default_factory=CallCost)
     paces: tuple[Pace, ...] = ()
@@ -103,6 +104,16 @@ class StageProblem:
             return self.flying[stage]
         return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
 
+    @cached_property
+    def slim(self) -> StageProblem | None:
+        """The same problem if attention scores are made again; ``None`` where that is not asked for, or nothing is."""
+        scores = any(call.cost.selective_bytes for call in self.calls)
+        if not (self.train and scores and self.recompute in (None, "selective")):
+            return None
+        calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
+        paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
+        return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute="none")
+
     @property
     def last_repeated(self) -> int:
         """The place behind the last call of a block that repeats: up to there "full" recomputes."""
@@ -111,7 +122,10 @@ class StageProblem:
 
 
 class StageTables:
-    """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``."""
+    """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``.
+
+    ``slim``: those where attention scores are made again, a way that each segment may take: it has the lesser time.
+    """
 
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
@@ -134,13 +148,25 @@ class StageTables:
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed()
         self._messages: dict[tuple[int, bool], Table] = {}  # by link and direction
+        self.slim = StageTables(problem.slim) if problem.slim is not None else None
+
+    @property
+    def times(self) -> list[Table]:
+        """By stage: seconds of every segment, the better way."""
+        return self._ways[0]
 
     @cached_property
-    def times(self) -> list[Table]:
-        """By stage: seconds of every segment."""
+    def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
+        """:attr:`times`, and by stage which segments make attention scores again."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
-        return [table for stages in chunks for table in self._times(stages)]
+        times = [table for stages in chunks for table in self._times(stages)]
+        if self.slim is None:
+            return times, []
+        always = self.problem.recompute == "selective"
+        both = list(zip(times, self.slim.times, strict=True))
+        slimmed = [(slim < plain) | always for plain, slim in both]
+        return [np.where(at, slim, plain) for at, (plain, slim) in zip(slimmed, both, strict=True)], slimmed
 
     @property
     def hopeless(self) -> bool:
@@ -148,12 +174,19 @@ class StageTables:
         names = {name for call in self.problem.calls for name in call.states}
         return sum(self.problem.state_bytes.get(name, 0.0) for name in names) > sum(self.problem.capacity)
 
+    def way(self, stage: int, start: int, stop: int) -> StageTables:
+        """The tables of the way that a segment takes: these, or those where attention scores are made again."""
+        return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
+
     @cached_property
     def least_memory(self) -> list[Table]:
         """Peak bytes of every segment on every stage, where as much is recomputed as may be."""
         tables = []
         for stage, allowed in enumerate(self.allowed):
             least = np.minimum(self._plain(stage), self._most_saved(stage))
+            if self.slim is not None:
+                slim = self.slim.least_memory[stage]
+                least = slim if self.problem.recompute == "selective" else np.minimum(least, slim)
             tables.append(np.where(allowed, least, np.inf))
         return tables
 

@@ -84,8 +84,12 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flyin
     """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
     problem, cut = tables.problem, tables.segments
     plans = [split.stages[k] for k in stages]
+    ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
     places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
-    working = [float(cut.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes for plan in plans]
+    working = [
+        float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
+        for way, plan in zip(ways, plans, strict=True)
+    ]
     states = [float(cut.states[plan.start, plan.stop]) for plan in plans]
     names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
     total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
@@ -93,10 +97,10 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flyin
     if not problem.train:
         return total
     saved = []
-    for k, plan, (start, stop) in zip(stages, plans, places, strict=True):
+    for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
         count = np.array([plan.recompute])
-        most = float(tables.memory(k, start, stop, count)[0])
-        saved.append((most - float(tables.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
+        most = float(way.memory(k, start, stop, count)[0])
+        saved.append((most - float(way.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
     apart = sum(s * problem.in_flight(k) for s, k in zip(saved, stages, strict=True))
     at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in flying.together[rank])
     # what is computed again for the first half of a backward is kept for the second
@@ -127,7 +131,7 @@ def _improved(
     )
     steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
     bound = found.bound + (more[2] * steady if more is not None else 0.0)
-    if any(plan.recompute for plan in split.stages) and problem.recompute is None:
+    if any(plan.recompute or plan.selective for plan in split.stages) and problem.recompute is None:
         return split, bound  # memory has a say that the cuts do not hear
     for _, cuts in found.cuts:
         stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
@@ -169,6 +173,7 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
         memory=memory,
         number=parts[0].number,
         parts=tuple(parts),
+        selective=any(part.selective for part in parts),
         **total,
     )
 

@@ -39,9 +39,19 @@ def local(num_ranks: int) -> Topology:
     for name in ("power_busy", "power_idle"):
         core[name] = quantity(core[name]) * share
     del core["price"]  # the machine is the user's own
+    rate = quantity(catalogue("devices")["cpu-core"]["memory_bandwidth"])
+    host = {  # a copy reads and writes the same memory
+        "memory": physical_memory(),
+        "bandwidth": rate * share / 2,
+        "memory_bandwidth": rate * num_cores(),
+        "shared": True,
+    }
     levels = [{"name": "loopback", **catalogue("links")["loopback"]}] if num_ranks > 1 else []
     return Topology(
-        name=f"local:{num_ranks}", nodes=({"type": "cpu", "devices": num_ranks},), types={"cpu": core}, levels=levels
+        name=f"local:{num_ranks}",
+        nodes=({"type": "cpu", "devices": num_ranks, "host": host},),
+        types={"cpu": core},
+        levels=levels,
     )
 
 

@@ -143,13 +143,17 @@ class Pattern(Part):
 class Host(Part):
     """What a node has beside its devices: memory and disk, in bytes per node.
 
-    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``disk_bandwidth``:
-    bytes/s of the node's local disks, read and write alike.
+    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
+    bytes/s of that memory under the host's own processors (``None``: not known). ``shared``: it is the devices' own
+    memory: nothing is gained by moving anything there. ``disk_bandwidth``: bytes/s of the node's local disks, read and
+    write alike.
     """
 
     memory: Bytes
     bandwidth: Positive
     latency: NonNegative = 0.0
+    memory_bandwidth: Positive | None = None
+    shared: bool = False
     disk: BytesOrNone = 0
     disk_bandwidth: Positive | None = None
 

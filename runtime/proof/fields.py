@@ -23,14 +23,18 @@ FIELDS: dict[str, frozenset[str]] = {
     "SCATTER": frozenset({"bucket"}),
     "REDUCE": frozenset({"bucket"}),
     "SYNC": frozenset({"states"}),
+    "OFFLOAD": frozenset(),
+    "FETCH": frozenset(),
     "FREE": frozenset(),
     "STEP": frozenset(),
 }
 OPTIONAL: dict[str, frozenset[str]] = {
     "TOTAL": frozenset({"axes"}),
-    "FREE": frozenset({"values", "microbatch", "gradients", "bucket"}),
+    "OFFLOAD": frozenset({"microbatch", "calls", "states"}),
+    "FETCH": frozenset({"microbatch", "calls", "states"}),
+    "FREE": frozenset({"values", "microbatch", "gradients", "bucket", "states"}),
 }
-TRAIN_ONLY = frozenset({"RECV_B", "B", "I", "W", "SEND_B", "SCATTER", "REDUCE", "SYNC", "STEP"})
+TRAIN_ONLY = frozenset({"RECV_B", "B", "I", "W", "SEND_B", "SCATTER", "REDUCE", "SYNC", "OFFLOAD", "STEP"})
 _EMPTY: dict[str, object] = {
     "microbatch": None,
     "calls": None,
@@ -64,14 +68,16 @@ def _problem(program: Program, stage: int, instruction: Instruction) -> str:
             return f"{op} needs {name}"
         if given and name not in wanted | optional:
             return f"{op} has no {name}; got {getattr(instruction, name)!r}"
-    if op == "FREE" and (not instruction.values) == (instruction.bucket is None):
-        return "FREE needs values" if instruction.bucket is None else "FREE has values or a bucket, not both"
-    if (
-        op == "FREE"
-        and instruction.bucket is not None
-        and (instruction.gradients or instruction.microbatch is not None)
-    ):
-        return "FREE of a bucket has no microbatch and no gradients"
+    if op == "FREE":
+        given = [bool(instruction.values), instruction.bucket is not None, bool(instruction.states)]
+        if sum(given) != 1:
+            return "FREE has values, a bucket or states, not several" if any(given) else "FREE needs values"
+        if not given[0] and (instruction.gradients or instruction.microbatch is not None):
+            return "FREE of a bucket or of states has no microbatch and no gradients"
+    if op in ("OFFLOAD", "FETCH") and (instruction.calls is None) != bool(instruction.states):
+        return f"{op} needs calls or states, and not both"
+    if op in ("OFFLOAD", "FETCH") and (instruction.calls is None) != (instruction.microbatch is None):
+        return f"{op} of calls is for a microbatch, that of states is not"
     microbatch, peer, bucket, calls = instruction.microbatch, instruction.peer, instruction.bucket, instruction.calls
     if microbatch is not None and not 0 <= microbatch < program.num_microbatches:
         return f"microbatch {microbatch} of {program.num_microbatches}"

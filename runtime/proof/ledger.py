@@ -178,6 +178,18 @@ class StateGradients:
             raise Refusal("fields", f"the states {', '.join(states)} are not shared by the same stages: {among}")
         return among.pop()
 
+    def offload(self, state: str, index: int) -> None:
+        """The gradient of a state is read, to be kept elsewhere: it has to be final."""
+        self.whole(state)
+        if state in self.tied and state not in self.synced:
+            raise Refusal("order", f"the tied state {state!r} is to be SYNCed first")
+        if state in self.home:
+            self.pieces(self.home[state])
+        for number, bucket in enumerate(self.here.buckets):
+            if state in bucket.states and self.group(number) and number not in self.reduced:
+                raise Refusal("order", f"bucket {number}, which has {state!r}, is to be REDUCEd first")
+        self.sealed[state] = index
+
     def before_step(self) -> None:
         if self.stepped is not None:
             raise Refusal("order", f"comes after STEP at instruction {self.stepped}")

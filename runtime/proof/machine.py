@@ -10,20 +10,20 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from passes.differentiate import CollectiveUse
 from runtime.events import Collective, Event, Finish, Receive, Send, Trace
 from runtime.facts import ProgramFacts
 from runtime.program import Instruction
 from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
 from runtime.proof.fields import check_fields
+from runtime.proof.hosted import HostStates, Parked
 from runtime.proof.ledger import StateGradients, ValueGradients
 from runtime.proof.parameters import Parameters
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
+from runtime.proof.texts import Place, moved_text, place_text, use_text
 from runtime.zero import SCATTERING
 
-Place = tuple[str, int | None]  # value, microbatch; a total has none
 _Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
@@ -75,6 +75,8 @@ class _Machine:
         self.total_at: int | None = None
         self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
         self.parameters = Parameters(facts, stage)
+        self.parked = Parked(facts, stage)
+        self.hosted = HostStates(facts, stage, self.states)
         self.scatters: Counter[int] = Counter()
         self.scattering: deque[tuple[int, Hashable]] = deque()  # (bucket, what) of those that were not waited for
 
@@ -84,7 +86,7 @@ class _Machine:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
-            raise Refusal("twice", f"makes {_text(place)} a second time: see instruction {at}")
+            raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
         self.alive[place] = self.index
 
     def place(self, value: str, microbatch: int | None) -> Place:
@@ -94,8 +96,8 @@ class _Machine:
         place = self.place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
-                raise Refusal("order", f"reads {_text(place)}, which was freed at instruction {self.freed[place]}")
-            raise Refusal("order", f"reads {_text(place)}, which is not there")
+                raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
+            raise Refusal("order", f"reads {place_text(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
         for value in i.values:
@@ -107,6 +109,9 @@ class _Machine:
         if i.bucket is not None:
             self.wait(self.parameters.free(i.bucket, self.index))
             return
+        if i.states:
+            self.hosted.free(i.states, self.index)
+            return
         for value in i.values:
             if i.gradients:
                 if i.microbatch is None:
@@ -115,9 +120,9 @@ class _Machine:
                 continue
             place = value, i.microbatch
             if place in self.freed and place not in self.alive:
-                raise Refusal("twice", f"{_text(place)} was freed at instruction {self.freed[place]}")
+                raise Refusal("twice", f"{place_text(place)} was freed at instruction {self.freed[place]}")
             if place not in self.alive:
-                raise Refusal("order", f"there is no {_text(place)} to free")
+                raise Refusal("order", f"there is no {place_text(place)} to free")
             del self.alive[place]
             self.freed[place] = self.index
 
@@ -216,6 +221,7 @@ class _Machine:
             if after_inputs and run not in self.halfway:
                 raise Refusal("order", f"runs {what} for weights before inputs")
             self.read_states(run[0])
+            self.parked.read(run)
         self.states.before_step()
         return runs
 
@@ -238,20 +244,20 @@ class _Machine:
         for value in i.values:
             self.make(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
         assert i.peer is not None
         for value in i.values:
             self.read(value, i.microbatch)
-        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
         assert i.peer is not None
@@ -259,19 +265,35 @@ class _Machine:
         for value in i.values:
             place = value, i.microbatch
             if self.origin.get(place) != i.peer:
-                raise Refusal("match", f"sends the gradient of {_text(place)} to a stage that it did not come from")
+                raise Refusal(
+                    "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
+                )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), _what(i))))
+        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
         what = self.parameters.gather(i.bucket, self.index)
+        self.hosted.read(self.parameters.states(i.bucket), gather=True)
         self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
         """A call reads its states: those that are shared have to be gathered, which it waits for."""
         for what in self.parameters.read(position):
             self.wait(what)
+        self.hosted.read(self.calls[position].data.states)
+
+    def offload(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.offload(i.states, self.index)
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
+            self.parked.offload(run, self.index)
+
+    def fetch(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.fetch(i.states, self.index)
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
+            self.parked.fetch(run, self.index)
 
     def wait(self, what: Hashable) -> None:
         if what is not None:
@@ -314,6 +336,7 @@ class _Machine:
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
                 raise Refusal("missing", f"{self.path(position)} has not run backward on microbatch {microbatch}")
         self.states.step(self.index)
+        self.hosted.step()
         self.trace.append((self.index, Finish()))
 
     def collectives(self, op: str, position: int, microbatch: int) -> None:
@@ -329,7 +352,7 @@ class _Machine:
             for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
                 row = [use for _, use in group]
                 what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
-                text = f"{_describe(row[0])} in {op} of {self.path(position)}"
+                text = f"{use_text(row[0])} in {op} of {self.path(position)}"
                 found.append((axes, what, text, row[0].node, len(row)))
             self.bundled[op, position] = found
         return self.bundled[op, position]
@@ -356,29 +379,16 @@ class _Machine:
             if output.stage == self.stage and output.value is not None:
                 self.taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{_text(place)} is made here and never freed", index=index)
+            raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
         self.parameters.finish()
+        self.hosted.finish()
         self.gradients.finish()
 
     def taken(self, value: str, what: str) -> None:
         for microbatch in range(self.program.num_microbatches):
             place = self.place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{what} is {_text(place)}, which this stage never makes")
+                raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
 
     def path(self, position: int) -> str:
         return repr(self.calls[position].data.path)
-
-
-def _text(place: Place) -> str:
-    return f"{place[0]!r} of microbatch {place[1]}" if place[1] is not None else f"the total {place[0]!r}"
-
-
-def _what(i: Instruction) -> str:
-    gradients = "gradients of " if i.op.endswith("_B") else ""
-    return f"{gradients}{', '.join(i.values)} of microbatch {i.microbatch}"
-
-
-def _describe(use: CollectiveUse) -> str:
-    source = f" ({use.source})" if use.source else ""
-    return f"{use.op} {use.dtype}{list(use.shape)} over {use.axis}{source}"

@@ -132,6 +132,21 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
         if not 0 <= position < len(here.calls):
             problem = f"call {position} is to be recomputed; the stage has {len(here.calls)} calls"
             raise Refusal("structure", problem, stage=stage)
+    for position in here.selective_calls:
+        problem = ""
+        if not 0 <= position < len(here.calls):
+            problem = f"the scores of call {position} are to be recomputed; the stage has {len(here.calls)} calls"
+        elif position in here.checkpoint_calls:
+            problem = f"call {position} is to be recomputed whole, and its scores alone"
+        elif unknown := set(program.blocks[here.calls[position].block].scores) - _nodes(program, stage, position):
+            problem = f"call {position} is to recompute {min(unknown)!r}, which its block does not have"
+        if problem:
+            raise Refusal("structure", problem, stage=stage)
+
+
+def _nodes(program: Program, stage: int, position: int) -> set[str]:
+    """The names of the nodes of a call's block."""
+    return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -74,6 +74,10 @@ def _mesh(program: Program) -> None:
         raise Refusal("structure", f"states shared by {program.dp_shard} of dp={program.size('dp')} ranks: no divisor")
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
         raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
+    if "parameters" in program.offload and program.zero in (1, 2):
+        raise Refusal("structure", f"parameters in host memory with zero={program.zero}, which keeps them whole here")
+    if "parameters" in program.offload and program.objective == "train" and "optimizer" not in program.offload:
+        raise Refusal("structure", "parameters in host memory, and an optimizer that is not: it steps them there")
     if program.num_microbatches < 1:
         raise Refusal("structure", f"{program.num_microbatches} microbatches")
 

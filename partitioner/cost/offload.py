@@ -1,0 +1,102 @@
+"""What host memory takes and gives: time on the way there and back, room on the device, room in the host.
+
+Transfers run beside computation, each direction on its own; what a computation does not hide is waited for. The
+optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), bound by the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from partitioner.cost.calls import CallCost
+from partitioner.cost.states import StateCost
+from partitioner.errors import PlanError
+from partitioner.solve.tables import StageCall
+from partitioner.topology.hosts import HostShare
+from partitioner.topology.model import Topology
+from partitioner.units import bytes_text
+
+_AT_ONCE = 3  # calls whose activations the device has: one runs, what one kept leaves, what another kept comes
+
+
+def hosted_calls(
+    calls: Sequence[StageCall],
+    costs: Sequence[CallCost],
+    host: HostShare,
+    offload: Sequence[str],
+    states: Mapping[str, StateCost],
+    train: bool,
+) -> list[CallCost]:
+    """``costs``, one for each of ``calls``, on devices that keep what ``offload`` says in ``host``'s memory."""
+    reads = Counter(name for call in calls for name in set(call.inputs))
+    made: dict[tuple[object, ...], CallCost] = {}  # calls that are alike have one and the same
+    result = []
+    for call, cost in zip(calls, costs, strict=True):
+        moves = tuple(kept and reads[n] == 1 for n, kept in zip(call.inputs, cost.saved_inputs, strict=True))
+        held = [states[name] for name in call.states if name in states and states[name].passing]
+        passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
+        whole = sum(s.parameter for s in held if s.stage < 3)  # what is gathered is counted with the gathers
+        key = id(cost), moves, passing, whole
+        if key not in made:
+            made[key] = _hosted(cost, host, moves if train and "activations" in offload else None, passing, whole)
+        result.append(made[key])
+    return result
+
+
+def _hosted(cost: CallCost, host: HostShare, moves: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
+    """A call whose parameters come from the host, ``passing`` bytes, ``whole`` of them to be held.
+
+    ``moves``: the inputs that go there with what is saved, ``None``: nothing does.
+    """
+    if moves is None:
+        kept, inputs = 0.0, cost.saved_inputs
+    else:
+        kept = cost.saved_bytes + sum(b for b, m in zip(cost.input_bytes, moves, strict=True) if m)
+        inputs = tuple(s and not m for s, m in zip(cost.saved_inputs, moves, strict=True))
+    ahead = max(host.time(kept), host.time(passing)) - cost.forward_total_s
+    back = host.time(kept + passing) - cost.backward_total_s
+    slim = None
+    if cost.selective_bytes:
+        slim = _hosted(replace(cost.selective(), selective_bytes=0.0), host, moves, passing, whole)
+    return replace(
+        cost,
+        forward_s=cost.forward_s + max(0.0, ahead),
+        backward_s=cost.backward_s + max(0.0, back),
+        saved_bytes=0.0 if moves is not None else cost.saved_bytes,
+        saved_inputs=inputs,
+        working_bytes=cost.working_bytes + _AT_ONCE * kept + 2 * whole,
+        host_bytes=kept,
+        slim=slim,
+    )
+
+
+def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
+    """Of an optimizer's step on the host over those of ``costs`` that are stepped there."""
+    return sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
+
+
+def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
+    """Of gradients on their way to the host and of parameters on their way back, which nothing hides: one microbatch's
+    ``forward_s`` and ``backward_s`` do."""
+    hosted = [cost for cost in costs if cost.hosted and cost.gradient]
+    gradients = host.time(sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted))
+    parameters = host.time(sum(c.parameter / (c.replicas if c.stage else 1) for c in hosted if not c.passing))
+    return max(0.0, gradients - backward_s) + max(0.0, parameters - forward_s)
+
+
+def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
+    """Raise :class:`PlanError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
+    needs: dict[int, float] = {}
+    for device, size in zip(devices, per_rank, strict=True):
+        node = topology.devices[device].node
+        needs[node] = needs.get(node, 0.0) + size
+    for node, size in needs.items():
+        host = topology.host(node)
+        if host is not None and size > host.memory:
+            raise PlanError(
+                f"the host of node {node} has {bytes_text(host.memory)} of memory and is to hold {bytes_text(size)} of "
+                f"what is offloaded: {bytes_text(size - host.memory)} too much; offload less, or share it over more "
+                "nodes (zero)"
+            )

@@ -1,0 +1,65 @@
+"""What each rank has of its node's host: memory, and the way there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partitioner.topology.model import Topology
+
+_UPDATE_EFFICIENCY = 0.6  # of the host's memory bandwidth, as DeepSpeed's CPU Adam reaches with vector instructions
+_UNKNOWN_MEMORY_BANDWIDTH = 100e9  # of a host that does not say: one socket with four channels of DDR4
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What a rank has of its host. ``memory``: bytes; ``bandwidth``: bytes/s each way between its device and that
+    memory; ``update_bandwidth``: bytes/s at which an optimizer steps there."""
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+    memory: float = math.inf
+    update_bandwidth: float = math.inf
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds of moving ``num_bytes``."""
+        return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
+
+
+BOUNDLESS = HostShare()  # what no host beats
+
+
+def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
+    """Of every device; ``None`` where the host is not described."""
+    on_node = Counter(device.node for device in topology.devices)
+    by_node: dict[int, HostShare | None] = {}
+    for node, devices in on_node.items():
+        host = topology.host(node)
+        if host is None:
+            by_node[node] = None
+            continue
+        memory_bandwidth = host.memory_bandwidth or _UNKNOWN_MEMORY_BANDWIDTH
+        update = _UPDATE_EFFICIENCY * memory_bandwidth / devices
+        by_node[node] = HostShare(host.bandwidth, host.latency, host.memory / devices, update)
+    return tuple(by_node[device.node] for device in topology.devices)
+
+
+def can_offload(topology: Topology) -> bool:
+    """Whether every device has a host whose memory is not its own."""
+    hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
+    return all(host is not None and not host.shared for host in hosts)
+
+
+def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
+    """What all of several ranks have."""
+    known = [share for share in shares if share is not None]
+    if len(known) < len(shares):
+        return None
+    return HostShare(
+        min(s.bandwidth for s in known),
+        max(s.latency for s in known),
+        min(s.memory for s in known),
+        min(s.update_bandwidth for s in known),
+    )

@@ -1,0 +1,98 @@
+"""Which saved values of a joint graph are made again in backward, from what is saved besides.
+
+Requires: a joint graph's nodes in order, and which of its forward nodes are to be made again. Provides: what is then
+saved, and the nodes that backward runs once more. What is made again reads values that are saved, parameters, and views
+of these, which cost nothing; anything else that it reads is saved with them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+
+
+def slimmed(
+    saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """What is saved instead of ``saved``, in the order of ``nodes``, and the nodes that are run once more.
+
+    ``results`` are kept where they are saved. ``again``: what is not to be saved; nor are views and copies of it, as
+    products make them of their operands.
+    """
+    again = again.difference(n for n in results if n is not None)
+    for node in nodes:
+        if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
+            again.add(node)
+    kept = {n for n in saved if not _remakable(n, again)}
+    remade: set[fx.Node] = set()
+    stack = [n for n in saved if n not in kept]
+    while stack:
+        node = stack.pop()
+        if node in remade:
+            continue
+        remade.add(node)
+        for operand in node.all_input_nodes:
+            if _remakable(operand, again) or _views_kept(operand, kept):
+                stack.append(operand)
+            else:
+                kept.add(operand)
+    return [n for n in nodes if n in kept], remade
+
+
+def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
+    """``body`` with those of ``remade`` that it reads, each right before it is first read: none is there for long."""
+    place = {n: i for i, n in enumerate(order)}
+    result: list[fx.Node] = []
+    there: set[fx.Node] = set()
+    for node in body:
+        missing = needed([node], remade - there)
+        result += sorted(missing, key=place.__getitem__)
+        result.append(node)
+        there |= missing
+    return result
+
+
+def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
+    """Those of ``remade`` that ``readers`` are computed from, with nothing else in between."""
+    found: set[fx.Node] = set()
+    stack = [o for n in readers for o in n.all_input_nodes if o in remade]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(o for o in node.all_input_nodes if o in remade)
+    return found
+
+
+def _remakable(node: fx.Node, again: set[fx.Node]) -> bool:
+    """One of several results is made again with all the others or not at all."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return node in again and isinstance(source, fx.Node) and source in again
+    return node in again and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether ``node``, which is not kept, looks at what is there anyway: a saved value, or a placeholder."""
+    if node in kept or node.op == "placeholder":
+        return False
+    while node not in kept and node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node in kept or node.op == "placeholder"
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target == torch.ops.aten.clone.default or _is_view(node))
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target == torch.ops.aten._unsafe_view.default:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
+        return False
+    returns = node.target._schema.returns
+    info = returns[0].alias_info if len(returns) == 1 else None
+    return info is not None and not info.is_write

@@ -10,8 +10,9 @@ from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.context import ContextModel, shard_context
-from partitioner.cost.axes import TensorCosts, made_bytes
+from partitioner.cost.axes import TensorCosts
 from partitioner.cost.calls import call_costs
+from partitioner.cost.divided import divided_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_hosts
@@ -27,7 +28,6 @@ from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
-from partitioner.solve.share import matmul_flops
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.solve.virtual import solve_virtual
 from partitioner.topology import Topology
@@ -36,11 +36,6 @@ from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
 from passes.microbatch import split_batch
 from runtime.offload import Offload
-
-# What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
-# of all products and this many all-reduces.
-_UNDIVIDED = 10.0
-_UNDIVIDED_EXCHANGES = 1000.0
 
 
 @dataclass(frozen=True)
@@ -371,36 +366,12 @@ class Evaluator:
         return self._contexts[key]
 
     def _tensor_costs(self, split: FoldedModel, axis: str, seat: Seat, num_microbatches: int) -> TensorCosts:
-        """Costs on ``tp`` or ``cp``, which is there to divide matrix products and weights: leaving one whole is dear.
-
-        Without that price the best use of any axis is to split the batch, which ``dp`` does already. Over ``cp`` that
-        holds for all values, whose memory is what the axis is there to divide.
-        """
-        device, group = self.job.topology.types[seat.kind], dict(seat.groups)[axis]
-        flops = sum(
-            split.num_calls(name) * matmul_flops(node)
-            for name, block in split.blocks.items()
-            for node in block.graph.nodes
-            if node.op == "call_function"
-        )
-        trained = sum(s.spec.nbytes for s in split.states.values() if s.requires_grad)
-        peak = device.peak_of(self.job.precision)
-        made = sum(
-            split.num_calls(name) * made_bytes(node)
-            for name, block in split.blocks.items()
-            for node in block.graph.nodes
-            if node.op == "call_function" and axis == "cp"
-        )
-        whole = _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
-        dear = _UNDIVIDED * 3 * flops / peak + _UNDIVIDED_EXCHANGES * max(group.all_reduce_start, device.launch)
-        return TensorCosts(
-            device,
-            group,
-            train=self.job.train,
+        job = self.job
+        device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
+        return replace(
+            divided_costs(split, axis, device, group, job.precision),
+            train=job.train,
             num_microbatches=num_microbatches,
-            sequence_parallel=self.job.constraints.sequence_parallel if axis == "tp" else None,
-            undivided=dear / flops if flops else 0.0,
-            repeated=whole / made if made else 0.0,
-            state_price=dear / trained if trained else 0.0,
-            short_gradients=bool(self.job.constraints.short_gradients),
+            sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
+            short_gradients=bool(pinned.short_gradients),
         )

@@ -11,7 +11,7 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
-from partitioner.cost.offload import exchanged_seconds, hosted_calls, update_seconds
+from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, update_time
@@ -60,16 +60,8 @@ def stage_problem(
     paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
     if offload:
         hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # whether there are hosts is asked before
-        plain = [pace.costs for pace in paces] or [tuple(call.cost for call in calls)] * len(at)
-        known: dict[object, Pace] = {}
-        for number, (host, of_stage) in enumerate(zip(hosts, plain, strict=True)):
-            key = host, id(of_stage)
-            if key not in known:
-                moved = hosted_calls(calls, of_stage, host, offload, states, train)
-                known[key] = Pace(tuple(moved), paces[number].overhead if paces else overhead)
-        paces = tuple(known[host, id(of_stage)] for host, of_stage in zip(hosts, plain, strict=True))
-        first = hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
-        calls = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
+        alike = (Pace(tuple(call.cost for call in calls), overhead),) * len(at)
+        calls, paces = hosted(calls, paces or alike, hosts, offload, states, train)
     return StageProblem(
         calls=calls,
         num_stages=len(at),

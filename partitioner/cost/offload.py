@@ -13,7 +13,7 @@ from dataclasses import replace
 from partitioner.cost.calls import CallCost
 from partitioner.cost.states import StateCost
 from partitioner.errors import PlanError
-from partitioner.solve.tables import StageCall
+from partitioner.solve.tables import Pace, StageCall
 from partitioner.topology.hosts import HostShare
 from partitioner.topology.model import Topology
 from partitioner.units import bytes_text
@@ -21,7 +21,27 @@ from partitioner.units import bytes_text
 _AT_ONCE = 3  # calls whose activations the device has: one runs, what one kept leaves, what another kept comes
 
 
-def hosted_calls(
+def hosted(
+    calls: tuple[StageCall, ...],
+    paces: Sequence[Pace],
+    hosts: Sequence[HostShare],
+    offload: Sequence[str],
+    states: Mapping[str, StateCost],
+    train: bool,
+) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
+    """``calls`` and the stages' ``paces`` with what is moved to and from the stages' ``hosts``."""
+    made: dict[object, Pace] = {}
+    for pace, host in zip(paces, hosts, strict=True):
+        if (host, id(pace)) not in made:
+            made[host, id(pace)] = replace(
+                pace, costs=tuple(_hosted_calls(calls, pace.costs, host, offload, states, train))
+            )
+    first = _hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
+    moved = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
+    return moved, tuple(made[host, id(pace)] for pace, host in zip(paces, hosts, strict=True))
+
+
+def _hosted_calls(
     calls: Sequence[StageCall],
     costs: Sequence[CallCost],
     host: HostShare,

@@ -44,6 +44,17 @@ class _Float64(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _DoubleData(TorchFunctionMode):
+    """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.double() if func in _OF_NUMBERS and made.dtype in _REDUCED else made
+
+
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
+
+
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
     """``torch._grouped_mm``, whose kernels know no float64: groups of rows, of columns, or of what is summed over."""
     if offs is None:
@@ -136,7 +147,7 @@ def float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64():
+        with _Float64(), _DoubleData():
             yield
     finally:
         torch.set_default_dtype(default)

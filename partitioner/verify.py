@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.reference import Reference, run_reference
+from passes.errors import InputsError
 from runtime.collect import Run
 from runtime.local import run_threads
 from runtime.program import Program
@@ -43,12 +44,18 @@ def verify(
 ) -> Verification:
     """Compare outputs, loss and every gradient. ``loss``: what was given to ``partition``.
 
-    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's.
+    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
+    :class:`InputsError` where the plan has a loss and the model gives none.
     """
     program: Program = plan.program
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
     reference = run_reference(model, inputs, loss, train=train)
+    if train and program.loss is not None and reference.loss is None:
+        raise InputsError(
+            "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "
+            "partition()"
+        )
     errors = compare(run, reference, program)
     largest = max(errors.values(), default=0.0)
     return Verification(largest <= tolerance, largest, errors, tolerance)

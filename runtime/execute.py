@@ -6,7 +6,7 @@ early and finished at the first instruction that reads them. A step is then a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
 
@@ -141,7 +141,7 @@ class Executor:
             for slot in slots_read(instruction, self.rank.stage):
                 if slot in open_:
                     finish(open_[slot])
-            if self.hosted is not None and (names := self._hosted_read(instruction)):
+            if self.hosted is not None and (names := self._hosted_read(instruction, self.hosted)):
                 actions.append((index, partial(self.hosted.wait, names)))
             actions += [(index, self.gathered[b].wait) for b in self._awaited(instruction)]
             if index in receives:
@@ -162,12 +162,14 @@ class Executor:
         read = set(states_read(instruction, self.rank.stage))
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
-    def _hosted_read(self, instruction: Instruction) -> list[str]:
+    def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
         """The parameters whose FETCH ``instruction`` has to wait for."""
         if instruction.op == "GATHER":
             assert instruction.bucket is not None
-            return list(self.rank.stage.buckets[instruction.bucket].states)
-        return states_read(instruction, self.rank.stage)
+            read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
+        else:
+            read = states_read(instruction, self.rank.stage)
+        return [name for name in read if name in hosted.masters]
 
     def _arrives(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index

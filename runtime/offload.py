@@ -194,7 +194,7 @@ class HostParameters:
         copier: Copier,
     ) -> None:
         program = rank.program
-        self._masters = masters
+        self.masters = masters
         self._copier = copier
         self._pending: dict[str, Arrival] = {}
         self._rooms: dict[str, Room] = {}
@@ -226,9 +226,9 @@ class HostParameters:
             if room is not None:
                 room.take()
         for name in self._stale.intersection(names):
-            self._short[name].copy_(self._masters[name])
+            self._short[name].copy_(self.masters[name])
         self._stale.difference_update(names)
-        sources = [self._short.get(name, self._masters[name]) for name in names]
+        sources = [self._short.get(name, self.masters[name]) for name in names]
         targets = [self._shards[name] for name in names]
         arrival = self._copier.start(zip(sources, targets, strict=True), back=True)
         self._pending.update(dict.fromkeys(names, arrival))

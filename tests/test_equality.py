@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Reference, Topology, partition, run_reference
 from partitioner.verify import TOLERANCE, compare
+from passes.errors import InputsError
 from tests.models import CASES
 
 MESHES = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 2, 2)]
@@ -73,3 +76,30 @@ def test_every_model_mesh_and_schedule(
     name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.LocalRanks
 ) -> None:
     check(name, mesh, schedule, ranks)
+
+
+class OfNumbers(nn.Module):
+    """Keeps what is large, by a threshold that its code computes from a number, in float32 whatever the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        quantile = torch.erfinv(torch.tensor(0.9, dtype=torch.float32)).type(h.dtype)
+        return self.down(torch.relu(h - h.mean(-1, keepdim=True) - quantile * h.std(-1, keepdim=True)))
+
+
+def test_a_tensor_that_the_model_makes_of_a_number_is_no_less_exact_than_the_rest():
+    torch.manual_seed(0)
+    model, inputs = OfNumbers(), (torch.randn(8, 16),)
+    plan = partition(model, Topology.local(2), inputs, loss=torch.sum, constraints=Constraints(tp=2, pp=1, dp=1))
+    assert plan.verify(model, inputs, loss=torch.sum).max_error < TOLERANCE
+
+
+def test_verify_without_the_loss_of_the_plan_says_so():
+    model, inputs = nn.Linear(4, 4), (torch.randn(2, 4),)
+    plan = partition(model, Topology.local(1), inputs, loss=torch.sum)
+    with pytest.raises(InputsError, match="expected the same loss="):
+        plan.verify(model, inputs)

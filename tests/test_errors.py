@@ -115,9 +115,10 @@ def test_wrong_requests_are_refused(case: str) -> None:
 def test_memory_that_does_not_suffice_names_stage_shortage_and_a_change() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(16)))
-    small = Topology.preset("dgx-v100", nodes=1)
+    small, inputs = Topology.preset("dgx-v100", nodes=1), (torch.empty(64, 32768, device="meta"),)
+    assert partition(model, small, inputs, loss=torch.sum).offload  # what its hosts have suffices
     with pytest.raises(CapacityError, match=r"stage \d") as error:
-        partition(model, small, (torch.empty(64, 32768, device="meta"),), loss=torch.sum)
+        partition(model, small, inputs, loss=torch.sum, constraints=Constraints(offload="none"))
     assert error.value.missing_bytes > 0
     assert "GiB" in str(error.value)
 

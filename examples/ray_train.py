@@ -30,7 +30,8 @@ from ray.train.torch import TorchTrainer, get_device
 from torch import Tensor, nn
 
 import runtime
-from partitioner import Plan, Topology, partition
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.cli_target import constraints_of
 
 BATCH, DIM, CLASSES = 32, 64, 8
 LEARNING_RATE, CLIP = 3e-3, 1.0
@@ -109,7 +110,8 @@ def train(config: dict[str, Any]) -> None:
             norm = engine.clip_grad_norm_(CLIP)
             optimizer.step()
             metrics = log.step(loss, norm=norm.item())
-            ray.train.report(asdict(metrics))  # all workers wait here for the last
+            if engine.steps % config["report_every"] == 0:  # workers wait there for each other, and for the controller
+                ray.train.report(asdict(metrics))
             checkpoints.after_step()
         checkpoints.close()
 
@@ -126,10 +128,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4, help="all on this machine; see --topology")
     parser.add_argument("--topology", type=Path, help="a description of the cluster: a worker for each of its devices")
+    parser.add_argument("--mesh", default="", metavar="NAME=VALUE,...", help="constraints on the plan, pp=2,dp=2")
     parser.add_argument("--gpus", action="store_true", help="a GPU for each worker, and NCCL")
     parser.add_argument("--cpus", type=float, default=1.0, help="CPUs that Ray sets aside for each worker")
     parser.add_argument("--steps", type=int, default=20, help="in all, those before the last checkpoint too")
     parser.add_argument("--folder", type=Path, default=Path("out/ray_train"), help="seen by all nodes")
+    parser.add_argument("--report-every", type=int, default=5, help="steps between reports to Ray")
     parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--max-failures", type=int, default=3, help="how often Ray starts the workers again")
     parser.add_argument("--precision", choices=["fp64", "fp32", "bf16"], default="fp32")
@@ -139,13 +143,19 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     topology = Topology.load(options.topology) if options.topology else Topology.local(options.workers)
     inputs = {"x": torch.zeros(BATCH, DIM), "label": torch.zeros(BATCH, dtype=torch.long)}
-    plan = partition(build(), topology, inputs, precision=options.precision)
+    constraints = Constraints(**constraints_of(options.mesh)) if options.mesh else Constraints()
+    plan = partition(build(), topology, inputs, precision=options.precision, constraints=constraints)
     plan.save(folder / "plan.json")
     print(plan.summary(), flush=True)
 
     trainer = TorchTrainer(
         train,
-        train_loop_config={"folder": str(folder), "steps": options.steps, "save_every": options.save_every},
+        train_loop_config={
+            "folder": str(folder),
+            "steps": options.steps,
+            "report_every": options.report_every,
+            "save_every": options.save_every,
+        },
         scaling_config=ray.train.ScalingConfig(
             num_workers=plan.program.world_size,
             use_gpu=options.gpus,

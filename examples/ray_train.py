@@ -11,9 +11,9 @@ model's layout, its collectives, gradients, clipping, and the checkpoints that a
 ``prepare_model`` nor ``prepare_data_loader`` is called, and Ray's own checkpoints are not used.
 
 **Ranks.** Ray numbers workers node by node, and on a node in the order of its GPUs; worker ``i`` is process ``i`` and
-drives the topology's ``i``-th device. Which node comes first is for Ray to say. So the topology's nodes have to be alike
-and each full: a worker that Ray has put on another node than the plan refuses to start. Where nodes differ, in devices
-or links, start with ``partitioner launch`` instead. ``--folder`` has to be seen by all nodes.
+drives the topology's ``i``-th device. Which node comes first is for Ray to say. So the topology's nodes have to be
+alike, and each full: where Ray has put a worker on another node than the plan, all refuse to start. If nodes differ, in
+devices or links, start with ``partitioner launch`` instead. ``--folder`` has to be seen by all nodes.
 """
 
 from __future__ import annotations

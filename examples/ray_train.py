@@ -100,9 +100,10 @@ def train(config: dict[str, Any]) -> None:
         folder / "checkpoints", engine, optimizer, every=config["save_every"], extra={"data": loader}
     )
     checkpoints.restore()
-    # in a folder that all nodes see: Ray does not tell workers of each other's hosts, as torchrun does
+    # Ray sees a process that is gone, this one that hangs; in a folder that all nodes see, since the environment that
+    # hosts exchange it by is torchrun's
     with (
-        runtime.Watch(engine, folder / "watch"),
+        runtime.Watch(engine, folder / "watch", patience_s=config["patience"]),
         runtime.StepLog(engine, plan, folder if rank == 0 else None) as log,
     ):
         while engine.steps < config["steps"]:
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/ray_train"), help="seen by all nodes")
     parser.add_argument("--report-every", type=int, default=5, help="steps between reports to Ray")
     parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds until a rank that hangs is ended")
     parser.add_argument("--max-failures", type=int, default=3, help="how often Ray starts the workers again")
     parser.add_argument("--precision", choices=["fp64", "fp32", "bf16"], default="fp32")
     options = parser.parse_args()
@@ -155,6 +157,7 @@ def main() -> None:
             "steps": options.steps,
             "report_every": options.report_every,
             "save_every": options.save_every,
+            "patience": options.patience,
         },
         scaling_config=ray.train.ScalingConfig(
             num_workers=plan.program.world_size,

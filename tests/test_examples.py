@@ -215,7 +215,7 @@ def test_lightning_trains_a_plan_and_goes_on_under_another(tmp_path: Path):
         warmup=example.WARMUP,
         steps=8,
     )
-    # 1e-9 would do, but for transformers' own loss, which the one process computes in float32
+    # transformers computes its loss in float32, whatever the model's type
     assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-6)
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from examples.train import LEARNING_RATE, WARMUP, batch, build
 from partitioner import Constraints, Topology, partition
 from passes.layouts import Layout
+from runtime.data import SampleOrder, Samples
 from runtime.weights import FileWeights
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +115,108 @@ def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
         torch.testing.assert_close(
             exported.read(name, Layout("R"), 1, 0), model.state_dict()[name], rtol=0.02, atol=2e-3
         )
+
+
+def one_process(
+    model: torch.nn.Module,
+    dataset: Samples,
+    batch_size: int,
+    learning_rate: float,
+    steps: int,
+    warmup: int = 1,
+) -> list[float]:
+    """The losses of AdamW on the unmodified ``model`` in float64, over the samples that a loader of seed 0 gives."""
+    model = model.double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    order, losses = SampleOrder(len(dataset), seed=0), []
+    for step in range(steps):
+        samples = [dataset[i] for i in order.at(range(step * batch_size, (step + 1) * batch_size))]
+        inputs = default_collate(samples)
+        out = model(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
+        loss = out if isinstance(out, torch.Tensor) else out.loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def logged(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.timeout(1200)  # Ray takes its time to start workers on a busy machine
+def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
+    """In float64 the losses are those of one process; steps that are done again give the same bits."""
+    pytest.importorskip("ray", reason="needs ray[train]")
+    psutil = pytest.importorskip("psutil")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ray's own, when it is imported
+        example = importlib.import_module("examples.ray_train")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    options = "--workers 4 --mesh pp=2,dp=2 --cpus 0.25 --steps 20 --save-every 3 --report-every 2 --precision fp64"
+    command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), *options.split(), "--folder", "run"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with (tmp_path / "log").open("w+") as log:
+        driver = psutil.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while driver.poll() is None and len(logged(metrics)) < 7:
+                time.sleep(0.05)
+            processes = [p for p in driver.children(recursive=True) if "RayTrainWorker" in " ".join(p.cmdline())]
+            assert len(processes) == 4, processes
+            processes[-1].kill()
+            status = driver.wait(timeout=1000)
+        finally:
+            for process in [*driver.children(recursive=True), driver] if driver.is_running() else []:
+                process.kill()
+        log.seek(0)
+        assert status == 0, log.read()
+
+    found = logged(metrics)
+    steps = [int(m["step"]) for m in found]
+    again = next(i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1)
+    assert steps[again] % 3 == 1 and steps[again] > 1, "went on from a checkpoint"
+    assert steps[again:] == [*range(steps[again], 21)], "one restart"
+    for step, loss in zip(steps[:again], [m["loss"] for m in found], strict=False):
+        assert {m["loss"] for m in found if m["step"] == step} == {loss}
+    losses = {m["step"]: m["loss"] for m in found}
+    expected = one_process(
+        example.build(), example.Points(), example.BATCH, learning_rate=example.LEARNING_RATE, steps=20
+    )
+    assert [losses[step] for step in range(1, 21)] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.timeout(1200)
+def test_lightning_trains_a_plan_and_goes_on_under_another(tmp_path: Path):
+    """In float64 the losses that Lightning logs are those of one process."""
+    pytest.importorskip("lightning", reason="needs lightning")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lightning's own, when it is imported
+        example = importlib.import_module("examples.lightning_style")
+
+    def train(devices: int, mesh: str, steps: int) -> list[tuple[int, float]]:
+        before = set(tmp_path.glob("run/metrics/*"))
+        options = f"--devices {devices} --mesh {mesh} --steps {steps} --precision fp64 --accelerator cpu --folder run"
+        execute(str(ROOT / "examples" / "lightning_style.py"), *options.split(), cwd=tmp_path, timeout=500)
+        (folder,) = set(tmp_path.glob("run/metrics/*")) - before
+        with (folder / "metrics.csv").open() as file:
+            return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+    found = train(4, "pp=2,dp=2", 4) + train(2, "tp=2", 8)
+    assert [step for step, _ in found] == [*range(1, 9)]
+    expected = one_process(
+        example.build(),
+        example.Counting(),
+        example.BATCH,
+        learning_rate=example.LEARNING_RATE,
+        warmup=example.WARMUP,
+        steps=8,
+    )
+    # transformers computes its loss in float32, whatever the model's type
+    assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

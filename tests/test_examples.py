@@ -148,6 +148,7 @@ def logged(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # Ray takes its time to start workers on a busy machine
 def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
     """In float64 the losses are those of one process; steps that are done again give the same bits."""
@@ -189,6 +190,7 @@ def test_ray_train_restarts_workers_when_one_is_killed(tmp_path: Path):
     assert [losses[step] for step in range(1, 21)] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_lightning_trains_a_plan_and_goes_on_under_another(tmp_path: Path):
     """In float64 the losses that Lightning logs are those of one process."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, fixed_sizes, stage_levels
+from partitioner.explain_tables import host_text
 from partitioner.timing import PlanDurations
 from runtime.facts import ProgramFacts
 from runtime.memory import memory_moments, memory_steps, state_bytes
@@ -62,6 +63,15 @@ def test_states_are_those_of_the_estimate(plan: Plan):
     for number, stage in enumerate(plan.estimate.stages):
         fixed = fixed_sizes(plan, facts, number)
         assert fixed == {kind: stage.memory[kind] for kind in fixed}
+
+
+def test_what_is_in_host_memory_is_not_on_the_device():
+    plan = planned(pp=2, microbatch_size=8, offload="optimizer")
+    facts = ProgramFacts(plan.program)
+    for number, stage in enumerate(plan.estimate.stages):
+        fixed = fixed_sizes(plan, facts, number)
+        assert fixed == {"optimizer": 0} | {kind: stage.memory[kind] for kind in ("parameters", "gradients")}
+    assert f"not drawn: {host_text(plan)}." in draw(plan, "memory")
 
 
 def test_recomputation_is_a_kind_of_its_own():

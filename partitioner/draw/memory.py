@@ -16,12 +16,14 @@ from partitioner.cost.states import optimizer_bytes
 from partitioner.draw.figures import capacities, key_figures, picture_title
 from partitioner.draw.svg import PALETTE, Header, draw_header, group, line, number, picture, rect, text, to_text
 from partitioner.draw.timeline import tick_step
+from partitioner.explain_tables import host_text
 from partitioner.plan import Plan
 from partitioner.timing import PlanDurations
 from partitioner.units import bytes_text, percent, ranges, seconds_text
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
 from runtime.memory import Moment, gradient_bytes, memory_moments, parameter_bytes
+from runtime.offload import host_states
 from runtime.simulate import Span, Timeline, simulate
 
 KINDS: dict[str, tuple[str, str]] = {
@@ -91,8 +93,11 @@ def stage_levels(
 
 
 def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
-    """Bytes of what a rank of a stage holds all the time: states, their gradients, the optimizer's states."""
-    program = plan.program
+    """Bytes of what a rank of a stage holds all the time: states, their gradients, the optimizer's states.
+
+    What is in host memory is not there.
+    """
+    program, hosted = plan.program, host_states(plan.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name, state in program.states.items():
         if stage not in state.stages:
@@ -101,7 +106,8 @@ def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
         if name in facts.with_gradient:
             itemsize = dtype_of(state.dtype).itemsize
             sizes["gradients"] += gradient_bytes(facts, name)
-            sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, plan.optimizer)
+            if name not in hosted:
+                sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, plan.optimizer)
     return sizes
 
 
@@ -161,7 +167,7 @@ class _Chart:
         used = [k for k in KINDS if any(level.sizes[k] for levels in self.stages for level in levels)]
         legend = [KINDS[kind] for kind in used]
         legend += [] if self.far else [("tied", "what a program may use of the device")]
-        note = "One row per stage: its ranks all hold the same." + self._far_note()
+        note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
         top = draw_header(picture(width, 0, ""), header, width) + 10
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
@@ -176,6 +182,10 @@ class _Chart:
         if not self.far:
             return ""
         return f" The devices have {bytes_text(min(self.rooms))}, far beyond the scale."
+
+    def _host_note(self) -> str:
+        text = host_text(self.plan)
+        return f" In host memory, not drawn: {text}." if text else ""
 
     def _description(self) -> str:
         return f"{picture_title(self.plan)}: memory over the step"

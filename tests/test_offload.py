@@ -416,3 +416,16 @@ def test_constraints():
         Constraints(offload="disk")
     with pytest.raises(ConstraintError, match="offload of parameters with zero=2"):
         planned("dp4", ALL, "zero2")
+
+
+def test_the_bound_knows_that_hosts_step():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+    inputs = (torch.empty(8, 8192, device="meta"),)
+    pinned = Constraints(offload="optimizer", pp=1)
+    plan = partition(model, Topology.preset("dgx-v100", nodes=1), inputs, loss=torch.sum, constraints=pinned)
+    update = plan.estimate.breakdown["optimizer"]
+    assert update > 0.1 * plan.estimate.step_time
+    bounds = [c.bound for c in plan.certificate.candidates if c.status == "bounded"]
+    assert bounds and all(update / 2 < bound for bound in bounds)
+    assert plan.certificate.bound <= plan.certificate.objective

@@ -25,12 +25,14 @@ from partitioner.constraints import Constraints
 from partitioner.cost.blockwork import BlockWork, block_work
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
+from partitioner.cost.offload import update_seconds
 from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, update_time
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
+from partitioner.topology.hosts import BOUNDLESS, HostShare, host_shares
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block, FoldedModel
@@ -206,7 +208,8 @@ class ModelBounds:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
-        update = update_time(list(self.states.values()), self.device)
+        states = list(self.states.values())
+        update = update_time(states, self.device) + update_seconds(states, self._host)
         return np.array(
             [
                 update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1))
@@ -214,6 +217,12 @@ class ModelBounds:
                 for p, hidden in zip(points, backward.tolist(), strict=True)
             ]
         )
+
+    @cached_property
+    def _host(self) -> HostShare:
+        """The fastest for an optimizer."""
+        shares = host_shares(self.topology)
+        return max((share or BOUNDLESS for share in shares), key=lambda share: share.update_bandwidth)
 
     def _reduction(self, point: Point) -> float:
         """Of a single stage's gradients, for what is not experts' and not sharded."""

@@ -81,7 +81,9 @@ JOBS: dict[str, Infeasible] = {
     "states: too few stages": Infeasible(
         CapacityError, "pp=4|tp=|zero=", cluster(1.8), pins={"pp": 2, "tp": 1, "zero": 0}
     ),
-    "states: nothing can be divided": Infeasible(CapacityError, r"zero=\d", cluster(0.24), 127, 4, {"zero": 0}, depth=1),
+    "states: nothing can be divided": Infeasible(
+        CapacityError, r"zero=\d", cluster(0.24), 127, 4, {"zero": 0}, depth=1
+    ),
     "activations: microbatch": Infeasible(
         CapacityError, "microbatch_size=", cluster(6, 1), batch=1024, pins={"microbatch_size": 1024}
     ),

@@ -252,8 +252,9 @@ def _constraints(row: Row) -> Constraints:
         regather=tp > 1 and _is(row, _REGATHERS),
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
-        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short
-        short_gradients=row.get("precision") == "fp16" or zero == 3 or None,
+        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
+        # set ``grad_reduce_in_fp32=False``
+        short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
 

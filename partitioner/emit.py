@@ -22,7 +22,7 @@ from typing import Literal
 
 from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
 from partitioner.emit_channels import fetches
-from partitioner.emit_offload import is_hosted, offloaded
+from partitioner.emit_offload import offloaded
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
 from partitioner.emit_zero import zero_axes
@@ -34,7 +34,7 @@ from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
-from runtime.offload import Offload
+from runtime.offload import Offload, is_hosted
 from runtime.program import (
     ALL_AXES,
     MESH_AXES,

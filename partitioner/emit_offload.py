@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from runtime.listing import Instruction
-from runtime.offload import Offload
-from runtime.program import CallData, StateData
+from runtime.offload import OFFLOADS, Offload
+from runtime.program import CallData
 from runtime.zero import COMPUTING, reads_of
 
 _BACKWARD = frozenset({"B", "I", "W"})
@@ -24,15 +24,8 @@ _APART = 2  # computations from a forward to its backward with one between them 
 
 def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
     """What of ``offload`` a program has, in order: without training there are only parameters."""
-    kinds: tuple[Offload, ...] = ("optimizer", "activations", "parameters") if train else ("parameters",)
+    kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
-
-
-def is_hosted(state: StateData, offload: Sequence[Offload], train: bool) -> bool:
-    """Whether a state of a rank is in host memory; as :func:`runtime.offload.host_states`."""
-    if state.kind != "parameter":
-        return False
-    return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:

@@ -98,13 +98,12 @@ class BoundCall:
         self.grad_outputs = [self.outputs[i] for i in derived.grad_outputs]
         self.grad_inputs = [self.inputs[i] for i in derived.grad_inputs]
         self.sinks = [sinks[self.call.states[i]] for i in derived.grad_states]
-        instructions = binder.rank.instructions
-        self.leaves = any(i.op == "OFFLOAD" and i.calls and i.calls[0] <= index < i.calls[1] for i in instructions)
         self.staying = [name in staying for name in (*self.inputs, *self.outputs)]
-        halves = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
-        if "B" in halves:
+        ops = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
+        self.leaves = "OFFLOAD" in ops
+        if "B" in ops:
             self.run_backward = binder.piece(self.call.block, needs, "backward").function
-        if "I" in halves or "W" in halves:
+        if "I" in ops or "W" in ops:
             self.run_input = binder.piece(self.call.block, needs, "backward_input").function
             self.run_weight = binder.piece(self.call.block, needs, "backward_weight").function
 

@@ -141,6 +141,11 @@ class ProgramFacts:
         return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
 
     @cached_property
+    def _staying(self) -> tuple[frozenset[str], ...]:
+        """By stage, the values that an OFFLOAD leaves on the device."""
+        return tuple(map(staying_values, self.program.stages))
+
+    @cached_property
     def with_gradient(self) -> frozenset[str]:
         """The states that some backward adds to."""
         return frozenset(s for added in self.flow.states for s in added)
@@ -154,6 +159,11 @@ class ProgramFacts:
         """The bytes of one rank's part of a state."""
         state = self.program.states[name]
         return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
+
+    def moved_bytes(self, call: CallFacts) -> int:
+        """The bytes that an OFFLOAD moves of a call: what forward keeps of it, but for what others read too."""
+        values = self.program.values
+        return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def piece_bytes(self, name: str) -> int:
         """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
@@ -190,7 +200,7 @@ class ProgramFacts:
         pieces = self.differentiated(call, slim)
         keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
         keeps = call.inputs if recomputed else keeps
-        staying = staying_values(stage)
+        staying = self._staying[place[0]]
         scores = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
         carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
         return CallFacts(

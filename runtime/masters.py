@@ -41,7 +41,8 @@ class Masters:
                 self.held[name] = tensor.to(device)
         self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
         self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
-        self._names = [name for name in self.held if name in wide or name in hosted]
+        self._names = frozenset(name for name in self.held if name in wide or name in hosted)
+        self._refreshed = [name for name in wide if name not in hosted]
         self.shards = {name: self._shard(name) for name in self.held}
 
     def _shard(self, name: str) -> Tensor:
@@ -63,7 +64,7 @@ class Masters:
 
     def refresh(self) -> None:
         """Make anew the parameters that no FETCH does."""
-        names = [name for name in self._names if name not in self.hosted]
+        names = self._refreshed
         if names:
             with torch.no_grad():
                 torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])

@@ -204,28 +204,26 @@ class _Holder:
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
-    def moved(self, i: Instruction) -> Iterator[tuple[CallFacts, int]]:
-        """The calls whose activations move, and how many bytes there are of them."""
+    def moved(self, i: Instruction) -> list[CallFacts]:
+        """The calls whose activations move."""
         assert i.calls is not None
-        for call in self.calls[slice(*i.calls)]:
-            if call.has_backward:
-                yield call, call.kept_bytes + sum(self.sizes[v] for v in call.moves)
+        return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
     def offload(self, i: Instruction) -> None:
-        for call, size in self.moved(i):
+        for call in self.moved(i):
             before = self.saved
             for value in call.moves:
                 self.release(value, i.microbatch)
             self.saved -= call.kept_bytes
             self.leaving += before - self.saved
-            self.host += size
+            self.host += self.facts.moved_bytes(call)
 
     def fetch(self, i: Instruction) -> None:
-        for call, size in self.moved(i):
+        for call in self.moved(i):
             for value in call.moves:
                 self.hold(value, i.microbatch)
             self.saved += call.kept_bytes
-            self.host -= size
+            self.host -= self.facts.moved_bytes(call)
 
     def hold(self, value: str, microbatch: int | None) -> None:
         key = value, None if value in self.totals else microbatch

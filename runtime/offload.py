@@ -16,7 +16,7 @@ from torch import Tensor
 
 from passes.serialize import dtype_of
 from runtime.pieces import Piece
-from runtime.program import Program, RankProgram, Stage, shard_shape
+from runtime.program import Program, RankProgram, Stage, StateData, shard_shape
 from runtime.sharded import Flat, Room, ShardedParameters
 
 Offload = Literal["optimizer", "activations", "parameters"]
@@ -25,12 +25,16 @@ OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters")
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
     """The parameters of a stage whose numbers an optimizer, or calls, take from host memory."""
-    held = {n: s for n, s in program.states.items() if stage in s.stages and s.kind == "parameter"}
-    if "parameters" in program.offload:
-        return frozenset(held)
-    if "optimizer" in program.offload and program.objective == "train":
-        return frozenset(n for n, s in held.items() if s.requires_grad)
-    return frozenset()
+    held = {n: s for n, s in program.states.items() if stage in s.stages}
+    train = program.objective == "train"
+    return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
+
+
+def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
+    """Whether an optimizer, or calls, take a state's numbers from host memory."""
+    if state.kind != "parameter":
+        return False
+    return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 def staying_values(stage: Stage) -> frozenset[str]:

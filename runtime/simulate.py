@@ -329,7 +329,7 @@ class _Simulation:
     def kept(self, lane: _Lane, i: Instruction) -> int:
         """The bytes that calls keep and an OFFLOAD moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
-        return sum(c.kept_bytes + sum(self.sizes[v] for v in c.moves) for c in calls if c.has_backward)
+        return sum(map(self.facts.moved_bytes, calls))
 
     def meet(self, lane: _Lane, i: Instruction) -> bool:
         """SYNC: everyone starts when the last has come."""

@@ -6,7 +6,6 @@ all ranks of a process. :class:`Binder` turns them into functions of one rank.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
 from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
-from runtime.compiled import Segment, backend_of, fuse
+from runtime.compiled import Segment, backend_of, fuse, one_thread
 from runtime.context import ContextAttention
 from runtime.groups import Communicator, Group, Pending
 from runtime.program import CallData, Program, RankProgram
@@ -49,9 +48,6 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Need
     return Needs(inputs, states, outputs, slim) if any(inputs) or any(states) else None
 
 
-_tracing = threading.RLock()  # torch.fx traces in one thread at a time
-
-
 class Library:
     """The blocks of a program and their derivatives; safe to share between threads."""
 
@@ -64,14 +60,14 @@ class Library:
         self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
 
     def block(self, name: str) -> Block:
-        with _tracing:
+        with one_thread:
             if name not in self._blocks:
                 data = self.program.blocks[name]
                 self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             return self._blocks[name]
 
     def differentiated(self, name: str, needs: Needs) -> Differentiated:
-        with _tracing:
+        with one_thread:
             key = name, needs
             if key not in self._derivatives:
                 again = self.program.blocks[name].scores if needs.slim else ()
@@ -92,7 +88,7 @@ class Library:
                 self._segments[key] = Segment(f"{name}.{kind}.{number}", module, backend)
             return self._segments[key]
 
-        with _tracing:
+        with one_thread:
             return fuse(graph, num_sinks, self.device, made)
 
 

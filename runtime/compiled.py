@@ -25,7 +25,8 @@ from runtime.errors import LaunchError
 META = torch.device("meta")
 _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
-_compiling = threading.RLock()  # torch compiles in one thread at a time
+# Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in the others meanwhile.
+one_thread = threading.RLock()
 _LEAST = 2  # operators that are worth a function of their own
 
 
@@ -40,12 +41,12 @@ class Segment:
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        if threading.get_ident() in self._known:
-            return self.function(*arguments)
-        with _compiling:
+        with one_thread:
+            if threading.get_ident() in self._known:
+                return self.function(*arguments)
             result = self._first(arguments)
-        self._known.add(threading.get_ident())
-        return result
+            self._known.add(threading.get_ident())
+            return result
 
     def _first(self, arguments: tuple[Any, ...]) -> Any:
         """The first call in a thread, which compiles."""

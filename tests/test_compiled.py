@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, fx
 
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
-from runtime.bind import Library
+from runtime.bind import Library, gradient_needs
 from runtime.compiled import Segment, backend_of
 from runtime.program import Program
 from tests.models import CASES
@@ -112,3 +114,32 @@ def test_without_a_compiler_blocks_run_operator_by_operator(
 def test_a_backend_that_torch_does_not_know_is_refused():
     with pytest.raises(LaunchError, match=r"a bool or one of .*inductor.*; got 'nvcc'"):
         Engine(program_of_net(), Net(), compile="nvcc")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_are_called_while_other_threads_trace(backend: str):
+    """Ranks that are threads: one runs its step while another derives its stage's blocks."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),)),))
+    segment, x = Segment("part", fx.GraphModule({}, graph), backend), torch.randn(4)
+    stop, errors = threading.Event(), []
+
+    def call() -> None:
+        try:
+            while not stop.is_set():
+                segment(x)
+                time.sleep(1e-4)  # a lock is not fair: a rank that never waits would keep it
+        except BaseException as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    program = program_of_net()
+    for _ in range(20):
+        library = Library(program, CPU)
+        for stage_call in program.stages[0].calls:
+            if needs := gradient_needs(program, stage_call):
+                library.differentiated(stage_call.block, needs)
+    stop.set()
+    caller.join()
+    assert not errors

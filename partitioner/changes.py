@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,18 +22,19 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError
 from partitioner.evaluate import Evaluator, Job
-from partitioner.explore import space_of
+from partitioner.explore import OFFLOAD_SETS, space_of
 from partitioner.finish import planned_only
 from partitioner.solve.points import Point, divisors, points
 from partitioner.topology import Topology
+from partitioner.topology.hosts import can_offload
 from partitioner.topology.resize import with_devices, with_nodes
 from partitioner.units import plural
 from passes.errors import PartitionError
 
 # What it takes to give up a constraint; a change of size costs half of its logarithm more.
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
-_PLACE, _ROOM = 0.4, 3.0  # a stage_of entry put right, other devices
-_MOST_CHANGES, _MOST_SOLVED, _MOST_TRIED = 3, 24, 4000
+_PLACE, _OFFLOAD, _ROOM = 0.4, 0.6, 3.0  # a stage_of entry put right, other kinds in host memory, other devices
+_MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
 _FEW_PINS, _MOST_DEVICES = 7, 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -102,13 +104,26 @@ class _Variant:
     global_batch: int | None
 
 
+def _and(variant: _Variant, cost: float, kind: str, text: str, **changed: Any) -> _Variant:
+    """``variant`` with one thing more ``changed``."""
+    return replace(
+        variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
+    )
+
+
+_Basis = tuple[Topology, int, tuple[str, ...]]  # what bounds and placements are of: topology, batch, offload
+
+
+def _basis(job: Job) -> _Basis:
+    return job.topology, job.global_batch, job.constraints.offload or ()
+
+
 @dataclass
 class _Search:
     asked: Asked
     short_of_memory: bool
-    solved: int = 0
-    _bounds: dict[tuple[Topology, int], ModelBounds] = field(default_factory=dict)
-    _evaluators: dict[tuple[Topology, int], Evaluator] = field(default_factory=dict)
+    _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
+    _evaluators: dict[_Basis, Evaluator] = field(default_factory=dict)
 
     def conflict(self) -> tuple[str, ...]:
         """A least set of pins without a plan, by bounds; empty where the bounds allow one or none is needed."""
@@ -133,8 +148,9 @@ class _Search:
                     heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
         done: list[frozenset[str]] = []
         found: list[Change] = []
+        solved: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
         for _ in range(_MOST_TRIED):
-            if not heap or len(found) == _MOST_CHANGES or self.solved >= _MOST_SOLVED:
+            if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED:
                 break
             cost, _, _, variant, pins, point = heapq.heappop(heap)
             given_up = variant.kinds | set(pins)
@@ -143,9 +159,11 @@ class _Search:
             if point is None:
                 for more, seconds, choice in self._points(variant, pins):
                     heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
-            elif self._has_plan(variant, pins, point):
-                done.append(given_up)
-                found.append(self._change(variant, pins, point))
+            elif solved[variant.texts, pins] < _MOST_OF_ONE and self._allowed(variant, pins, point):
+                solved[variant.texts, pins] += 1
+                if self._has_plan(variant, pins, point):
+                    done.append(given_up)
+                    found.append(self._change(variant, pins, point))
         return tuple(found)
 
     def _variants(self) -> Iterator[_Variant]:
@@ -153,9 +171,12 @@ class _Search:
         base = _Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
         yield base
         yield from self._places(base)
+        hosted = [*self._hosted(base)] if self.short_of_memory else []
+        yield from hosted
         if not self.short_of_memory:
             yield from self._batches(base)
-        yield from self._rooms(base)
+        for variant in (base, *hosted):
+            yield from self._rooms(variant)
 
     def _places(self, base: _Variant) -> Iterator[_Variant]:
         """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
@@ -174,7 +195,7 @@ class _Search:
 
     def _placed(self, base: _Variant, places: dict[str, int], text: str) -> _Variant:
         constraints = base.constraints.model_copy(update={"stage_of": places})
-        return replace(base, cost=_PLACE, kinds=frozenset([text]), texts=(text,), constraints=constraints)
+        return _and(base, _PLACE, text, text, constraints=constraints)
 
     def _batches(self, base: _Variant) -> Iterator[_Variant]:
         """Batches that divide as pinned, or over the devices."""
@@ -184,8 +205,21 @@ class _Search:
         near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
         for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:4]:
             text = f"global_batch={size} instead of {batch}"
-            cost, kinds = 1.0 + abs(math.log2(size / batch)), frozenset(["more" if size > batch else "less"])
-            yield replace(base, cost=cost, kinds=kinds, texts=(text,), global_batch=size)
+            kind = "more" if size > batch else "less"
+            yield _and(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
+
+    def _hosted(self, base: _Variant) -> Iterator[_Variant]:
+        """Other kinds in host memory than those that are pinned."""
+        given = base.constraints.offload
+        if given is None or not can_offload(base.topology):
+            return
+        for kinds in ((), *OFFLOAD_SETS):
+            constraints = base.constraints.model_copy(update={"offload": kinds})
+            if kinds == given or ("parameters" in kinds and constraints.zero in (1, 2)):
+                continue
+            text = f"offload={_kinds_text(kinds)} instead of {_kinds_text(given)}"
+            cost = _OFFLOAD + 0.1 * len(set(kinds) ^ set(given))
+            yield _and(base, cost, "offload", text, constraints=constraints)
 
     def _rooms(self, base: _Variant) -> Iterator[_Variant]:
         """More nodes of the same kind, or as many devices as the pinned axes ask for."""
@@ -195,8 +229,7 @@ class _Search:
             larger = with_nodes(topology, nodes) if topology != _local(topology) else None
             if larger is not None:
                 text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
-                cost, kinds = _ROOM + math.log2(nodes / topology.num_nodes), frozenset(["nodes"])
-                yield replace(base, cost=cost, kinds=kinds, texts=(text,), topology=larger)
+                yield _and(base, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger)
         if self.short_of_memory:
             return
         pinned = math.prod(base.constraints.pinned.values())
@@ -207,14 +240,14 @@ class _Search:
                 other = with_nodes(topology, size // topology.devices_per_node)
             if other is not None:
                 text = f"{plural(size, 'device')} instead of {now}"
-                cost, kinds = _ROOM + abs(math.log2(size / now)), frozenset(["larger" if size > now else "smaller"])
-                yield replace(base, cost=cost, kinds=kinds, texts=(text,), topology=other)
+                kind = "larger" if size > now else "smaller"
+                yield _and(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
 
     def _job(self, variant: _Variant, pins: Sequence[str]) -> Job:
         return self.asked.prepare(variant.topology, _without(variant.constraints, pins), variant.global_batch)
 
     def _bound(self, job: Job) -> ModelBounds:
-        key = job.topology, job.global_batch
+        key = _basis(job)
         if key not in self._bounds:
             self._bounds[key] = ModelBounds(job)
         return self._bounds[key].with_job(job)
@@ -235,14 +268,20 @@ class _Search:
         roomy = _Roomy(bounds, max(d.usable for d in job.topology.devices))
         return [choice for choice in ranked if roomy(choice[2])]
 
+    def _allowed(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
+        """Whether the bounds allow a plan at ``point``."""
+        try:
+            self._bound(self._job(variant, pins)).refine(point)
+        except PartitionError:
+            return False
+        return True
+
     def _has_plan(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
         job = self._job(variant, pins)
+        key = _basis(job)
+        if key not in self._evaluators:
+            self._evaluators[key] = Evaluator(job)
         try:
-            self._bound(job).refine(point)
-            key = job.topology, job.global_batch
-            if key not in self._evaluators:
-                self._evaluators[key] = Evaluator(job)
-            self.solved += 1
             replace(self._evaluators[key], job=job).solve(point)
         except PartitionError:
             return False
@@ -291,6 +330,10 @@ class _Roomy:
             states = sum(cost.total for cost in self.bounds.share_of_states(point).values())
             self.known[key] = states / point.pp <= self.capacity
         return self.known[key]
+
+
+def _kinds_text(kinds: Sequence[str]) -> str:
+    return "+".join(kinds) or "none"
 
 
 def _local(topology: Topology) -> Topology:

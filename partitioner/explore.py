@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from partitioner.alternatives import best_schedule
@@ -20,7 +20,8 @@ from partitioner.topology.hosts import can_offload
 from passes.errors import PartitionError
 from runtime.offload import OFFLOADS, Offload
 
-_OFFLOADS: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("optimizer", "activations"), OFFLOADS)
+# What is kept in host memory where nothing fits otherwise, the less the better.
+OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("optimizer", "activations"), OFFLOADS)
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:
@@ -55,29 +56,32 @@ def explore(
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
-    space = space_of(job, bounds)
-    try:
-        return _explore(job, evaluator, bounds, space, progress, compare)
-    except CapacityError as error:
-        short = error
-    if job.train and pinned.zero is None and not pinned.ahead:
-        space = replace(space, sharded=True)
+    short: CapacityError | None = None
+    for asked, sharded in _rooms(job):
+        if asked is not evaluator.job:
+            evaluator = Evaluator(asked)
+            bounds = ModelBounds(asked, evaluator.placements)
+        space = space_of(asked, bounds)
+        space = replace(space, sharded=space.sharded or sharded)
         try:
-            return _explore(job, evaluator, bounds, space, progress, compare)
+            return _explore(asked, evaluator, bounds, space, progress, compare)
         except CapacityError as error:
-            short = error
-    if pinned.offload is None and can_offload(job.topology):
-        for offload in _OFFLOADS if job.train else _OFFLOADS[-1:]:
-            if "parameters" in offload and pinned.zero in (1, 2):
-                continue
-            hosted = replace(job, constraints=pinned.model_copy(update={"offload": offload}))
-            evaluator = Evaluator(hosted)
-            space = replace(space, constraints=hosted.constraints)
-            try:
-                return _explore(hosted, evaluator, ModelBounds(hosted, evaluator.placements), space, progress, compare)
-            except CapacityError:
-                continue
+            short = error if asked is job else short  # without offload, which is no less short
+    assert short is not None
     raise short
+
+
+def _rooms(job: Job) -> Iterator[tuple[Job, bool]]:
+    """The job as it is, then with more and more room: with state sharding searched, and with kinds in host memory."""
+    pinned = job.constraints
+    yield job, False
+    sharded = job.train and pinned.zero is None and not pinned.ahead
+    if sharded:
+        yield job, True
+    if pinned.offload is None and can_offload(job.topology):
+        for offload in OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]:
+            if "parameters" not in offload or pinned.zero not in (1, 2):
+                yield replace(job, constraints=pinned.model_copy(update={"offload": offload})), sharded
 
 
 def _explore(
@@ -142,4 +146,4 @@ def evaluated(solved: Solved) -> Evaluated:
     return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
 
 
-__all__ = ["Point", "evaluated", "explore", "space_of"]
+__all__ = ["OFFLOAD_SETS", "Point", "evaluated", "explore", "space_of"]

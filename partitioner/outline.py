@@ -14,16 +14,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
-from partitioner.outline_shared import (
-    BUCKET_OPS,
-    exchanged,
-    gradient_piece_bytes,
-    kept_bytes,
-    state_bytes,
-    tensor_bytes,
-)
+from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, tensor_bytes
 from partitioner.units import bytes_text
 from runtime.program import Instruction, Program, Stage
+from runtime.state_bytes import gradient_piece_bytes, state_bytes
 
 Direction = Literal["forward", "backward"]
 

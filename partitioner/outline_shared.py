@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from passes.gradients import accumulated_in
-from passes.serialize import dtype_of
-from runtime.program import Bucket, Program, shard_shape
+from runtime.program import Bucket, Program
+from runtime.state_bytes import gradient_bytes, gradient_piece_bytes, state_bytes, state_piece_bytes
 from runtime.zero import rest_axes, zero_axes
 
 BUCKET_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
@@ -19,28 +18,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
-def state_bytes(program: Program, state: str) -> int:
-    """The bytes of what the cuts over ``ep`` and ``tp`` leave of a state."""
-    return tensor_bytes(shard_shape(program, state), program.states[state].dtype)
-
-
 def kept_bytes(program: Program, state: str) -> int:
     """The bytes of a state on a rank, all the time."""
-    return state_bytes(program, state) // (_num_sharers(program, state) if program.zero == 3 else 1)
-
-
-def gradient_bytes(program: Program, state: str) -> int:
-    """The bytes of a state's gradient as it is added up, of what the cuts over ``ep`` and ``tp`` leave."""
-    return math.prod(shard_shape(program, state)) * accumulated_in(dtype_of(program.states[state].dtype)).itemsize
-
-
-def gradient_piece_bytes(program: Program, state: str) -> int:
-    """The same after scattering."""
-    return gradient_bytes(program, state) // _num_sharers(program, state)
-
-
-def _num_sharers(program: Program, state: str) -> int:
-    return math.prod(program.size(a) for a in program.states[state].zero_axes)
+    return state_piece_bytes(program, state) if program.zero == 3 else state_bytes(program, state)
 
 
 def exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str], int]:

@@ -7,7 +7,6 @@ often it is asked for.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,11 +18,11 @@ from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
-from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
 from runtime.offload import staying_values
-from runtime.program import CallData, Program, Value, shard_shape
+from runtime.program import CallData, Program, Value
+from runtime.state_bytes import gradient_bytes, gradient_piece_bytes, state_bytes, state_piece_bytes
 
 Flags = tuple[bool, ...]
 
@@ -152,13 +151,11 @@ class ProgramFacts:
 
     def gradient_bytes(self, name: str) -> int:
         """The bytes of the gradient of one rank's part of a state."""
-        state = self.program.states[name]
-        return TensorSpec(shard_shape(self.program, name), accumulated_in(dtype_of(state.dtype))).nbytes
+        return gradient_bytes(self.program, name)
 
     def state_bytes(self, name: str) -> int:
         """The bytes of one rank's part of a state."""
-        state = self.program.states[name]
-        return TensorSpec(shard_shape(self.program, name), dtype_of(state.dtype)).nbytes
+        return state_bytes(self.program, name)
 
     def moved_bytes(self, call: CallFacts) -> int:
         """The bytes that an OFFLOAD moves of a call: what forward keeps of it, but for what others read too."""
@@ -167,14 +164,11 @@ class ProgramFacts:
 
     def piece_bytes(self, name: str) -> int:
         """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
-        return -(-self.state_bytes(name) // self._sharing(name))
+        return state_piece_bytes(self.program, name)
 
     def gradient_piece_bytes(self, name: str) -> int:
         """As :meth:`piece_bytes`, of the gradient."""
-        return -(-self.gradient_bytes(name) // self._sharing(name))
-
-    def _sharing(self, name: str) -> int:
-        return math.prod(self.program.size(a) for a in self.program.states[name].zero_axes)
+        return gradient_piece_bytes(self.program, name)
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

@@ -29,8 +29,8 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def cluster(memory: float, devices: int = 4, nodes: int = 1) -> Topology:
-    """Small devices: ``memory`` in MiB each."""
+def cluster(memory: float, devices: int = 4, nodes: int = 1, host: float | None = None) -> Topology:
+    """Small devices: ``memory`` in MiB each; each node's host has ``host`` MiB, if there is one."""
     device = {
         "memory": int(memory * MIB), "peak": {"fp32": 1e12}, "memory_bandwidth": 1e11, "launch": 1e-6,
     }  # fmt: skip
@@ -38,9 +38,12 @@ def cluster(memory: float, devices: int = 4, nodes: int = 1) -> Topology:
         {"name": "inside", "nodes": 1, "bandwidth": 1e10, "latency": 1e-6},
         {"name": "between", "bandwidth": 1e9, "latency": 1e-5},
     ]
+    node: dict[str, Any] = {"type": "small", "devices": devices, "count": nodes}
+    if host is not None:
+        node["host"] = {"memory": int(host * MIB), "bandwidth": 1e10}
     return Topology(
         name="small",
-        nodes=({"type": "small", "devices": devices, "count": nodes},),
+        nodes=(node,),
         types={"small": device},
         levels=levels,
     )
@@ -98,6 +101,15 @@ JOBS: dict[str, Infeasible] = {
     "activations: schedule": Infeasible(
         CapacityError, "recompute left free", cluster(4), batch=2048,
         pins={"pp": 4, "microbatch_size": 64, "schedule": "gpipe", "recompute": "none"},
+    ),
+    "offload: none is wanted": Infeasible(
+        CapacityError, "offload=optimizer instead of none", cluster(3, 1, host=64), pins={"offload": "none"}
+    ),
+    "offload: too little of it": Infeasible(
+        CapacityError, r"offload=optimizer\+activations", cluster(3, 1, host=64), pins={"offload": "activations"}
+    ),
+    "offload: the host is too small": Infeasible(
+        CapacityError, "offload=none .*2 nodes", cluster(3, 1, host=1), pins={"offload": "optimizer"}
     ),
     "pins: an axis does not divide": Infeasible(ConstraintError, "pp=", pins={"pp": 3}),
     "pins: axes make too few": Infeasible(ConstraintError, "=", pins={"pp": 2, "dp": 1, "tp": 1}),

@@ -6,13 +6,14 @@ optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.states import StateCost
-from partitioner.errors import PlanError
+from partitioner.errors import CapacityError
 from partitioner.solve.tables import Pace, StageCall
 from partitioner.topology.hosts import HostShare
 from partitioner.topology.model import Topology
@@ -107,16 +108,15 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
 
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
-    """Raise :class:`PlanError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
-    needs: dict[int, float] = {}
+    """Raise :class:`CapacityError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
+    needs: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):
-        node = topology.devices[device].node
-        needs[node] = needs.get(node, 0.0) + size
-    for node, size in needs.items():
-        host = topology.host(node)
+        needs.setdefault(topology.devices[device].node, []).append(size)
+    for node, sizes in needs.items():
+        host, size = topology.host(node), sum(sizes)
         if host is not None and size > host.memory:
-            raise PlanError(
+            raise CapacityError(
                 f"the host of node {node} has {bytes_text(host.memory)} of memory and is to hold {bytes_text(size)} of "
-                f"what is offloaded: {bytes_text(size - host.memory)} too much; offload less, or share it over more "
-                "nodes (zero)"
+                f"what is offloaded: {bytes_text(size - host.memory)} too much",
+                missing_bytes=math.ceil((size - host.memory) / len(sizes)),
             )

@@ -277,6 +277,8 @@ def test_reductions_hide_behind_the_backward():
     made = reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], {("dp",): NVLINK})
     assert made.total_s > collective_time("all_reduce", 100e6, NVLINK)
     assert made.last_s < made.total_s / 3
+    at_once = reduction([StateCost(100e6, 100e6, 0, ("dp",))], {("dp",): NVLINK}, overlap=False)
+    assert at_once.total_s == collective_time("all_reduce", 100e6, NVLINK)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -239,7 +239,8 @@ class ModelBounds:
             if point.ep > 1:
                 shares = {name: cost for name, cost in shares.items() if name not in self.job.experts}
             plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares.values()]
-            self._reductions[key] = min(reduction(plain, {("dp",): group}).total_s for group in groups)
+            overlap = self.job.constraints.overlap is not False
+            self._reductions[key] = min(reduction(plain, {("dp",): group}, overlap).total_s for group in groups)
         return self._reductions[key]
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:

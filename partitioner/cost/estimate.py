@@ -216,7 +216,7 @@ def reduction_tail(
     groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
-        work = reduction(list(costs.values()), {axes: by_stage[s] for axes, by_stage in groups.items()})
+        work = reduction(list(costs.values()), {a: by_stage[s] for a, by_stage in groups.items()}, machine.overlap)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s

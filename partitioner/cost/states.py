@@ -251,9 +251,10 @@ class Reduction:
         return (slowdown - 1) * min(hidden, window_s) + max(0.0, hidden - window_s) + self.last_s
 
 
-def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Group]) -> Reduction:
+def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Group], overlap: bool = True) -> Reduction:
     """The reduction of the gradients of ``costs``, in buckets by axes; ``groups`` by the axes that are added over.
 
+    Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
     Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
     What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
     """
@@ -270,7 +271,7 @@ def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Gro
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = 0.0
     for (op, axes, stage), size in sizes.items():
-        count = math.ceil(size / bucket_limit(groups[axes].size))
+        count = math.ceil(size / bucket_limit(groups[axes].size)) if overlap else 1
         bucket = collective_time(op, size / count, groups[axes])
         by_axes[axes] = by_axes.get(axes, 0.0) + count * bucket
         last = max(last, bucket)

@@ -160,7 +160,13 @@ class Engine:
         lost = accumulate and self.overflowed
         if self._scale is not None:
             self._executor.scale_loss(self._scale.value)
-        self._executor.run(inputs, self.steps)
+        for name in self._gradients.passing:
+            self._parameters[name].grad = None
+        try:
+            self._executor.run(inputs, self.steps)
+        except BaseException:
+            self._gradients.restore()
+            raise
         self.steps += 1
         if self._scale is not None:
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)

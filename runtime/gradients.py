@@ -6,7 +6,7 @@ Those of parameters shorter than float32 are added up and reduced in float32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,16 @@ class Gradients:
             sink.fresh = True
         for bucket in self.scattered.values():
             bucket.begin()
+
+    @property
+    def passing(self) -> Iterator[str]:
+        """The states whose gradients have no memory from the begin of a step on, until they arrive."""
+        return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
+
+    def restore(self) -> None:
+        """After a step that failed: what an optimizer may look at has memory."""
+        for bucket in self.scattered.values():
+            bucket.restore()
 
     def scatter(self, bucket: int) -> None:
         """Start adding up a bucket over the axes that shard it."""

@@ -24,7 +24,7 @@ class Moment(NamedTuple):
 
     ``saved``: values, and what calls keep for backward; ``gradients``: of values; ``recomputed``: what a backward holds
     while it runs. ``gathered``: parameters that are gathered for a while, and gradients that are to be, or being,
-    scattered. ``host``: in host memory. ``call``: which of the stage's calls, ``None``: no single one.
+    scattered, or were. ``host``: in host memory. ``call``: which of the stage's calls, ``None``: no single one.
     """
 
     call: int | None
@@ -49,12 +49,13 @@ def parameter_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state's gradient that a rank holds all the time; under ZeRO 1 the whole and its piece."""
+    """The bytes of a state's gradient that a rank holds all the time; under ZeRO 1 the whole and its piece; under 2 and
+    3 none, since the piece comes with the first SCATTER."""
     if state not in facts.with_gradient:
         return 0
     if not facts.program.states[state].zero_axes:
         return facts.gradient_bytes(state)
-    return facts.gradient_piece_bytes(state) + (facts.gradient_bytes(state) if facts.program.zero < 2 else 0)
+    return facts.gradient_piece_bytes(state) + facts.gradient_bytes(state) if facts.program.zero < 2 else 0
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
@@ -125,6 +126,7 @@ class _Holder:
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is there
         self.scattering: deque[int] = deque(maxlen=SCATTERING)
+        self.scattered: set[str] = set()  # states of whose gradient this rank's piece is there, where it is not always
         self.host = 0
         self.leaving = 0  # what is on its way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
@@ -135,7 +137,9 @@ class _Holder:
 
     @property
     def of_shared(self) -> int:
-        return self.gathered + sum(self.facts.gradient_bytes(s) for s in self.added) + sum(self.scattering)
+        whole = sum(self.facts.gradient_bytes(s) for s in self.added)
+        pieces = sum(self.facts.gradient_piece_bytes(s) for s in self.scattered)
+        return self.gathered + whole + sum(self.scattering) + pieces
 
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
@@ -183,6 +187,7 @@ class _Holder:
                 self.scattering.append(sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket]))
                 peak = max(peak, self.held)  # what is sent is a copy
                 self.added.difference_update(self.shared[i.bucket])
+                self.scattered.update(s for s in self.shared[i.bucket] if s in self.passing)
             case "SYNC" | "STEP":
                 self.scattering.clear()
             case "FREE" if i.bucket is not None:

@@ -15,7 +15,8 @@ from runtime.zero import pieces_of
 
 
 class ScatteredBucket:
-    """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1).
+    """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1); without, the pieces,
+    too, have memory only from the first SCATTER of a step on.
 
     ``pieces``: what an optimizer sees; ``sinks``: what backward adds to.
     """
@@ -41,6 +42,14 @@ class ScatteredBucket:
         self.fresh = True
         for sink in self.sinks.values():
             sink.fresh = True
+        if not self.keep:
+            self.flat.give()
+
+    def restore(self) -> None:
+        """The pieces have memory, whatever became of the step."""
+        if self.flat.given:
+            self.flat.take()
+            self.flat.buffer.zero_()
 
     def give(self) -> None:
         for room in self.rooms:
@@ -59,6 +68,7 @@ class ScatteredBucket:
 
     def collect(self, arrived: Tensor) -> None:
         if self.fresh:
+            self.flat.take()
             self.flat.buffer.copy_(arrived)
             self.fresh = False
         else:

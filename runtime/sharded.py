@@ -29,9 +29,14 @@ class Flat:
         self._storage = self.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
 
+    @property
+    def given(self) -> bool:
+        """Whether its memory is given away."""
+        return self._storage.nbytes() != self._nbytes
+
     def take(self) -> None:
         """Take back the memory that :meth:`give` gave away."""
-        if self._storage.nbytes() != self._nbytes:
+        if self.given:
             self._storage.resize_(self._nbytes)
 
     def give(self) -> None:

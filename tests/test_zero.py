@@ -274,6 +274,32 @@ def test_what_is_gathered_is_gone_after_the_step():
     on_every_rank(program, work)
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_gradients_can_be_looked_at_after_a_step_that_failed(sharding: str):
+    """Under ZeRO 2 and 3 pieces have no memory while a step has not brought them."""
+    program, weights = planned("dp4", sharding).program, tied_model()
+
+    def work(communicator: Any) -> list[dict[str, Tensor]]:
+        engine = Engine(program, weights, communicator=communicator)
+        engine.step(tied_inputs())
+        first = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+        run = engine._executor.run
+        engine._executor.run = lambda *given: (engine._gradients.begin(), 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step(tied_inputs())
+        engine._executor.run = run
+        assert all(torch.isfinite(p.grad).all() for p in engine.parameters() if p.grad is not None)
+        engine.zero_grad()
+        assert float(engine.clip_grad_norm_(1.0)) == 0
+        engine.step(tied_inputs(), accumulate=True)
+        again = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+        return [first, again]
+
+    for first, again in on_every_rank(program, work):
+        assert first.keys() == again.keys()
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 @settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 5), max_size=3), ranks=st.integers(1, 9))
 def test_pieces_make_the_whole(shape: list[int], ranks: int):
@@ -297,12 +323,13 @@ def test_each_stage_keeps_less():
     assert peaks["zero0"] > peaks["zero2"] > peaks["zero3"]
 
 
+@pytest.mark.parametrize("microbatch_size", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_what_is_planned_is_enough(zero: int, precision: str):
+def test_what_is_planned_is_enough(zero: int, precision: str, microbatch_size: int):
     """For a model that is almost all weights: what is gathered and scattered is most of what comes and goes."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
-    pinned = Constraints(dp=4, pp=1, tp=1, zero=zero, microbatch_size=2)
+    pinned = Constraints(dp=4, pp=1, tp=1, zero=zero, microbatch_size=microbatch_size)
     plan = partition(
         model,
         Topology.local(4),
@@ -313,7 +340,8 @@ def test_what_is_planned_is_enough(zero: int, precision: str):
     )
     (planned,) = (stage.memory for stage in plan.estimate.stages)
     peak, _ = peak_bytes(ProgramFacts(plan.program), 0, plan.program.stages[0].instructions)
-    assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < 0.05 * peak
+    # with one microbatch, pieces come as buckets go, of which the planner knows the calls
+    assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < (0.05 if microbatch_size == 2 else 0.08) * peak
 
 
 def test_a_bucket_on_its_way_is_counted_once_where_stages_run_calls_of_their_own_too():

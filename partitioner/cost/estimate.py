@@ -69,6 +69,9 @@ def stage_problem(
         capacity=tuple(machine.capacity[rank] for rank in at),
         links=tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links,
         state_bytes={name: cost.total for name, cost in states.items()},
+        late_bytes={n: c.late for n, c in states.items() if c.late}
+        if train and num_microbatches == 1 and not ranks
+        else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
         schedule=schedule if isinstance(schedule, str) else schedule.name,
         chunks=len(at) // pp,

@@ -103,6 +103,11 @@ class StateCost:
         return kept
 
     @property
+    def late(self) -> float:
+        """What of :attr:`total` the first SCATTER brings: a shard of the gradient, under ZeRO 2 and 3."""
+        return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
+
+    @property
     def in_host(self) -> float:
         """Bytes in host memory: optimizer states, the parameter that they belong to, and its gradient."""
         share = self.replicas if self.stage else 1

@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "parameters": ("memory", "parameters and buffers of the model"),
     "optimizer": ("total", "optimizer states"),
     "gradients": ("backward", "gradients of parameters"),
-    "gathered": ("tied", "parameters while they are gathered, gradients until they are scattered"),
+    "gathered": ("tied", "parameters while they are gathered, gradients that are scattered, under ZeRO 2 and 3"),
     "saved": ("all_gather", "activations, saved for backward"),
     "flowing": ("reduce_scatter", "gradients of activations"),
     "recomputed": ("send", "activations while they are recomputed"),

@@ -46,7 +46,11 @@ class Segments:
     @cached_property
     def states(self) -> Table:
         """Bytes of the different states."""
-        return self._union([[(name, self.state_bytes.get(name, 0.0)) for name in c.states] for c in self.calls])
+        return self.states_of(self.state_bytes)
+
+    def states_of(self, sizes: Mapping[str, float]) -> Table:
+        """The same by other ``sizes`` of states."""
+        return self._union([[(name, sizes.get(name, 0.0)) for name in c.states] for c in self.calls])
 
     @cached_property
     def saved_inputs(self) -> Table:

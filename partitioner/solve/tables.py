@@ -54,7 +54,8 @@ class Pace:
 class StageProblem:
     """The calls, and what holds them.
 
-    ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states. ``local``: values that are no
+    ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states; ``late_bytes``: what of it
+    comes only as the one backward there is gives back what forward saved. ``local``: values that are no
     call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
     rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
     every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
@@ -69,6 +70,7 @@ class StageProblem:
     capacity: tuple[int, ...]
     links: tuple[Link, ...] = ()
     state_bytes: Mapping[str, float] = field(default_factory=dict)
+    late_bytes: Mapping[str, float] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
     schedule: str = "1f1b"
     recompute: Recompute | None = None
@@ -201,14 +203,14 @@ class StageTables:
         plain = self.fixed_memory[None]
         if problem.train:
             time += self._backward[pace]
-            plain = plain + self._flying[stages][:, None, None] * self._kept
+            plain = np.maximum(self._end, self._early + self._flying[stages][:, None, None] * self._kept)
         every = [self.allowed[stage] for stage in (stages if problem.pinned else stages[:1]).tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + _ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                least = self._fixed_again + self._flying[stages][:, None, None] * self.segments.all_inputs
+                least = self._early_again + self._flying[stages][:, None, None] * self.segments.all_inputs
                 again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
             here, start, stop = np.nonzero(again)
             count = self.recomputed(stages[here], start, stop)
@@ -278,8 +280,7 @@ class StageTables:
         excess = (self._again(stage, start, stop) + flying * saved - capacity) / flying
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
-        plain = self.fixed_memory[start, stop] + flying * self._kept[start, stop]
-        return np.where(plain <= capacity, 0, np.minimum(count, most))
+        return np.where(self._whole(flying, start, stop) <= capacity, 0, np.minimum(count, most))
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Seconds of the forward of the first ``recomputed`` calls from ``start`` on."""
@@ -295,6 +296,24 @@ class StageTables:
         return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
+    def _end(self) -> Table:
+        """Bytes at the end of backward: those of :attr:`fixed_memory` but for what the first call brings last."""
+        late = self.problem.late_bytes
+        last = [sum(late.get(name, 0.0) for name in call.states) for call in self.problem.calls]
+        return self.fixed_memory - np.array([*last, 0.0])[:, None] if late else self.fixed_memory
+
+    @cached_property
+    def _early(self) -> Table:
+        """What of :attr:`fixed_memory` is there when backward begins."""
+        late = self.problem.late_bytes
+        return self.fixed_memory - self.segments.states_of(late) if late else self.fixed_memory
+
+    @cached_property
+    def _early_again(self) -> Table:
+        """The same where calls are recomputed."""
+        return self._early + self.segments.largest_saved
+
+    @cached_property
     def _fixed_again(self) -> Table:
         """Bytes besides inputs where calls are recomputed: one at a time keeps what it saves."""
         return self.fixed_memory + self.segments.largest_saved
@@ -305,18 +324,22 @@ class StageTables:
 
     def _plain(self, stage: int) -> Table:
         """Peak bytes where nothing is recomputed."""
-        return self.fixed_memory + float(self._flying[stage]) * self._kept
+        return np.maximum(self._end, self._early + float(self._flying[stage]) * self._kept)
+
+    def _whole(self, flying: float | Table, start: Counts, stop: Counts) -> Table:
+        """The same, of some segments."""
+        return np.maximum(self._end[start, stop], self._early[start, stop] + flying * self._kept[start, stop])
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Peak bytes where calls are recomputed, besides what the others save."""
-        inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
+        inputs: Table = self._early_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
         return inputs
 
     def _most_saved(self, stage: int) -> Table:
         """Peak bytes where all calls are recomputed that may be."""
         if not self.problem.train:
             return self.fixed_memory
-        again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
+        again = np.maximum(self._end, self._early_again + float(self._flying[stage]) * self.segments.all_inputs)
         return np.where(self.most_recomputed > 0, again, self._plain(stage))
 
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
@@ -333,8 +356,8 @@ class StageTables:
             prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         )
         again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept)
-        plain = self.fixed_memory[start, stop] + flying * self._kept[start, stop]
-        return np.where(recomputed > 0, again, plain)
+        again = np.maximum(again, self._end[start, stop])
+        return np.where(recomputed > 0, again, self._whole(flying, start, stop))
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -33,7 +33,7 @@ from passes.own_gradients import traced_with_own_gradients
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 _PYTHON = str(Path(traceback.__file__).parent)
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ def make_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode 
     memo: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty(tensor.shape, dtype=cast(tensor.dtype, dtype), device=_CPU)
+        empty = torch.empty(tensor.shape, dtype=cast(tensor.dtype, dtype), device=_META)
+        return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
 
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        made = memo[id(parameter)] = fake(parameter).requires_grad_(parameter.requires_grad)
+        made._is_param = True  # as ``nn.Parameter`` says it of a fake tensor, of which it takes another view first
     for buffer in model.buffers():
         memo[id(buffer)] = fake(buffer)
     for module in model.modules():

@@ -52,6 +52,7 @@ def stage_problem(
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
+    once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead = _together([costs[call.block] for call in everywhere])
     calls = tuple(
@@ -69,9 +70,7 @@ def stage_problem(
         capacity=tuple(machine.capacity[rank] for rank in at),
         links=tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links,
         state_bytes={name: cost.total for name, cost in states.items()},
-        late_bytes={n: c.late for n, c in states.items() if c.late}
-        if train and num_microbatches == 1 and not ranks
-        else {},
+        late_bytes={n: c.late for n, c in states.items() if c.late} if once else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
         schedule=schedule if isinstance(schedule, str) else schedule.name,
         chunks=len(at) // pp,

@@ -62,14 +62,12 @@ def _peak(
         else:
             saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
             parts["saved"] = problem.in_flight(number) * saved
-    late = problem.late_bytes
-    coming = sum(late.get(name, 0.0) for name in held)
-    if problem.train and coming:  # at the begin of backward, or at its end
-        last = sum(late.get(name, 0.0) for name in calls[0].states)
-        saved = parts["saved"] + parts["recomputed"]
-        parts["gradients"] -= last if saved < coming - last else coming
-        if saved < coming - last:
-            parts["saved"] = parts["recomputed"] = 0.0
+    coming = sum(problem.late_bytes.get(name, 0.0) for name in held)
+    if coming:  # the fullest moment is where backward begins, or where it ends
+        last = sum(problem.late_bytes.get(name, 0.0) for name in calls[0].states)
+        ends = parts["saved"] + parts["recomputed"] < coming - last
+        parts["gradients"] -= last if ends else coming
+        parts |= {"saved": 0.0, "recomputed": 0.0} if ends else {}
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))
     return {kind: size for kind, size in sizes.items() if size}

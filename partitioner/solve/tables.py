@@ -297,10 +297,12 @@ class StageTables:
 
     @cached_property
     def _end(self) -> Table:
-        """Bytes at the end of backward: those of :attr:`fixed_memory` but for what the first call brings last."""
+        """Bytes when backward ends: those of :attr:`fixed_memory` but for what its last call then brings, or, when
+        nothing is at work any more, all states."""
         late = self.problem.late_bytes
         last = [sum(late.get(name, 0.0) for name in call.states) for call in self.problem.calls]
-        return self.fixed_memory - np.array([*last, 0.0])[:, None] if late else self.fixed_memory
+        left = self.fixed_memory - np.array([*last, 0.0])[:, None]
+        return np.maximum(left, self.segments.states) if late else self.fixed_memory
 
     @cached_property
     def _early(self) -> Table:

@@ -255,3 +255,17 @@ def test_stages_hold_as_many_microbatches_as_the_papers_say():
     assert held_microbatches("zb-2p", 4, 12, 1).most == (7, 7, 7, 7)
     held = held_microbatches("zb-v", 4, 12, 2)
     assert [max(map(sum, counts)) for counts in held.together] == [8, 8, 8, 8]  # half a stage each: as 1F1B's first
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_pieces_of_gradients_come_as_activations_go(sizes: list[tuple[int, int]]):
+    """One microbatch: when a call runs backward, those behind it have brought pieces and given back what they saved."""
+    calls = tuple(StageCall(f"c{k}", CallCost(saved_bytes=s), (), (), (f"w{k}",)) for k, (s, _) in enumerate(sizes))
+    late = {f"w{k}": float(piece) for k, (_, piece) in enumerate(sizes)}
+    states = {name: piece + 1.0 for name, piece in late.items()}
+    problem = StageProblem(calls, 1, 1, (1000,), state_bytes=states, late_bytes=late, recompute="none")
+    (stage,) = solve_stages(problem).stages
+    n = len(sizes)
+    moments = [n + sum(s for s, _ in sizes[: k + 1]) + sum(piece for _, piece in sizes[k + 1 :]) for k in range(n)]
+    assert stage.memory == max(*moments, sum(states.values()))

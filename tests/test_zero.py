@@ -341,7 +341,7 @@ def test_what_is_planned_is_enough(zero: int, precision: str, microbatch_size: i
     (planned,) = (stage.memory for stage in plan.estimate.stages)
     peak, _ = peak_bytes(ProgramFacts(plan.program), 0, plan.program.stages[0].instructions)
     # with one microbatch, pieces come as buckets go, of which the planner knows the calls
-    assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < (0.05 if microbatch_size == 2 else 0.08) * peak
+    assert 0 <= sum(planned.values()) - planned["optimizer"] - peak < (0.05 if microbatch_size == 2 else 0.09) * peak
 
 
 def test_a_bucket_on_its_way_is_counted_once_where_stages_run_calls_of_their_own_too():

@@ -63,11 +63,7 @@ def _peak(
             saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
             parts["saved"] = problem.in_flight(number) * saved
     coming = sum(problem.late_bytes.get(name, 0.0) for name in held)
-    if coming:  # the fullest moment is where backward begins, or where it ends
-        last = sum(problem.late_bytes.get(name, 0.0) for name in calls[0].states)
-        ends = parts["saved"] + parts["recomputed"] < coming - last
-        parts["gradients"] -= last if ends else coming
-        parts |= {"saved": 0.0, "recomputed": 0.0} if ends else {}
+    parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))
     return {kind: size for kind, size in sizes.items() if size}

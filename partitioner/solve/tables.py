@@ -203,14 +203,14 @@ class StageTables:
         plain = self.fixed_memory[None]
         if problem.train:
             time += self._backward[pace]
-            plain = np.maximum(self._end, self._early + self._flying[stages][:, None, None] * self._kept)
+            plain = self._fixed[None] + self._flying[stages][:, None, None] * self._kept
         every = [self.allowed[stage] for stage in (stages if problem.pinned else stages[:1]).tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + _ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                least = self._early_again + self._flying[stages][:, None, None] * self.segments.all_inputs
+                least = self._fixed_again + self._flying[stages][:, None, None] * self.segments.all_inputs
                 again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
             here, start, stop = np.nonzero(again)
             count = self.recomputed(stages[here], start, stop)
@@ -296,24 +296,20 @@ class StageTables:
         return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
-    def _end(self) -> Table:
-        """Bytes when backward ends: those of :attr:`fixed_memory` but for what its last call then brings, or, when
-        nothing is at work any more, all states."""
+    def _fixed(self) -> Table:
+        """As :attr:`fixed_memory`, where nothing is recomputed: of what comes late as much as there ever is more than
+        backward has given back by then."""
         late = self.problem.late_bytes
-        last = [sum(late.get(name, 0.0) for name in call.states) for call in self.problem.calls]
-        left = self.fixed_memory - np.array([*last, 0.0])[:, None]
-        return np.maximum(left, self.segments.states) if late else self.fixed_memory
-
-    @cached_property
-    def _early(self) -> Table:
-        """What of :attr:`fixed_memory` is there when backward begins."""
-        late = self.problem.late_bytes
-        return self.fixed_memory - self.segments.states_of(late) if late else self.fixed_memory
-
-    @cached_property
-    def _early_again(self) -> Table:
-        """The same where calls are recomputed."""
-        return self._early + self.segments.largest_saved
+        if not late:
+            return self.fixed_memory
+        calls = self.problem.calls
+        change = [sum(late.get(name, 0.0) for name in call.states) - call.cost.saved_bytes for call in calls]
+        after: Table = np.concatenate([[0.0], np.cumsum(change)])
+        # when call k runs backward, those behind it have: the most over all k of a segment
+        behind = np.where(np.arange(len(after))[None, :] > np.arange(len(after))[:, None], after[None, :], np.inf)
+        grown = np.maximum(0.0, after[None, :] - np.minimum.accumulate(behind, axis=1))
+        coming = self.segments.states_of(late)
+        return np.maximum(self.fixed_memory - coming + np.minimum(grown, coming), self.segments.states - self._kept)
 
     @cached_property
     def _fixed_again(self) -> Table:
@@ -326,22 +322,22 @@ class StageTables:
 
     def _plain(self, stage: int) -> Table:
         """Peak bytes where nothing is recomputed."""
-        return np.maximum(self._end, self._early + float(self._flying[stage]) * self._kept)
+        return self._fixed + float(self._flying[stage]) * self._kept
 
     def _whole(self, flying: float | Table, start: Counts, stop: Counts) -> Table:
         """The same, of some segments."""
-        return np.maximum(self._end[start, stop], self._early[start, stop] + flying * self._kept[start, stop])
+        return self._fixed[start, stop] + flying * self._kept[start, stop]
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Peak bytes where calls are recomputed, besides what the others save."""
-        inputs: Table = self._early_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
+        inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
         return inputs
 
     def _most_saved(self, stage: int) -> Table:
         """Peak bytes where all calls are recomputed that may be."""
         if not self.problem.train:
             return self.fixed_memory
-        again = np.maximum(self._end, self._early_again + float(self._flying[stage]) * self.segments.all_inputs)
+        again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
         return np.where(self.most_recomputed > 0, again, self._plain(stage))
 
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
@@ -358,7 +354,6 @@ class StageTables:
             prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         )
         again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept)
-        again = np.maximum(again, self._end[start, stop])
         return np.where(recomputed > 0, again, self._whole(flying, start, stop))
 
 

@@ -16,6 +16,8 @@ from runtime import Engine, Program
 from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
 
+_MARK = "the step that is measured"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -50,14 +52,21 @@ class Trainer:
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
     def peak_bytes(self) -> int:
-        """What it holds and the high-water mark of what torch's allocator gives out, and gets back, during a step."""
+        """What it holds and the high-water mark of what torch's allocator gives out, and gets back, during a step.
+
+        The profiler knows the size only of what was given out before its eyes: the step before is profiled, too.
+        """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             self.step()
-        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+            with torch.profiler.record_function(_MARK):
+                self.step()
+        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        start = min(e.start_ns() for e in events if e.name() == _MARK)
         now = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            now += event.nbytes()
-            peak = max(peak, now)
+        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+            if event.start_ns() >= start:
+                now += event.nbytes()
+                peak = max(peak, now)
         return self.held_bytes() + peak
 
 

@@ -126,7 +126,8 @@ class _Holder:
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is there
         self.scattering: deque[int] = deque(maxlen=SCATTERING)
-        self.scattered: set[str] = set()  # states of whose gradient this rank's piece is there, where it is not always
+        self.scattered: set[int] = set()  # buckets of which this rank's pieces are there, where they are not always
+        self.pieces = 0  # their bytes
         self.host = 0
         self.leaving = 0  # what is on its way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
@@ -138,8 +139,7 @@ class _Holder:
     @property
     def of_shared(self) -> int:
         whole = sum(self.facts.gradient_bytes(s) for s in self.added)
-        pieces = sum(self.facts.gradient_piece_bytes(s) for s in self.scattered)
-        return self.gathered + whole + sum(self.scattering) + pieces
+        return self.gathered + whole + sum(self.scattering) + self.pieces
 
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
@@ -187,7 +187,9 @@ class _Holder:
                 self.scattering.append(sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket]))
                 peak = max(peak, self.held)  # what is sent is a copy
                 self.added.difference_update(self.shared[i.bucket])
-                self.scattered.update(s for s in self.shared[i.bucket] if s in self.passing)
+                if self.facts.program.zero >= 2 and i.bucket not in self.scattered:
+                    self.scattered.add(i.bucket)
+                    self.pieces += sum(self.facts.gradient_piece_bytes(s) for s in self.shared[i.bucket])
             case "SYNC" | "STEP":
                 self.scattering.clear()
             case "FREE" if i.bucket is not None:

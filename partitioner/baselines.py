@@ -115,6 +115,7 @@ def _points(space: Space) -> list[Point]:
 def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
     def fits(point: Point) -> bool:
         try:
+            bounds.check_states(point)
             bounds.refine(point)
         except PartitionError:
             return False

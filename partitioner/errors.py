@@ -63,15 +63,23 @@ class PlanError(InfeasibleError):
 class CapacityError(PlanError):
     """No plan fits in memory.
 
-    ``stage`` is the pipeline stage that lacks most, ``missing_bytes`` how much each of its ranks lacks.
+    ``stage`` is the pipeline stage that lacks most, ``missing_bytes`` how much each of its ranks lacks; ``at_least``:
+    only that is known, and no stage.
     """
 
     _least_conflict = 1
 
     def __init__(
-        self, shortage: str, *, stage: int = 0, missing_bytes: int = 0, advise: Callable[[], Advice] | None = None
+        self,
+        shortage: str,
+        *,
+        stage: int = 0,
+        missing_bytes: int = 0,
+        at_least: bool = False,
+        advise: Callable[[], Advice] | None = None,
     ) -> None:
         super().__init__(shortage, advise=advise)
         self.shortage = shortage
         self.stage = stage
         self.missing_bytes = missing_bytes
+        self.at_least = at_least

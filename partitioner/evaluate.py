@@ -16,7 +16,7 @@ from partitioner.cost.divided import divided_costs
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_hosts
-from partitioner.cost.seats import SeatCosts
+from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.spread import Software
 from partitioner.cost.states import StateCost, gradient_bytes, state_costs
 from partitioner.errors import PlanError
@@ -153,13 +153,7 @@ class Evaluator:
         """
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
-        key = self._key(point, num_microbatches * point.dp, num_microbatches == 1)
-        local = self._local(key, num_microbatches, point.dp)
-        costs = self._seat_costs(key, local)
-        self._check_experts(point, key, local)
-
-        states = self._states(point, key, local)
-
+        local, costs, states = self._own(point)
         plain = is_formula(point.schedule)
         ranks = () if plain else ranks_of(point.schedule, point.pp, point.virtual_stages)
 
@@ -228,7 +222,7 @@ class Evaluator:
             found.machine.device_of_rank,
             tuple(selective),
             job.constraints.offload or (),
-            self._splits[key[2:4]] if point.cp > 1 else None,
+            self._split_of(point) if point.cp > 1 else None,
         )
 
     def floor(self, point: Point, size: int) -> Floor | None:
@@ -247,6 +241,33 @@ class Evaluator:
         found, share = self._floors[key], point.microbatch_size / size
         return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
 
+    def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
+        """What a rank runs, what that takes at least on any placement, and its states; ``None`` where there are other
+        placements than those that are tried. Raises as :meth:`solve` does."""
+        if not self.placements.complete(point.grid):
+            return None
+        local, costs, states = self._own(point)
+        return local.model, fastest(self._every(point, costs)), states
+
+    def _own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
+        """A point's own sharding, with what calls take and what states cost."""
+        num_microbatches = point.num_microbatches(self.job.global_batch)
+        key = self._key(point, num_microbatches * point.dp, num_microbatches == 1)
+        local = self._local(key, num_microbatches, point.dp)
+        costs = self._seat_costs(key, local)
+        self._check_experts(point, key, local)
+        return local, costs, self._states(point, key, local)
+
+    def _split_of(self, point: Point) -> FoldedModel:
+        """One microbatch, before its sequence is shared over ``cp``."""
+        num_microbatches = point.num_microbatches(self.job.global_batch)
+        return self._splits[num_microbatches * point.dp, num_microbatches == 1]
+
+    def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
+        """What calls take on the stages of all placements that are tried, each once."""
+        machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
+        return list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
+
     def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
         job = self.job
         parts = job.global_batch // size
@@ -257,12 +278,8 @@ class Evaluator:
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
         costs = self._seat_costs(key, local)
-        machines = [job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
-        every = list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
-        least = {
-            name: (min(of[name].forward_total_s for of in every), min(of[name].backward_total_s for of in every))
-            for name in every[0]
-        }
+        of_block = fastest(self._every(point, costs))
+        least = {name: (cost.forward_s, cost.backward_s) for name, cost in of_block.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         floor: Floor = {}
         for call in job.model.calls:  # whose blocks may be others than the local model's

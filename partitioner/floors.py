@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.bounds import ModelBounds
+from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Floor
+from partitioner.solve.pipelines import is_formula
 from partitioner.solve.points import Point
 
 
@@ -35,9 +37,21 @@ class Floors:
 
     @cached_property
     def steps(self) -> Sequence[Callable[[Point], float]]:
-        """Bounds of one point, one tighter than the other: even stages, then the best ones, by the largest microbatch's
-        sharding; then those by its own."""
-        return self._even, self._staged, self._own
+        """Bounds of one point, one tighter than the other: whether states fit; even stages, then the best ones, by the
+        largest microbatch's sharding; then both by its own."""
+        return self._held, self._even, self._staged, self._own, self._own_staged
+
+    def shortage(self, point: Point) -> CapacityError | None:
+        """What a point lacks at least on which stage, if its states alone are too large."""
+        try:
+            self.bounds.refine(point)
+        except CapacityError as error:
+            return error
+        return None
+
+    def _held(self, point: Point) -> float:
+        self.bounds.check_states(point)
+        return 0.0
 
     def _even(self, point: Point) -> float:
         floor = self._of_largest(point)
@@ -51,6 +65,10 @@ class Floors:
             return 0.0  # said before
         floor = self.evaluator.floor(point, point.microbatch_size)
         return self.bounds.with_floor(point, floor) if floor else 0.0
+
+    def _own_staged(self, point: Point) -> float:
+        least = self.evaluator.least(point) if is_formula(point.schedule) else None
+        return self.bounds.staged(point, *least) if least else 0.0
 
     def _of_largest(self, point: Point) -> Floor | None:
         if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained

@@ -23,6 +23,7 @@ from partitioner.evaluate import Evaluator, Job
 from partitioner.explore import explore
 from partitioner.floors import Floors
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
+from partitioner.solve.pipelines import is_formula
 from partitioner.solve.points import Point, Space, baselines, left_out, points
 from partitioner.topology import Topology
 from passes.capture import capture
@@ -47,6 +48,9 @@ class Table:
     @property
     def steps(self) -> Sequence[Callable[[Point], float]]:
         return (self.refine,)
+
+    def shortage(self, point: Point) -> CapacityError | None:
+        return None
 
     def evaluate(self, point: Point) -> Evaluated:
         self.evaluated.append(point)
@@ -172,6 +176,27 @@ def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
         run(Table({grid(1)[0]: 1.0}), refuse)
 
 
+def test_the_smallest_shortage_is_found_out_where_only_its_least_is_known():
+    lacks = dict(zip(grid(4), [(40, 45), (10, 30), (20, 25), (50, 51)], strict=True))
+    asked: list[Point] = []
+
+    class Short(Table):
+        def refine(self, point: Point) -> float:
+            raise CapacityError("much", missing_bytes=lacks[point][0], at_least=True)
+
+        def shortage(self, point: Point) -> CapacityError | None:
+            asked.append(point)
+            return CapacityError(f"{lacks[point][1]} B too much", missing_bytes=lacks[point][1])
+
+    def evaluate(point: Point) -> Evaluated:
+        raise CapacityError("60 B too much", missing_bytes=60)
+
+    with pytest.raises(CapacityError, match="25 B too much") as error:
+        run(Short(dict.fromkeys(grid(5), 1.0) | dict(zip(grid(4), (0.9, 0.8, 0.7, 0.6), strict=True))), evaluate)
+    assert (error.value.missing_bytes, error.value.at_least) == (25, False)
+    assert asked == [grid(4)[1], grid(4)[2]]
+
+
 def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned: Any) -> Space:
     return Space(Topology.parse(world), batch, calls, frozenset([4096, 14336]), Constraints(**pinned))
 
@@ -294,6 +319,41 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
         assert quick <= bounds.refine(point) <= least, point
         assert all(bound(point) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "hosted"), [("llama", 0.2, False), ("experts", 0.2, False), ("llama", 0.3, True)]
+)
+def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: float, hosted: bool):
+    """The quick check refuses no more than the relaxed stages do; they only say more."""
+    topology = Topology.preset("dgx-h100")
+    offload = ("optimizer",) if hosted else None
+    roomy = job(name, topology, ahead=True, offload=offload)
+    size = sum(cost.total for cost in ModelBounds(roomy).states.values())
+    memory = {"memory": round(share * size), "reserved": 0, "communicator": 0}
+    kinds = {kind: device.model_copy(update=memory) for kind, device in topology.types.items()}
+    small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
+    work = job(name, small, ahead=True, offload=offload)
+    bounds = ModelBounds(work)
+    space = Space(
+        work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
+    )
+    tried = [point for point in points(space)[::3] if is_formula(point.schedule)]
+    refused = {point: error for point in tried if (error := refusal(bounds, point))}
+    for point, least in refused.items():
+        assert least.at_least, point
+        with pytest.raises(CapacityError) as error:
+            bounds.refine(point)
+        assert (error.value.at_least, least.missing_bytes <= error.value.missing_bytes + 1) == (False, True)
+    assert 0 < len(refused) < len(tried)
+
+
+def refusal(bounds: ModelBounds, point: Point) -> CapacityError | None:
+    try:
+        bounds.check_states(point)
+    except CapacityError as error:
+        return error
+    return None
 
 
 def test_a_model_is_searched_to_the_end():

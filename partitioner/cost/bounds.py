@@ -11,6 +11,7 @@ of the relaxed problem exactly. Devices, links and groups are the best that any 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -26,8 +27,9 @@ from partitioner.cost.blockwork import BlockWork, block_work
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.offload import update_seconds
-from partitioner.cost.relaxed import best_group, best_type, relaxed, stage_speeds
-from partitioner.cost.states import StateCost, reduction, state_costs, update_time
+from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, stage_speeds
+from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
+from partitioner.errors import CapacityError
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
@@ -35,6 +37,7 @@ from partitioner.solve.stages import solve_stages
 from partitioner.topology.hosts import BOUNDLESS, HostShare, host_shares
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
+from partitioner.units import bytes_text
 from passes.blocks import Block, FoldedModel
 
 Vector = NDArray[np.float64]
@@ -71,6 +74,12 @@ def _at_speed(cost: CallCost, speed: float) -> CallCost:
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
     return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
+
+
+def _share(cost: StateCost, point: Point, expert: bool) -> StateCost:
+    """The least that a state takes on a rank."""
+    parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
+    return cost.scaled(1 / parts).zero(point.zero, sharers)
 
 
 @dataclass
@@ -120,6 +129,7 @@ class ModelBounds:
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
+        self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
 
     def with_job(self, job: Planned) -> ModelBounds:
         """The bounds of another job of the same model, batch and topology."""
@@ -246,15 +256,39 @@ class ModelBounds:
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
         key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
-        if key in self._shares:
-            return self._shares[key]
-        shares = self._shares[key] = {}
-        for name, cost in self.states.items():
-            expert = name in self.job.experts
-            parts = point.expert_tp * point.ep if expert else point.tp
-            sharers = point.expert_sharers if expert else point.sharers
-            shares[name] = cost.scaled(1 / parts).zero(point.zero, sharers)
-        return shares
+        if key not in self._shares:
+            experts = self.job.experts
+            self._shares[key] = {name: _share(cost, point, name in experts) for name, cost in self.states.items()}
+        return self._shares[key]
+
+    @cached_property
+    def _placed_states(self) -> list[tuple[StateCost, bool]]:
+        """The states of the calls that stages can be cut between, added up by kind; whether they are experts'."""
+        names = {name for c in self.model.calls if not c.shared and not c.prologue for name in c.states}
+        experts = names & self.job.experts
+        kinds = (summed([self.states[name] for name in of]) for of in (names - experts, experts))
+        return [(cost, expert) for costs, expert in zip(kinds, (False, True), strict=True) for cost in costs]
+
+    def check_states(self, point: Point) -> None:
+        """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
+        lacks is more than it says."""
+        needed = sum(_share(cost, point, expert).total for cost, expert in self._placed_states) / point.pp
+        room = sum(self._machine(point).capacity) / point.pp
+        if (missing := math.ceil(needed - room)) > 0:
+            raise CapacityError(
+                f"parameters, gradients and optimizer states take {bytes_text(needed)} on average of the "
+                f"{bytes_text(room)} of a device: {bytes_text(missing)} too much",
+                missing_bytes=missing,
+                at_least=True,
+            )
+
+    def _machine(self, point: Point) -> Relaxed:
+        key = tuple(point.grid.values())
+        if key not in self._machines:
+            known = self.placements.complete(point.grid)
+            candidates = self.placements.candidates(point.grid) if known else None
+            self._machines[key] = relaxed(self.topology, point.grid, candidates)
+        return self._machines[key]
 
     def refine(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> float:
         """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
@@ -273,14 +307,18 @@ class ModelBounds:
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
         if floor:
             calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
-        candidates = self.placements.candidates(point.grid) if self.placements.complete(point.grid) else None
-        machine = relaxed(self.topology, point.grid, candidates)
+        return max(float(self.times([point])[0]), self.staged(point, self.model, calls, self.share_of_states(point)))
 
+    def staged(
+        self, point: Point, model: FoldedModel, calls: Mapping[str, CallCost], states: Mapping[str, StateCost]
+    ) -> float:
+        """Seconds of the best stages, where blocks of ``model`` take ``calls`` on every stage and there is as much
+        memory as any placement gives. Raises as :meth:`refine` does."""
         problem = stage_problem(
-            self.model,
+            model,
             calls,
-            self.share_of_states(point),
-            machine,
+            states,
+            self._machine(point),
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
@@ -289,8 +327,7 @@ class ModelBounds:
         )
         split = solve_stages(problem)
         backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
-        least = split.least_s + float(self._after([point], backward)[0])
-        return max(float(self.times([point])[0]), least * _ROUNDING)
+        return (split.least_s + float(self._after([point], backward)[0])) * _ROUNDING
 
     def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""

@@ -167,8 +167,8 @@ class CallWork:
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
             working_bytes=kept.working + _gathered_bytes(sizes, spread),
-            input_bytes=tuple(map(float, self._sizes[0])),
-            output_bytes=tuple(map(float, self._sizes[1])),
+            input_bytes=self._sizes[0],
+            output_bytes=self._sizes[1],
             output_grads=self._output_grads,
             state_bytes=sum(size for size, _ in sizes),
             selective_bytes=kept.inside - slim.inside,
@@ -176,11 +176,12 @@ class CallWork:
         )
 
     @cached_property
-    def _sizes(self) -> tuple[list[int], list[int]]:
+    def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Bytes of the inputs and of the outputs."""
         placeholders = {n.name: n for n in self.block.placeholders}
-        ahead = [placeholders[name].meta["val"].nbytes for name in self.block.inputs]
-        return ahead, [n.meta["val"].nbytes for n in self.block.outputs]
+        ahead = [placeholders[name] for name in self.block.inputs]
+        of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
+        return tuple(of_inputs), tuple(of_outputs)
 
     @cached_property
     def _output_grads(self) -> tuple[bool, ...]:
@@ -191,9 +192,10 @@ class CallWork:
         if (regather, selective) not in self._kept:
             scores = expanded(self.block) if selective else frozenset()
             if selective and not scores:
-                return self._keeps(regather, selective=False)
-            gathers = gathered(self.block) if regather else frozenset()
-            self._kept[regather, selective] = kept_by(self.block, self.train, scores | gathers)
+                self._kept[regather, selective] = self._keeps(regather, selective=False)
+            else:
+                gathers = gathered(self.block) if regather else frozenset()
+                self._kept[regather, selective] = kept_by(self.block, self.train, scores | gathers)
         return self._kept[regather, selective]
 
     def _gathers(self, asked: Asked, spread: Spread) -> tuple[float, float]:

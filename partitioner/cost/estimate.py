@@ -14,7 +14,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
-from partitioner.cost.states import StateCost, reduction, update_time
+from partitioner.cost.states import StateCost, reduction, summed, update_time
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
@@ -126,8 +126,9 @@ def estimate(
     m = problem.num_microbatches
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
     stage = split.stages[slowest]
-    reduced = reduction_tail(problem, split, states, machine)
-    held = [list(_held(problem, plan, states).values()) for plan in split.stages]
+    names = [_held(problem, plan, states) for plan in split.stages]
+    held = [summed(states[name] for name in of_stage) for of_stage in names]
+    reduced = _reduction_tail(problem, split, held, machine) + _tied(problem, names, states, machine)
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
         + update_seconds(held[s], machine.host(s) or BOUNDLESS)
@@ -162,7 +163,7 @@ def estimate(
         bubble=breakdown["bubble"] / step if step else 0.0,
         memory=memory,
         breakdown=breakdown,
-        stages=stage_estimates(problem, split, states),
+        stages=stage_estimates(problem, split, names, held),
     )
 
 
@@ -198,46 +199,47 @@ def _communication(problem: StageProblem, stage: StagePlan) -> float:
     return seconds + pace.overhead.forward_comm_s
 
 
-def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> dict[str, StateCost]:
+def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
     """The different states that a stage's calls read."""
-    return {n: states[n] for place in stage.places for n in problem.calls[place].states if n in states}
+    read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
+    return [name for name in read if name in states]
 
 
-def reduction_tail(
-    problem: StageProblem, split: StageSplit, states: Mapping[str, StateCost], machine: Machine
+def _reduction_tail(
+    problem: StageProblem, split: StageSplit, held: Sequence[Sequence[StateCost]], machine: Machine
 ) -> float:
-    """Seconds by which the reductions of gradients end after the pipeline does.
+    """Seconds by which the reductions of gradients end after the pipeline does; ``held``: each stage's states.
 
     Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it.
-    The gradients of tied weights are added up over their stages first, which nothing hides.
     """
     if not problem.train:
         return 0.0
-    held = [_held(problem, stage, states) for stage in split.stages]
-    every = {axes for costs in held for c in costs.values() for axes in (c.scatter_axes, c.rest_axes) if axes}
+    every = {axes for costs in held for c in costs for axes in (c.scatter_axes, c.rest_axes) if axes}
     groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
-        work = reduction(list(costs.values()), {a: by_stage[s] for a, by_stage in groups.items()}, machine.overlap)
+        work = reduction(costs, {a: by_stage[s] for a, by_stage in groups.items()}, machine.overlap)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s
         exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, problem.num_microbatches)
         tail = max(tail, exposed - ahead)
         ahead += window
-    return tail + _tied(held, machine)
+    return tail
 
 
-def _tied(held: Sequence[Mapping[str, StateCost]], machine: Machine) -> float:
+def _tied(
+    problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: Machine
+) -> float:
+    """Seconds of adding up the gradients of tied weights over their stages, ahead of all else: nothing hides it."""
+    often = Counter(name for names in held for name in names)
     seconds = 0.0
-    for name in {name for costs in held for name in costs}:
-        stages = [s for s, costs in enumerate(held) if name in costs]
-        if len(stages) > 1 and (cost := held[stages[0]][name]).gradient:
+    for name, count in often.items():
+        if problem.train and count > 1 and states[name].gradient:
             whole = machine.group("pp")
-            seconds += collective_time(
-                "all_reduce", cost.gradient_piece, replace(whole, size=min(whole.size, len(stages)))
-            )
+            over = replace(whole, size=min(whole.size, count))
+            seconds += collective_time("all_reduce", states[name].gradient_piece, over)
     return seconds
 
 
-__all__ = ["Machine", "estimate", "reduction_tail", "stage_problem"]
+__all__ = ["Machine", "estimate", "stage_problem"]

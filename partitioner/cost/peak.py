@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from partitioner.cost.states import StateCost
 from partitioner.plan import StageEstimate
@@ -11,14 +11,18 @@ from partitioner.solve.tables import StageCall
 
 
 def stage_estimates(
-    problem: StageProblem, split: StageSplit, states: Mapping[str, StateCost]
+    problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
 ) -> tuple[StageEstimate, ...]:
-    """For each stage its calls, its seconds, and the parts that add up to the peak of one of its ranks."""
+    """For each stage its calls, its seconds, and the parts that add up to the peak of one of its ranks.
+
+    ``names``, ``held``: of each stage's states, and what these cost.
+    """
     m = problem.num_microbatches
     made = []
     for number, stage in enumerate(split.stages):
-        held = problem.slim if stage.selective and problem.slim is not None else problem
-        calls = [held.calls[place] for place in stage.places]
+        slim = problem.slim if stage.selective and problem.slim is not None else problem
+        calls = [slim.calls[place] for place in stage.places]
+        coming = sum(problem.late_bytes.get(name, 0.0) for name in names[number]) if problem.late_bytes else 0.0
         made.append(
             StageEstimate(
                 first=calls[0].path,
@@ -26,29 +30,35 @@ def stage_estimates(
                 num_calls=len(calls),
                 recomputed=stage.recompute,
                 selective=stage.selective,
-                host=round(_host_bytes(stage, calls, states)),
+                host=round(_host_bytes(stage, calls, held[number])),
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
-                memory=_peak(problem, stage, number, calls, states),
+                memory=_peak(problem, stage, number, calls, held[number], coming),
             )
         )
     return tuple(made)
 
 
-def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], states: Mapping[str, StateCost]) -> float:
+def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
     """Of a rank in host memory: activations of all microbatches in flight, and states."""
-    held = {name: states[name] for call in calls for name in call.states if name in states}
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
-    return flying * kept + sum(cost.in_host for cost in held.values())
+    return flying * kept + sum(cost.in_host for cost in held)
 
 
 def _peak(
-    problem: StageProblem, stage: StagePlan, number: int, calls: Sequence[StageCall], states: Mapping[str, StateCost]
+    problem: StageProblem,
+    stage: StagePlan,
+    number: int,
+    calls: Sequence[StageCall],
+    held: Sequence[StateCost],
+    coming: float,
 ) -> dict[str, int]:
-    """As ``StageTables.memory`` adds them up; what is left are the buffers for what passes between stages."""
-    held = {name: states[name] for call in calls for name in call.states if name in states}
-    parts = {kind: sum(cost.kept[kind] for cost in held.values()) for kind in ("parameters", "gradients", "optimizer")}
+    """As ``StageTables.memory`` adds them up; what is left are the buffers for what passes between stages.
+
+    ``coming``: bytes of gradients that are not there before their first reduction.
+    """
+    parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["working"] = max(c.cost.working_bytes for c in calls) + problem.overhead.working_bytes
     if problem.train:
         again = stage.recompute > 0
@@ -62,7 +72,6 @@ def _peak(
         else:
             saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
             parts["saved"] = problem.in_flight(number) * saved
-    coming = sum(problem.late_bytes.get(name, 0.0) for name in held)
     parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))

@@ -8,7 +8,7 @@ the parameter in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -89,7 +89,13 @@ class StateCost:
         outer = (_OUTER[a] for a in self.grad_axes if self.hybrid and a in _OUTER)
         return (*outer, *(a for a in self.grad_axes if a == "tp"))
 
-    @property
+    @cached_property
+    def kind(self) -> Hashable:
+        """All but bytes; and whether there is a gradient."""
+        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing
+        return self.grad_axes, flags, self.gradient > 0
+
+    @cached_property
     def kept(self) -> dict[str, float]:
         """What stays on the rank, by kind. The first stage keeps whole gradients, and the shards that it makes."""
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
@@ -166,6 +172,20 @@ class Sharded:
 
 
 WHOLE = Sharded()
+
+
+def summed(costs: Iterable[StateCost]) -> list[StateCost]:
+    """``costs`` added up, one for each kind: those that differ in bytes alone."""
+    kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
+    for cost in costs:
+        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0]))[1]
+        sums[0] += cost.parameter
+        sums[1] += cost.gradient
+        sums[2] += cost.optimizer
+    return [
+        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer)
+        for first, (parameter, gradient, optimizer) in kinds.values()
+    ]
 
 
 def state_costs(

@@ -50,6 +50,9 @@ class Bounds(Protocol):
     def steps(self) -> Sequence[Callable[[Point], float]]:
         """Bounds of one point, to be tried one after the other. Raise :class:`PartitionError` where it has no plan."""
 
+    def shortage(self, point: Point) -> CapacityError | None:
+        """What a point lacks, of which a step said only what it lacks at least."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -134,7 +137,7 @@ def search(
             raise
         interrupted = True
     if state.best is None:
-        raise _nothing(state, interrupted)
+        raise _nothing(state, bounds, interrupted)
     for point, reason in (left_out or {}).items():
         state.rows.setdefault(point, _Row(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
@@ -201,11 +204,14 @@ def _infeasible(row: _Row, error: PartitionError) -> None:
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 
-def _nothing(state: _State, interrupted: bool) -> InfeasibleError:
+def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
     """Why no point has a plan."""
-    short = [row.error for row in state.rows.values() if isinstance(row.error, CapacityError)]
-    if short:
-        return min(short, key=lambda error: error.missing_bytes)
+    short = {row.point: row.error for row in state.rows.values() if isinstance(row.error, CapacityError)}
+    while short:
+        point, error = min(short.items(), key=lambda item: (item[1].missing_bytes, item[1].at_least))
+        if not error.at_least:
+            return error
+        short[point] = bounds.shortage(point) or CapacityError(error.shortage, missing_bytes=error.missing_bytes)
     if interrupted:
         return PlanError("the time limit passed before any plan was found; allow more time or fix more constraints")
     errors = [row.error for row in state.rows.values()]

@@ -10,10 +10,10 @@ from torch.export import ExportedProgram
 
 from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
-from partitioner.evaluate import Job
 from partitioner.explore import context_ways, explore
 from partitioner.finish import emit_program, planned_only
 from partitioner.garbage import rare_collections
+from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_request, precision_of

@@ -21,9 +21,10 @@ from typing import Any
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError
-from partitioner.evaluate import Evaluator, Job
+from partitioner.evaluate import Evaluator
 from partitioner.explore import OFFLOAD_SETS, space_of
 from partitioner.finish import planned_only
+from partitioner.job import Job
 from partitioner.solve.points import Point, divisors, points
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload

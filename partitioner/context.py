@@ -68,7 +68,6 @@ def shard_context(
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
     if not lengths:
         raise PlanError(f"cp={num_ranks}: no input has a dim besides that of the samples that {num_ranks} divides")
-    costs.allowed = _Rules(split, batch, num_ranks, tp, algorithm, allowed)
     try:
         solution = solve_sharding(
             split,
@@ -78,6 +77,7 @@ def shard_context(
             input_layouts=layouts,
             pins=dict.fromkeys(split.states, REPLICATED),
             lengths=lengths,
+            allowed=_Rules(split, batch, num_ranks, tp, algorithm, allowed),
         )
     except ShardingError as error:
         raise PlanError(f"cp={num_ranks}: {error}") from error

@@ -4,106 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from partitioner.constraints import Constraints
-from partitioner.context import ContextModel, shard_context
-from partitioner.cost.axes import TensorCosts
-from partitioner.cost.calls import call_costs
-from partitioner.cost.divided import divided_costs
 from partitioner.cost.estimate import estimate, stage_problem
-from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
-from partitioner.cost.spread import Software
-from partitioner.cost.states import StateCost, gradient_bytes, state_costs
+from partitioner.cost.states import StateCost, state_costs
 from partitioner.errors import PlanError
-from partitioner.experts import Split, allowed_strategies, common_experts, expert_states, regions_of, split_of
-from partitioner.localize import LocalModel, shard_tensors
+from partitioner.job import Job
+from partitioner.local_models import LocalKey, LocalModels
+from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
-from partitioner.solve.sharding import ShardingSolution
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
 from partitioner.solve.virtual import solve_virtual
-from partitioner.topology import Topology
-from partitioner.topology.groups import reference_type, stage_ranks
+from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
-from passes.microbatch import split_batch
 from runtime.offload import Offload
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be planned. ``model`` is the folded model of the whole batch, marked with its gradients."""
-
-    model: FoldedModel
-    batch: ShardingSolution
-    global_batch: int
-    topology: Topology
-    constraints: Constraints
-    train: bool
-    optimizer: str
-    precision: str  # of most of the work: "bf16", "fp32", ...
-
-    def dressed(self, machine: Machine, point: Point) -> Machine:
-        """``machine``, over which the point's mesh is laid, with what else the point says."""
-        return replace(
-            machine,
-            precision=self.precision,
-            ep=point.ep,
-            etp=point.etp,
-            zero=point.zero,
-            dp_shard=point.dp_shard,
-            gradient_bytes=self.gradient_bytes,
-            overlap=self.constraints.overlap is not False,
-            software=Software(
-                overlap_tensor=bool(self.constraints.overlap_tensor),
-                regather=bool(self.constraints.regather),
-                by_parameter=self.constraints.gather == "parameter",
-                short_gradients=bool(self.constraints.short_gradients),
-            ),
-            num_experts=self.num_experts,
-        )
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Of all gradients of parameters."""
-        short = bool(self.constraints.short_gradients)
-        return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
-
-    @cached_property
-    def experts(self) -> frozenset[str]:
-        """The states that are experts' weights."""
-        return frozenset(self._experts)
-
-    @cached_property
-    def _experts(self) -> dict[str, tuple[int, int]]:
-        return expert_states(self.model, regions_of(self.model))
-
-    @cached_property
-    def num_experts(self) -> int:
-        """Of the layer that has most."""
-        return max((count for _, count in self._experts.values()), default=0)
-
-    @cached_property
-    def common_experts(self) -> int:
-        """Ranks that share all layers' experts evenly are a divisor of this; 0 without experts."""
-        return common_experts(self._experts)
-
-    @cached_property
-    def flops(self) -> float:
-        """FLOPs of the matrix products of one step of the unsharded model."""
-        total = 0.0
-        for name, block in self.model.blocks.items():
-            cost = call_costs(block, self.topology.device_type(0), {}, train=self.train)
-            total += self.model.num_calls(name) * (cost.flops + cost.backward_flops)
-        return total
 
 
 @dataclass(frozen=True)
@@ -123,10 +47,6 @@ class Solved:
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
-# tp, cp, parts of the batch, whether one microbatch is all, experts over tp
-LocalKey = tuple[int, int, int, bool, Split]
-
-
 Floor = dict[str, tuple[float, float]]  # by block
 Judged = tuple[StageProblem, StageSplit, Estimate]
 
@@ -136,11 +56,7 @@ class Evaluator:
     """Solves candidates; what they share is solved once."""
 
     job: Job
-    _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
-    _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
-    _contexts: dict[LocalKey, ContextModel] = field(default_factory=dict)
-    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
@@ -168,7 +84,7 @@ class Evaluator:
             machine = dressed(machine)
             problem = stage_problem(
                 local.model,
-                costs.at(self._reference_seat(point.tp, point.cp), machine.spread),
+                costs.at(self.locals.reference_seat(point.tp, point.cp), machine.spread),
                 states,
                 machine,
                 num_microbatches=num_microbatches,
@@ -252,8 +168,8 @@ class Evaluator:
     def _own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
         """A point's own sharding, with what calls take and what states cost."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
-        key = self._key(point, num_microbatches * point.dp, num_microbatches == 1)
-        local = self._local(key, num_microbatches, point.dp)
+        key = self.locals.key(point, num_microbatches * point.dp, num_microbatches == 1)
+        local = self.locals.at(key, num_microbatches, point.dp)
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)
         return local, costs, self._states(point, key, local)
@@ -261,7 +177,7 @@ class Evaluator:
     def _split_of(self, point: Point) -> FoldedModel:
         """One microbatch, before its sequence is shared over ``cp``."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
-        return self._splits[num_microbatches * point.dp, num_microbatches == 1]
+        return self.locals.split(num_microbatches * point.dp, num_microbatches == 1)
 
     def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on the stages of all placements that are tried, each once."""
@@ -271,10 +187,10 @@ class Evaluator:
     def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
         job = self.job
         parts = job.global_batch // size
-        key = self._key(point, parts, whole or parts == 1)
+        key = self.locals.key(point, parts, whole or parts == 1)
         try:
             dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
-            local = self._local(key, parts // dp, dp)
+            local = self.locals.at(key, parts // dp, dp)
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
         costs = self._seat_costs(key, local)
@@ -324,71 +240,14 @@ class Evaluator:
         return self._held[held]
 
     @cached_property
+    def locals(self) -> LocalModels:
+        return LocalModels(self.job, self.placements)
+
+    @cached_property
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
-
-    def _grid(self, tp: int, cp: int) -> dict[str, int]:
-        others = {"dp": self.job.topology.num_devices // (tp * cp)}
-        return {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
-
-    def _reference_seat(self, tp: int, cp: int = 1) -> Seat:
-        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
-        if (tp, cp) not in self._seats:
-            machines = self.placements.candidates(self._grid(tp, cp))
-            axes = ("tp", "cp") if cp > 1 else ("tp",)
-            best = max(machines, key=lambda m: [(m.group(a).bus_bandwidth, -m.group(a).all_reduce_start) for a in axes])
-            groups = tuple((axis, best.group(axis)) for axis in axes)
-            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
-        return self._seats[tp, cp]
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
             self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
         return self._costs[key]
-
-    def _key(self, point: Point, parts: int, whole: bool) -> LocalKey:
-        return point.tp, point.cp, parts, whole, split_of(point.tp, point.ep, point.etp)
-
-    def _local(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
-        if key not in self._locals:
-            tp, cp, parts, whole, experts = key
-            if (parts, whole) not in self._splits:
-                batch = self.job.batch
-                self._splits[parts, whole] = split_batch(
-                    self.job.model, batch.blocks, batch.values, num_microbatches, dp
-                )
-            split = self._splits[parts, whole]
-            context = self._context(split, key, num_microbatches) if cp > 1 else None
-            split = split if context is None else context.model
-            costs = self._tensor_costs(split, "tp", self._reference_seat(tp, cp), num_microbatches)
-            costs = replace(costs, allowed=allowed_strategies(split, experts))
-            self._locals[key] = shard_tensors(split, tp, costs, None if context is None else context.sharding)
-        return self._locals[key]
-
-    def _context(self, split: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
-        """``split`` with its sequence shared over ``cp``."""
-        tp, cp = key[:2]
-        if key not in self._contexts:
-            self._contexts[key] = shard_context(
-                split,
-                self.job.batch,
-                cp,
-                replace(
-                    self._tensor_costs(split, "cp", self._reference_seat(tp, cp), num_microbatches), state_price=0.0
-                ),
-                tp=tp,
-                algorithm=self.job.constraints.context,
-                allowed=allowed_strategies(split, "rows", in_order=False) if self.job.experts else None,
-            )
-        return self._contexts[key]
-
-    def _tensor_costs(self, split: FoldedModel, axis: str, seat: Seat, num_microbatches: int) -> TensorCosts:
-        job = self.job
-        device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
-        return replace(
-            divided_costs(split, axis, device, group, job.precision),
-            train=job.train,
-            num_microbatches=num_microbatches,
-            sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
-            short_gradients=bool(pinned.short_gradients),
-        )

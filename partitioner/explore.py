@@ -11,8 +11,9 @@ from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
 from partitioner.errors import CapacityError
-from partitioner.evaluate import Evaluator, Job, Solved
+from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
+from partitioner.job import Job
 from partitioner.plan import Certificate, ContextWay
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points

@@ -9,7 +9,8 @@ from partitioner.cost.offload import check_hosts
 from partitioner.cost.saved import expanded
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
-from partitioner.evaluate import Job, Solved
+from partitioner.evaluate import Solved
+from partitioner.job import Job
 from partitioner.localize import layouts_of
 from partitioner.solve.points import Point
 from partitioner.topology.groups import stage_ranks

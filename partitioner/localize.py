@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from partitioner.emit import Layouts
 from partitioner.experts import split_of, spread_over_ranks
-from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sharding
+from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import Block, FoldedModel, TensorSpec
 from passes.fuse import fuse_bias
 from passes.gradients import stops_gradient
@@ -32,11 +32,9 @@ class LocalModel:
         return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
 
 
-def shard_tensors(
-    split: FoldedModel, tp: int, costs: ShardingCosts, context: ShardingSolution | None = None
-) -> LocalModel:
-    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` at the least cost."""
-    solution = solve_sharding(split, "tp", tp, costs)
+def localized(split: FoldedModel, solution: ShardingSolution, context: ShardingSolution | None = None) -> LocalModel:
+    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says."""
+    tp = solution.num_ranks
     blocks = {
         name: unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
         for name, block in split.blocks.items()

@@ -28,8 +28,9 @@ from partitioner.batch import shard_batch
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.machine import Machine
 from partitioner.errors import PlanError
-from partitioner.evaluate import Evaluator, Job
+from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
+from partitioner.job import Job
 from partitioner.solve.linked import aligned, linked_groups
 from partitioner.solve.placement import Found, Placements, signature
 from partitioner.solve.points import Point

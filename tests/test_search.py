@@ -19,9 +19,10 @@ from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, ConstraintError, PlanError
-from partitioner.evaluate import Evaluator, Job
+from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
 from partitioner.floors import Floors
+from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.pipelines import is_formula
 from partitioner.solve.points import Point, Space, baselines, left_out, points

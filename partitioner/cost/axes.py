@@ -7,7 +7,6 @@ passes between calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -40,7 +39,7 @@ class TensorCosts:
     between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
     held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
-    repeats, ``repeated`` for each byte that every rank makes. ``allowed``: which strategies there are.
+    repeats, ``repeated`` for each byte that every rank makes.
     ``short_gradients``: those of parameters are of their type, rather than in float32.
     """
 
@@ -53,15 +52,12 @@ class TensorCosts:
     state_price: float = 0.0
     undivided: float = 0.0
     repeated: float = 0.0
-    allowed: Callable[[fx.Node, Strategy], bool] | None = None
     short_gradients: bool = False
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """One call of an operator, forward and backward, with the collectives of its special lowering."""
         key = (node, strategy)
-        if self.allowed is not None and not self.allowed(node, strategy):
-            return math.inf
         if key not in self._nodes:
             lowering = _lowering(node, strategy)
             seconds = operator_time(node, strategy, num_ranks, self.device, self.train)

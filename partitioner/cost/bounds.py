@@ -34,7 +34,7 @@ from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import solve_stages
-from partitioner.topology.hosts import BOUNDLESS, HostShare, host_shares
+from partitioner.topology.hosts import BOUNDLESS, host_shares
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from partitioner.units import bytes_text
@@ -218,21 +218,21 @@ class ModelBounds:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
-        states = list(self.states.values())
-        update = update_time(states, self.device) + update_seconds(states, self._host)
         return np.array(
             [
-                update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1))
+                self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1))
                 + (max(0.0, self._reduction(p) - hidden) if p.pp == 1 else 0.0)
                 for p, hidden in zip(points, backward.tolist(), strict=True)
             ]
         )
 
     @cached_property
-    def _host(self) -> HostShare:
-        """The fastest for an optimizer."""
-        shares = host_shares(self.topology)
-        return max((share or BOUNDLESS for share in shares), key=lambda share: share.update_bandwidth)
+    def _update(self) -> float:
+        """Seconds of the update of all states on one device, at the fastest host."""
+        states = summed(self.states.values())
+        hosts = (share or BOUNDLESS for share in host_shares(self.topology))
+        host = max(hosts, key=lambda share: share.update_bandwidth)
+        return update_time(states, self.device) + update_seconds(states, host)
 
     def _reduction(self, point: Point) -> float:
         """Of a single stage's gradients, for what is not experts' and not sharded."""

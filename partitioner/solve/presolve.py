@@ -231,9 +231,11 @@ class Reduction:
         if len(p) * possible.shape[1] > _MAX_DOMINANCE:
             return False
         worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
-        for table in tables:
-            step = np.where(np.isfinite(table[p]), table[q], -np.inf) - np.where(np.isfinite(table[p]), table[p], 0.0)
-            worse = worse + step.max(axis=1)
+        if tables and len(p):
+            whole = np.concatenate(tables, axis=1)
+            more = np.where(possible, whole, 0.0)[q] - whole[p]  # where p is impossible, that is no matter
+            starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
+            worse = worse + np.maximum.reduceat(more, starts, axis=1).sum(axis=1)
         beaten = np.zeros_like(narrower)
         beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
         tie = beaten & beaten.T

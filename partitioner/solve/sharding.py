@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from torch import fx
 
-from partitioner.solve.assignment import Assignment, solve_assignment
+from partitioner.solve.assignment import Assignment, AssignmentProblem, solve_assignment
 from partitioner.solve.availability import Asker, ProblemBuilder, Reshards, Source, connect
 from partitioner.solve.candidates import candidates
 from partitioner.solve.options import LayoutRules, ShardingError, state_options, value_options
@@ -78,6 +78,9 @@ class ShardingSolution:
     num_choices: int = 0  # of all nodes of the pairwise problem
 
 
+Allowed = Callable[[fx.Node, Strategy], bool]
+
+
 def solve_sharding(
     model: FoldedModel,
     axis: str,
@@ -89,6 +92,7 @@ def solve_sharding(
     pins: Mapping[str, Layout] | None = None,
     whole_states: bool | None = None,
     lengths: Collection[int] = NO_SIZES,
+    allowed: Allowed | None = None,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """The best sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
@@ -100,12 +104,32 @@ def solve_sharding(
         pins: value or state -> its layout.
         whole_states: no state is sharded and trained ones have partial-sum gradients; by default on the axis ``data``.
         lengths: of sequences that the axis shards: dims of these sizes may be zigzag, operators in further forms.
+        allowed: which strategies an operator may have.
 
     Raises:
         ShardingError: a name is unknown, or what is asked excludes every sharding.
         TimeLimitError: no sharding was found in time.
     """
-    start = time.perf_counter()
+    rules = _rules(model, axis, input_layouts, output_layouts, pins, whole_states, lengths)
+    if num_ranks == 1:
+        return whole_sharding(model, axis, costs)
+    return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
+
+
+def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
+    """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
+    return ShardingProblem(model, axis, num_ranks, costs, _rules(model, axis))
+
+
+def _rules(
+    model: FoldedModel,
+    axis: str,
+    input_layouts: Mapping[str, Collection[Layout]] | None = None,
+    output_layouts: Mapping[str, Collection[Layout]] | None = None,
+    pins: Mapping[str, Layout] | None = None,
+    whole_states: bool | None = None,
+    lengths: Collection[int] = NO_SIZES,
+) -> LayoutRules:
     outputs = dict(output_layouts or {})
     if model.loss is not None:
         outputs.setdefault(model.loss, (PARTIAL,) if axis == DATA else (REPLICATED,))
@@ -118,25 +142,14 @@ def solve_sharding(
         lengths=frozenset(lengths),
     )
     rules.check(model)
-    if num_ranks == 1:
-        return _whole(model, axis, costs)
-    problem = _ShardingProblem(model, num_ranks, costs, rules)
-    try:
-        answer = solve_assignment(problem.builder.problem(), time_limit_s=time_limit_s, settle=True)
-    except InfeasibleError as error:
-        around = ", ".join(dict.fromkeys(problem.builder.names[i] for i in error.nodes[:6]))
-        raise ShardingError(
-            f"no sharding over {num_ranks} ranks of {axis!r} satisfies the layouts asked for; they meet at {around}. "
-            "Allow other layouts for the inputs, outputs or pins nearby, or use another number of ranks"
-        ) from error
-    return problem.solution(axis, answer, time.perf_counter() - start)
+    return rules
 
 
-class _ShardingProblem:
-    """The pairwise problem of a model, and what its nodes stand for."""
+class ShardingProblem:
+    """The pairwise problem of a model, and what its nodes stand for; to be solved with different strategies allowed."""
 
-    def __init__(self, model: FoldedModel, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
-        self.model, self.num_ranks, self.costs, self.rules = model, num_ranks, costs, rules
+    def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
+        self.model, self.axis, self.num_ranks, self.costs, self.rules = model, axis, num_ranks, costs, rules
         self.builder = ProblemBuilder()
         self.reshards = Reshards(costs.reshard)
         self.state_reshards = Reshards(self._state_reshard)
@@ -156,6 +169,30 @@ class _ShardingProblem:
         for name in model.blocks:
             for value in values[name]:
                 self._connect(name, value)
+
+    def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
+        """The best sharding of the strategies that are allowed. Raises as :func:`solve_sharding` does."""
+        start = time.perf_counter()
+        try:
+            answer = solve_assignment(self._within(allowed), time_limit_s=time_limit_s, settle=True)
+        except InfeasibleError as error:
+            around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
+            raise ShardingError(
+                f"no sharding over {self.num_ranks} ranks of {self.axis!r} satisfies the layouts asked for; they meet "
+                f"at {around}. Allow other layouts for the inputs, outputs or pins nearby, or use another number of "
+                "ranks"
+            ) from error
+        return self._solution(answer, time.perf_counter() - start)
+
+    def _within(self, allowed: Allowed | None) -> AssignmentProblem:
+        problem = self.builder.problem()
+        if allowed is None:
+            return problem
+        costs = list(problem.costs)
+        for operators in self.operators.values():
+            for node, (variable, choices) in operators.items():
+                costs[variable] = np.where([allowed(node, strategy) for strategy in choices], costs[variable], math.inf)
+        return replace(problem, costs=costs)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
         found = candidates(values, operators_of(block), self.num_ranks, self.rules.lengths)
@@ -213,7 +250,7 @@ class _ShardingProblem:
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
-    def solution(self, axis: str, answer: Assignment, seconds: float) -> ShardingSolution:
+    def _solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
             for name, operators in self.operators.items()
@@ -231,7 +268,7 @@ class _ShardingProblem:
         layouts = {name: o[answer.choice[v]] for tie, v, o in self.ties for name in tie.names}
         sharded, without_rule = _shares(self.model, chosen, self.costs, self.num_ranks)
         return ShardingSolution(
-            axis,
+            self.axis,
             self.num_ranks,
             blocks,
             {name: layouts[name] for name in self.model.values if name in layouts},
@@ -270,8 +307,8 @@ def _shares(
     return sharded / flops if flops else 0.0, {k: v / total if total else 0.0 for k, v in unruled.items()}
 
 
-def _whole(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """One rank: everything whole."""
+def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
+    """The sharding over one rank: everything whole."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():
@@ -297,4 +334,12 @@ def _whole(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolut
     return ShardingSolution(axis, 1, blocks, values, states, objective, objective, 0.0, without_rule)
 
 
-__all__ = ["ShardingCosts", "ShardingError", "ShardingSolution", "solve_sharding"]
+__all__ = [
+    "ShardingCosts",
+    "ShardingError",
+    "ShardingProblem",
+    "ShardingSolution",
+    "sharding_problem",
+    "solve_sharding",
+    "whole_sharding",
+]

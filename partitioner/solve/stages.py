@@ -146,11 +146,11 @@ class _Splitter:
         reached = np.full(n + 1, np.inf)
         reached[0] = 0.0
         came: list[NDArray[np.int64]] = []
-        for stage in range(p):
-            time = self.tables.times[stage]
-            total = reached[:, None] + np.where(time <= limit, time, np.inf)
+        ends = np.arange(n + 1)
+        for stage, time in enumerate(self.tables.times):
+            total = reached[:, None] + (time if limit == np.inf else np.where(time <= limit, time, np.inf))
             came.append(total.argmin(axis=0))
-            reached = total.min(axis=0)
+            reached = total[came[stage], ends]
         if not np.isfinite(reached[n]):
             return None
         cuts = [n]

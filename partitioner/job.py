@@ -1,0 +1,85 @@
+"""What is to be planned, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from partitioner.constraints import Constraints
+from partitioner.cost.calls import call_costs
+from partitioner.cost.machine import Machine
+from partitioner.cost.spread import Software
+from partitioner.cost.states import gradient_bytes
+from partitioner.experts import common_experts, expert_states, regions_of
+from partitioner.solve.points import Point
+from partitioner.solve.sharding import ShardingSolution
+from partitioner.topology import Topology
+from passes.blocks import FoldedModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned. ``model`` is the folded model of the whole batch, marked with its gradients."""
+
+    model: FoldedModel
+    batch: ShardingSolution
+    global_batch: int
+    topology: Topology
+    constraints: Constraints
+    train: bool
+    optimizer: str
+    precision: str  # of most of the work: "bf16", "fp32", ...
+
+    def dressed(self, machine: Machine, point: Point) -> Machine:
+        """``machine``, over which the point's mesh is laid, with what else the point says."""
+        return replace(
+            machine,
+            precision=self.precision,
+            ep=point.ep,
+            etp=point.etp,
+            zero=point.zero,
+            dp_shard=point.dp_shard,
+            gradient_bytes=self.gradient_bytes,
+            overlap=self.constraints.overlap is not False,
+            software=Software(
+                overlap_tensor=bool(self.constraints.overlap_tensor),
+                regather=bool(self.constraints.regather),
+                by_parameter=self.constraints.gather == "parameter",
+                short_gradients=bool(self.constraints.short_gradients),
+            ),
+            num_experts=self.num_experts,
+        )
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Of all gradients of parameters."""
+        short = bool(self.constraints.short_gradients)
+        return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The states that are experts' weights."""
+        return frozenset(self._experts)
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[int, int]]:
+        return expert_states(self.model, regions_of(self.model))
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Of the layer that has most."""
+        return max((count for _, count in self._experts.values()), default=0)
+
+    @cached_property
+    def common_experts(self) -> int:
+        """Ranks that share all layers' experts evenly are a divisor of this; 0 without experts."""
+        return common_experts(self._experts)
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of the matrix products of one step of the unsharded model."""
+        total = 0.0
+        for name, block in self.model.blocks.items():
+            cost = call_costs(block, self.topology.device_type(0), {}, train=self.train)
+            total += self.model.num_calls(name) * (cost.flops + cost.backward_flops)
+        return total

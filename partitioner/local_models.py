@@ -1,0 +1,115 @@
+"""The models of one microbatch on one rank that the points of a search need, each sharded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from partitioner.context import ContextModel, shard_context
+from partitioner.cost.axes import TensorCosts
+from partitioner.cost.divided import divided_costs
+from partitioner.cost.machine import Seat
+from partitioner.experts import Split, allowed_strategies, split_of
+from partitioner.job import Job
+from partitioner.localize import LocalModel, localized
+from partitioner.solve.placement import Placements
+from partitioner.solve.points import Point
+from partitioner.solve.sharding import ShardingProblem, sharding_problem, whole_sharding
+from partitioner.topology.groups import reference_type
+from passes.blocks import FoldedModel
+from passes.microbatch import split_batch
+
+# tp, cp, parts of the batch, whether one microbatch is all, experts over tp
+LocalKey = tuple[int, int, int, bool, Split]
+
+
+@dataclass
+class LocalModels:
+    """The local models of a job, found when first asked for."""
+
+    job: Job
+    placements: Placements
+    _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
+    _contexts: dict[tuple[int, int, int, bool], ContextModel] = field(default_factory=dict)
+    _problems: dict[tuple[int, int, int, bool], ShardingProblem] = field(default_factory=dict)
+    _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
+    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
+
+    def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
+        """What decides the local model of a point whose batch is split into ``parts``."""
+        return point.tp, point.cp, parts, whole, split_of(point.tp, point.ep, point.etp)
+
+    def at(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
+        """The local model of ``key``, whose parts are of ``num_microbatches`` on each of ``dp`` ranks.
+
+        Raises :class:`PlanError` or :class:`passes.errors.UnsupportedError` where there is none.
+        """
+        if key not in self._locals:
+            self._locals[key] = self._find(key, num_microbatches, dp)
+        return self._locals[key]
+
+    def split(self, parts: int, whole: bool) -> FoldedModel:
+        """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
+        return self._splits[parts, whole]
+
+    def reference_seat(self, tp: int, cp: int = 1) -> Seat:
+        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
+        if (tp, cp) not in self._seats:
+            others = {"dp": self.job.topology.num_devices // (tp * cp)}
+            grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
+            machines = self.placements.candidates(grid)
+            axes = ("tp", "cp") if cp > 1 else ("tp",)
+            best = max(machines, key=lambda m: [(m.group(a).bus_bandwidth, -m.group(a).all_reduce_start) for a in axes])
+            groups = tuple((axis, best.group(axis)) for axis in axes)
+            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
+        return self._seats[tp, cp]
+
+    def _find(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
+        tp, cp, parts, whole, experts = key
+        if (parts, whole) not in self._splits:
+            batch = self.job.batch
+            self._splits[parts, whole] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
+        model = self._splits[parts, whole]
+        context = self._context(model, key, num_microbatches) if cp > 1 else None
+        model = model if context is None else context.model
+        if tp == 1:
+            solution = whole_sharding(model, "tp", self._costs(model, "tp", tp, cp, num_microbatches))
+        else:
+            problem = self._problem(model, key, num_microbatches)
+            solution = problem.solve(allowed_strategies(model, experts))
+        return localized(model, solution, None if context is None else context.sharding)
+
+    def _problem(self, model: FoldedModel, key: LocalKey, num_microbatches: int) -> ShardingProblem:
+        """One for all ways of spreading experts, which differ in the strategies that they allow."""
+        tp, cp, *_ = key
+        if key[:4] not in self._problems:
+            problem = sharding_problem(model, "tp", tp, self._costs(model, "tp", tp, cp, num_microbatches))
+            if not self.job.experts:
+                return problem
+            self._problems[key[:4]] = problem
+        return self._problems[key[:4]]
+
+    def _context(self, model: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
+        """``model`` with its sequence shared over ``cp``."""
+        tp, cp, *_ = key
+        if key[:4] not in self._contexts:
+            self._contexts[key[:4]] = shard_context(
+                model,
+                self.job.batch,
+                cp,
+                replace(self._costs(model, "cp", tp, cp, num_microbatches), state_price=0.0),
+                tp=tp,
+                algorithm=self.job.constraints.context,
+                allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
+            )
+        return self._contexts[key[:4]]
+
+    def _costs(self, model: FoldedModel, axis: str, tp: int, cp: int, num_microbatches: int) -> TensorCosts:
+        job, seat = self.job, self.reference_seat(tp, cp)
+        device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
+        return replace(
+            divided_costs(model, axis, device, group, job.precision),
+            train=job.train,
+            num_microbatches=num_microbatches,
+            sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
+            short_gradients=bool(pinned.short_gradients),
+        )

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from partitioner.cost.asked import operand_needs
 from partitioner.cost.calls import exchange_time
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.context import exchange_seconds
-from partitioner.cost.operators import Operand, backward_kernels, form_kernels, forward_kernels, is_view
+from partitioner.cost.operators import Operand, Shape, backward_kernels, form_kernels, forward_kernels, is_view
 from partitioner.cost.spread import hidden
 from partitioner.cost.states import gradient_bytes
 from partitioner.solve.share import matmul_flops
@@ -54,20 +53,24 @@ class TensorCosts:
     repeated: float = 0.0
     short_gradients: bool = False
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
+    _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """One call of an operator, forward and backward, with the collectives of its special lowering."""
         key = (node, strategy)
         if key not in self._nodes:
-            lowering = _lowering(node, strategy)
-            seconds = operator_time(node, strategy, num_ranks, self.device, self.train)
+            operator = self._operators.get(node)
+            if operator is None:
+                operator = self._operators[node] = _Operator(node, self.train)
+            lowering = operator.lowering(strategy)
+            seconds = operator.seconds(strategy, num_ranks, self.device)
             if lowering is not None and lowering.divides_work:
                 seconds = self._divided(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
             if strategy.factor is None and self.repeated and num_ranks > 1:
                 seconds += self.repeated * made_bytes(node)
-            seconds += self._of_form(node, strategy, seconds, num_ranks) if strategy.form else 0.0
+            seconds += self._of_form(operator, strategy, seconds, num_ranks) if strategy.form else 0.0
             self._nodes[key] = seconds + self._sent(node, lowering)
         return self._nodes[key]
 
@@ -82,12 +85,12 @@ class TensorCosts:
         rest: float = (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
         return seconds / num_ranks + rest
 
-    def _of_form(self, node: fx.Node, strategy: Strategy, seconds: float, num_ranks: int) -> float:
+    def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Seconds that what an attention sends adds to its computation."""
-        query, key, value = local_operands(node, strategy, num_ranks)[:3]
-        zigzag, seen = strategy.operands[0].zigzag, band(node) or Band()
+        query, key, value = operator.operands(strategy, num_ranks)[:3]
+        zigzag, seen = strategy.operands[0].zigzag, band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
-        passes = 2 if self.train and needs_gradient(node) else 1
+        passes = 2 if operator.backward else 1
         beside = strategy.form == "ring"
         return sum(hidden(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes])
 
@@ -132,40 +135,56 @@ class TensorCosts:
         return 2.0 * local / self.device.memory_bandwidth
 
 
-def _lowering(node: fx.Node, strategy: Strategy) -> Lowering | None:
-    """The special lowering by which ``strategy`` runs, if any."""
-    factors = factors_of(node) if strategy.factor is not None else None
-    return None if factors is None or strategy.factor is None else factors.lower.get(strategy.factor)
+class _Operator:
+    """What is the same under all strategies of an operator; seconds of its local form by the shapes of that."""
+
+    def __init__(self, node: fx.Node, train: bool) -> None:
+        self.node = node
+        tensors = [isinstance(o.meta["val"], Tensor) for o in operands_of(node)]
+        operands = [o for o, is_tensor in zip(operands_of(node), tensors, strict=True) if is_tensor]
+        self._places = [place for place, is_tensor in enumerate(tensors) if is_tensor]
+        self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in operands]
+        self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
+        self._needs = [needs_gradient(o) for o in operands]
+        self.backward = train and needs_gradient(node)
+        factors = factors_of(node)
+        self._lower = {} if factors is None else factors.lower
+        self._seconds: dict[tuple[tuple[Shape, ...], tuple[Shape, ...]], float] = {}
+
+    def lowering(self, strategy: Strategy) -> Lowering | None:
+        """The special lowering by which ``strategy`` runs, if any."""
+        return None if strategy.factor is None else self._lower.get(strategy.factor)
+
+    def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
+        """One rank's operands under ``strategy``."""
+        return [
+            Operand(local_shape(strategy.operands[place], shape, num_ranks), dtype)
+            for place, (shape, dtype) in zip(self._places, self._operands, strict=True)
+        ]
+
+    def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
+        """Of the operator's local form, forward and, where it has a gradient, backward."""
+        operands = self.operands(strategy, num_ranks)
+        results = [
+            Operand(local_shape(layout, shape, num_ranks), dtype)
+            for layout, (shape, dtype) in zip(strategy.results, self._results, strict=True)
+        ]
+        if strategy.form:
+            ways = (False, True) if self.backward else (False,)
+            zigzag = strategy.operands[0].zigzag
+            return sum(
+                kernels_time(form_kernels(self.node, operands, results, num_ranks, zigzag, back), device)
+                for back in ways
+            )
+        key = tuple(o.shape for o in operands), tuple(r.shape for r in results)
+        if key not in self._seconds:
+            seconds = kernels_time(forward_kernels(self.node, operands, results), device)
+            if self.backward:
+                seconds += kernels_time(backward_kernels(self.node, operands, results, self._needs), device)
+            self._seconds[key] = seconds
+        return self._seconds[key]
 
 
 def made_bytes(node: fx.Node) -> int:
     """Bytes of a node's results; a view makes none."""
     return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
-
-
-def local_operands(node: fx.Node, strategy: Strategy, num_ranks: int) -> list[Operand]:
-    """One rank's operands under ``strategy``."""
-    return [
-        Operand(local_shape(layout, tuple(o.meta["val"].shape), num_ranks), o.meta["val"].dtype)
-        for o, layout in zip(operands_of(node), strategy.operands, strict=True)
-        if isinstance(o.meta["val"], Tensor)
-    ]
-
-
-def operator_time(node: fx.Node, strategy: Strategy, num_ranks: int, device: DeviceType, train: bool) -> float:
-    """Seconds of one operator's local form, forward and, where it has a gradient, backward."""
-    operands = local_operands(node, strategy, num_ranks)
-    results = [
-        Operand(local_shape(layout, tuple(r.shape), num_ranks), r.dtype)
-        for r, layout in zip(results_of(node), strategy.results, strict=True)
-    ]
-    if strategy.form:
-        ways = (False, True) if train and needs_gradient(node) else (False,)
-        zigzag = strategy.operands[0].zigzag
-        return sum(
-            kernels_time(form_kernels(node, operands, results, num_ranks, zigzag, back), device) for back in ways
-        )
-    seconds = kernels_time(forward_kernels(node, operands, results), device)
-    if train and needs_gradient(node):
-        seconds += kernels_time(backward_kernels(node, operands, results, operand_needs(node)), device)
-    return seconds

@@ -5,8 +5,8 @@ reach the efficiency of their whole shapes. A block's time is then linear,
 
 ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
 
-so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by solving the stages
-of the relaxed problem exactly. Devices, links and groups are the best that any placement could give (``relaxed.py``).
+so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the
+relaxed problem. Devices, links and groups are the best that any placement could give (``relaxed.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from partitioner.errors import CapacityError
 from partitioner.solve.pipelines import is_formula, least_bubble
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
-from partitioner.solve.stages import solve_stages
+from partitioner.solve.stages import least_time
 from partitioner.topology.hosts import BOUNDLESS, host_shares
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
@@ -312,8 +312,8 @@ class ModelBounds:
     def staged(
         self, point: Point, model: FoldedModel, calls: Mapping[str, CallCost], states: Mapping[str, StateCost]
     ) -> float:
-        """Seconds of the best stages, where blocks of ``model`` take ``calls`` on every stage and there is as much
-        memory as any placement gives. Raises as :meth:`refine` does."""
+        """Seconds that no stages can go below, where blocks of ``model`` take ``calls`` on every stage and a stage has
+        as much memory as any placement gives it. Raises as :meth:`refine` does."""
         problem = stage_problem(
             model,
             calls,
@@ -325,9 +325,8 @@ class ModelBounds:
             constraints=self.job.constraints,
             train=self.train,
         )
-        split = solve_stages(problem)
-        backward = np.array([sum(stage.backward_s + stage.recompute_s for stage in split.stages)])
-        return (split.least_s + float(self._after([point], backward)[0])) * _ROUNDING
+        least = least_time(problem)
+        return (least.pipeline_s + float(self._after([point], np.array([least.backward_s]))[0])) * _ROUNDING
 
     def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""

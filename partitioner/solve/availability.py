@@ -53,8 +53,17 @@ class Reshards:
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost
         self._known: dict[tuple[TensorSpec, bool, Layout, Layout], float] = {}
+        self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
 
-    def __call__(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+    def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+        """Indexed (made, target)."""
+        key = spec, grad, tuple(made), tuple(targets)
+        if key not in self._tables:
+            costs = [[self._of(spec, grad, source, target) for target in targets] for source in made]
+            self._tables[key] = np.array(costs, dtype=np.float64).reshape(len(made), -1)
+        return self._tables[key]
+
+    def _of(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -109,7 +118,7 @@ def connect(
     made, made_of = _distinct(source.layouts)
     asked = [_distinct(a.layouts) for a in askers]
     targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
-    cost = weight * np.array([[reshards(*value, m, t) for t in targets] for m in made]).reshape(len(made), -1)
+    cost = weight * reshards.table(*value, made, targets)
     # what each reader asks for, as 0/1 per target
     wants = [np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked]
     if len(askers) == 1:

@@ -87,6 +87,33 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
     return split
 
 
+@dataclass(frozen=True)
+class LeastTime:
+    """Seconds of a pipeline that no split can go below; ``backward_s``: of a single stage, with what it recomputes."""
+
+    pipeline_s: float
+    backward_s: float = 0.0
+
+
+def least_time(problem: StageProblem) -> LeastTime:
+    """What is quickly known of the best split: the least maximum and the least sum, be they of one split or of two.
+
+    Raises as :func:`solve_stages` does.
+    """
+    tables = StageTables(problem)
+    splitter = _Splitter(tables)
+    free = None if tables.hopeless else splitter.path(np.inf)
+    if free is None:
+        raise capacity_error(tables)
+    if problem.num_stages == 1:
+        plan = stage_plan(tables, 0, *free)
+        return LeastTime(splitter.cost(free), plan.backward_s + plan.recompute_s)
+    often = problem.num_rounds - problem.bubble
+    if often <= 0:
+        return LeastTime(splitter.cost(free))
+    return LeastTime(often * splitter.lowest_limit() + problem.bubble * splitter.total(free))
+
+
 class _Splitter:
     """Shortest paths over the tables of a problem."""
 
@@ -208,4 +235,14 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
     )
 
 
-__all__ = ["Pace", "StageCall", "StagePlan", "StageProblem", "StageSplit", "solve_stages", "stage_plan"]
+__all__ = [
+    "LeastTime",
+    "Pace",
+    "StageCall",
+    "StagePlan",
+    "StageProblem",
+    "StageSplit",
+    "least_time",
+    "solve_stages",
+    "stage_plan",
+]

@@ -84,6 +84,7 @@ def _model(job: Job) -> nn.Module:
     config = AutoConfig.for_model(job.family, use_cache=False, **job.options)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
+    getattr(model, "loss_function", None)  # an import of transformers' own, and of all of SciPy, at first use
     return model
 
 

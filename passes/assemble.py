@@ -22,6 +22,7 @@ from passes.export import leaf_paths, source_of
 from passes.infer import META
 from passes.selected import SelectedRows
 from passes.selected_rules import Unselectable
+from passes.unused import drop_unused
 
 _KINDS: dict[InputKind, StateKind] = {
     InputKind.PARAMETER: "parameter",
@@ -100,7 +101,7 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
     results = dict.fromkeys([o.value for o in outputs if o.value is not None] + ([loss] if loss else []))
     by_name = {n.name: n for n in graph.nodes}
     graph.output(tuple(by_name[name] for name in results))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     constants = _constants(program, set(placeholders.values()))
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (_SELECTS,) if selected.rows else ()

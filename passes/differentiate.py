@@ -23,6 +23,7 @@ from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
 from passes.infer import META
 from passes.remake import slimmed, woven
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -203,7 +204,7 @@ def _simplify(graph: fx.Graph) -> None:
                 node.args = (source.args[0], *node.args[1:])
             if node.meta["val"].shape == node.args[0].meta["val"].shape:
                 node.replace_all_uses_with(node.args[0])
-    graph.eliminate_dead_code()
+    drop_unused(graph)
 
 
 def _dims(node: fx.Node) -> set[int]:
@@ -301,7 +302,7 @@ def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.
     for node in body:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(None if n is None else env[n] for n in outputs))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return Piece(graph, tuple(n.name for n in inputs), tuple(None if n is None else n.name for n in outputs))
 
 

@@ -26,6 +26,7 @@ from passes.infer import call, infer, value_of
 from passes.layouts import Layout, local_shape, shard
 from passes.regions import ExpertRegion
 from passes.rules.algebra import operands_of, with_operands
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
@@ -48,7 +49,7 @@ def spread_experts(
         rewriter.add(region)
     for node in block.graph.nodes:
         rewriter.copy(node)
-    rewriter.graph.eliminate_dead_code()
+    drop_unused(rewriter.graph)
     layouts = {name: shard(dim) for region in regions for name, dim in region.states.items()}
     return Block(block.name, rewriter.graph, block.states, block.inputs), layouts
 

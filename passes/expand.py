@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from passes.assemble import Captured
 from passes.blocks import State
 from passes.repeats import LAYER
+from passes.unused import drop_unused
 
 
 class Unrepeated(Exception):
@@ -75,7 +76,7 @@ def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None
             moved[user.name] = result.name
             graph.erase_node(user)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     placeholders, states = captured.placeholders | restored.placeholders, captured.states | restored.states
     for node in (*only_marked, *restored.nodes):
         if not node.users and placeholders[node.name] in states:

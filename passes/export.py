@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import logging
 import re
@@ -29,6 +30,9 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.own_gradients import traced_with_own_gradients
+
+with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
+    importlib.import_module("torch.export._trace")
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)

@@ -11,6 +11,7 @@ from torch import fx
 
 from passes.blocks import Block
 from passes.infer import refresh
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ def fuse_bias(block: Block) -> Block:
             if _fusible(product, bias, node):
                 _fuse(node, product, bias)
                 break
-    block.graph.eliminate_dead_code()
+    drop_unused(block.graph)
     return block
 
 

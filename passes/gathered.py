@@ -14,6 +14,7 @@ from torch import fx
 
 from passes import experts
 from passes.rewrite import Builder, shape
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.bmm.default, aten.matmul.default)
@@ -38,7 +39,7 @@ def ungather(graph: fx.Graph) -> None:
         if node.target in _PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):
                 _rewrite(node, Builder(graph, node))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
 
 
 def _rewrite(node: fx.Node, build: Builder) -> None:

@@ -18,6 +18,7 @@ from passes.constants import LIMIT, Choice, Evaluator, Term, Value
 from passes.infer import call
 from passes.rewrite import aten, shape
 from passes.tiles import Band
+from passes.unused import drop_unused
 
 _MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
 
@@ -39,7 +40,7 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
         if band is not None:
             _use(graph, node, band)
     if any(band is not None for band in kinds.values()):
-        graph.eliminate_dead_code()
+        drop_unused(graph)
 
 
 def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:

@@ -20,6 +20,7 @@ from passes.errors import UnsupportedError
 from passes.infer import META, call
 from passes.layouts import Layout, local_shape
 from passes.shard import BlockSharding, shard_block
+from passes.unused import drop_unused
 
 DATA = "data"
 aten = torch.ops.aten
@@ -174,7 +175,7 @@ def _without(block: Block, totals: list[fx.Node]) -> Block:
     for node in block.graph.nodes:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     inputs = (*block.inputs, *(env[t].name for t in totals))
     return Block(block.name + ".rest", graph, block.states, inputs)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from passes.rewrite import Builder, aten, shape
+from passes.unused import drop_unused
 
 _PRODUCTS = (aten.mm.default, aten.linear.default)
 _TRANSPOSES = (aten.permute.default, aten.transpose.int)
@@ -22,7 +23,7 @@ def unflatten(graph: fx.Graph) -> None:
         if node.target is aten.reshape.default:
             _unflatten_product(graph, node)
             _unflatten_transpose(graph, node)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.errors import UnsupportedError
+from passes.unused import drop_unused
 
 _CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and whether random states are kept
 
@@ -124,7 +125,7 @@ def _transposed(
 
 def _without_seeds(cls: Any, made: fx.GraphModule, num_seeds: int) -> fx.GraphModule:
     """The transpose as a function of the changes alone; it is linear if the gradients' numbers are not read."""
-    made.graph.eliminate_dead_code()
+    drop_unused(made.graph)
     seeds = [n for n in made.graph.nodes if n.op == "placeholder"][:num_seeds]
     for seed in seeds:
         if seed.users:

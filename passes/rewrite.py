@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.infer import infer, value_of
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 KEEP: Final = object()
@@ -84,7 +85,7 @@ def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[
             env[node] = env[node.args[0]][node.args[1]]
         else:
             env[node] = _replace(build, node, env, rules.get(node.target))
-    build.graph.eliminate_dead_code()
+    drop_unused(build.graph)
     moved = {old.name: new.name for old, new in env.items() if isinstance(new, fx.Node)}
     return build.graph, moved, build.constants
 

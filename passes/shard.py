@@ -19,6 +19,7 @@ from passes.collectives import ops
 from passes.factors import Strategy, local_call, operands_of
 from passes.infer import call
 from passes.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 
@@ -73,7 +74,7 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
             rewriter.operator(node, sharding.strategies)
     outputs = tuple(rewriter.read(n, to) for n, to in zip(block.outputs, sharding.outputs, strict=True))
     rewriter.graph.output(outputs)
-    rewriter.graph.eliminate_dead_code()
+    drop_unused(rewriter.graph)
     return Block(block.name, rewriter.graph, block.states, block.inputs)
 
 

@@ -20,6 +20,7 @@ from passes.assemble import Captured
 from passes.blocks import State, TensorSpec
 from passes.regions import CHOICES
 from passes.rewrite import Builder, placeholder_name, shape
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.linear.default: True, aten.mm.default: False}  # whether the weight is [n, k]
@@ -104,7 +105,7 @@ class _Stacking:
             for other in [n for n in addends if n not in gated]:
                 total = self.build(aten.add.Tensor, other, total)
         self.head.replace_all_uses_with(total)
-        self.captured.graph.eliminate_dead_code()
+        drop_unused(self.captured.graph)
         self._forget_parts()
         return True
 

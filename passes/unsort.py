@@ -21,6 +21,7 @@ from passes.infer import META
 from passes.rewrite import Builder, shape
 from passes.rules import factors_of
 from passes.rules.algebra import argument, operands_of, results_of, with_operands
+from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, aten.to.dtype)
@@ -33,7 +34,7 @@ def unsort(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (*_SORTS, aten.argsort.default) and len(shape(operands_of(node)[0])) == 1:
             _Unsorter(graph, node).run()
-    graph.eliminate_dead_code()
+    drop_unused(graph)
 
 
 @dataclass(frozen=True)

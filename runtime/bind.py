@@ -18,6 +18,7 @@ from passes.blocks import Block
 from passes.collectives import CONTEXT, ROUTED, collective_name
 from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
+from passes.unused import drop_unused
 from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
 from runtime.compiled import Segment, backend_of, fuse, one_thread
@@ -331,7 +332,7 @@ def _some(piece: Piece, start: int, stop: int | None) -> tuple[fx.Graph, int]:
     outputs = graph.graph_copy(piece.graph, {})
     assert isinstance(outputs, tuple)
     graph.output(outputs[start:stop])
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return graph, 0
 
 

@@ -262,6 +262,8 @@ class Machine:
 
         def find() -> tuple[HostShare | None, ...]:
             shares = host_shares(self.topology)
+            if all(share is shares[0] for share in shares):
+                return (shares[0],) * self.mesh.get("pp", 1)
             return tuple(
                 least_share([shares[d] for d in self.device_of_rank[ranks.start : ranks.stop]])
                 for ranks in stage_ranks(self.mesh)

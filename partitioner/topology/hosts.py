@@ -32,9 +32,10 @@ BOUNDLESS = HostShare()  # what no host beats
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """Of every device; ``None`` where the host is not described."""
+    """Of every device, equal ones one and the same object; ``None`` where the host is not described."""
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
+    different: dict[HostShare, HostShare] = {}
     for node, devices in on_node.items():
         host = topology.host(node)
         if host is None:
@@ -42,7 +43,8 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
             continue
         memory_bandwidth = host.memory_bandwidth or _UNKNOWN_MEMORY_BANDWIDTH
         update = _UPDATE_EFFICIENCY * memory_bandwidth / devices
-        by_node[node] = HostShare(host.bandwidth, host.latency, host.memory / devices, update)
+        share = HostShare(host.bandwidth, host.latency, host.memory / devices, update)
+        by_node[node] = different.setdefault(share, share)
     return tuple(by_node[device.node] for device in topology.devices)
 
 

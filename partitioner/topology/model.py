@@ -217,8 +217,11 @@ class Topology(Part):
 
     def host(self, node: int) -> Host | None:
         """The host of node number ``node``, if it is described."""
-        ends = np.cumsum([g.count for g in self.nodes])
-        return self.nodes[int(np.searchsorted(ends, node, side="right"))].host
+        return self._hosts[node]
+
+    @cached_property
+    def _hosts(self) -> list[Host | None]:
+        return [group.host for group in self.nodes for _ in range(group.count)]
 
     @property
     def price_per_hour(self) -> float | None:

@@ -76,7 +76,7 @@ def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
     return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
 
 
-def _share(cost: StateCost, point: Point, expert: bool) -> StateCost:
+def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
     """The least that a state takes on a rank."""
     parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
     return cost.scaled(1 / parts).zero(point.zero, sharers)
@@ -258,7 +258,9 @@ class ModelBounds:
         key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
         if key not in self._shares:
             experts = self.job.experts
-            self._shares[key] = {name: _share(cost, point, name in experts) for name, cost in self.states.items()}
+            alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
+            shares = {which: _share(*state, point) for which, state in alike.items()}
+            self._shares[key] = {name: shares[id(cost), name in experts] for name, cost in self.states.items()}
         return self._shares[key]
 
     @cached_property
@@ -272,7 +274,7 @@ class ModelBounds:
     def check_states(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
         lacks is more than it says."""
-        needed = sum(_share(cost, point, expert).total for cost, expert in self._placed_states) / point.pp
+        needed = sum(_share(*state, point).total for state in self._placed_states) / point.pp
         room = sum(self._machine(point).capacity) / point.pp
         if (missing := math.ceil(needed - room)) > 0:
             raise CapacityError(

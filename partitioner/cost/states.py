@@ -207,21 +207,25 @@ def state_costs(
     ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
-    costs = {}
-    for name, state in states.items():
+    known: dict[Hashable, StateCost] = {}  # states that are alike have one and the same object
+
+    def find(name: str, state: State) -> StateCost:
+        layout, expert = layouts.get(name, REPLICATED), name in sharded.experts
         trained = train and state.requires_grad
-        cost = _cost(state.spec, layouts.get(name, REPLICATED), ranks, mesh, optimizer, trained, short_gradients)
-        expert = name in sharded.experts
-        cost = cost.scaled(sharded.of_experts) if expert else cost
-        replicas = sharded.expert_replicas if expert else sharded.replicas
-        stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
-        cost = cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid)
-        costs[name] = replace(
-            cost,
-            hosted="optimizer" in offload and trained,
-            passing="parameters" in offload and state.kind == "parameter",
-        )
-    return costs
+        key = state.spec, state.kind, layout, trained, expert
+        if key not in known:
+            cost = _cost(state.spec, layout, ranks, mesh, optimizer, trained, short_gradients)
+            cost = cost.scaled(sharded.of_experts) if expert else cost
+            replicas = sharded.expert_replicas if expert else sharded.replicas
+            stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
+            known[key] = replace(
+                cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
+                hosted="optimizer" in offload and trained,
+                passing="parameters" in offload and state.kind == "parameter",
+            )
+        return known[key]
+
+    return {name: find(name, state) for name, state in states.items()}
 
 
 def _cost(

@@ -148,20 +148,27 @@ def _at_node(engine: Engine, fault: Fault) -> Struck:
     return Struck(fault.rank, index, node.name)
 
 
+# What an instruction runs of a call; a backward may be in two halves, for inputs and for weights.
+_RUN: dict[str, Callable[[BoundCall], Any]] = {
+    "F": lambda call: call.run_forward,
+    "B": lambda call: call.run_backward,
+    "I": lambda call: call.run_input,
+    "W": lambda call: call.run_weight,
+}
+_WANTED = {"raise_forward": "F", "raise_backward": "BIW", "raise_collective": "FBIW", "nan": "FBIW"}
+
+
 def _pieces(engine: Engine, index: int, kind: str) -> list[Compiled]:
     """What the instruction runs, of the direction that the fault is for."""
     executor = engine._executor
     if index >= len(engine.rank_program.instructions):
         return []
     instruction = engine.rank_program.instructions[index]
-    wanted = {"raise_forward": ("F",), "raise_backward": ("B",), "raise_collective": ("F", "B"), "nan": ("F", "B")}[
-        kind
-    ]
-    if instruction.op not in wanted or instruction.calls is None:
+    if instruction.op not in _WANTED[kind] or instruction.calls is None:
         return []
     by_function = {c.function: c for c in executor.binder.compiled}
     calls: list[BoundCall] = [c for c in executor._calls(instruction) if c.has_backward or instruction.op == "F"]
-    functions = [c.run_forward if instruction.op == "F" else c.run_backward for c in calls]
+    functions = [_RUN[instruction.op](call) for call in calls]
     return list({id(f): by_function[f] for f in functions}.values())
 
 

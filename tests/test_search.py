@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,7 +154,19 @@ def test_an_interruption_returns_the_best_so_far():
 def test_progress_is_told_before_each_evaluation():
     seen: list[Progress] = []
     run(Table(dict(zip(grid(3), [3.0, 2.0, 1.9], strict=True))), progress=seen.append)
-    assert [(p.num_evaluated, p.best) for p in seen] == [(0, None), (1, 1.9)]
+    assert list(dict.fromkeys((p.num_evaluated, p.best) for p in seen)) == [(0, None), (1, 1.9)]
+
+
+def test_progress_is_told_while_points_are_only_bounded():
+    class Slow(Table):
+        def refine(self, point: Point) -> float:
+            time.sleep(0.15)
+            return super().refine(point)
+
+    seen: list[Progress] = []
+    run(Slow(dict(zip(grid(4), [3.0, 2.0, 1.9, 1.8], strict=True)), share=0.5), progress=seen.append)
+    assert max(p.num_bounded for p in seen) == 4
+    assert len({p.num_bounded for p in seen}) >= 3
 
 
 def test_reasons_are_kept_and_the_smallest_shortage_is_raised():

@@ -10,7 +10,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from partitioner.solve.points import Point
 from passes.errors import PartitionError
 
 _MOST_ROWS = 1000  # of a certificate, besides those that were solved
+_TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,17 @@ class Bounds(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is. ``best``: seconds of the best plan, ``bound``: what no plan can go below."""
+    """How far a search is. ``best``: seconds of the best plan, ``bound``: what no plan can go below.
+
+    ``num_open``: points that may still be better; ``num_bounded``: bounds that were made tighter.
+    """
 
     num_evaluated: int
     num_open: int
     best: float | None
     bound: float
     point: Point
+    num_bounded: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class _State:
     rows: dict[Point, _Row]
     best: Point | None = None
     num_evaluated: int = 0
+    num_bounded: int = 0
+    told: float = field(default_factory=time.monotonic)  # when progress was told of last
 
     @property
     def best_time(self) -> float:
@@ -116,7 +123,7 @@ def search(
         always: points that are evaluated whatever their bounds, first.
         left_out: points that are no candidates but are to be reported, and why.
         tolerance: stop when no bound is better than the best plan by more than this share.
-        progress: called before each evaluation.
+        progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
     Raises:
@@ -166,6 +173,9 @@ def _best_first(
         if last or step == len(bounds.steps):
             _evaluate(state, point, evaluate, progress, len(heap) + 1)
             continue
+        state.num_bounded += 1
+        if time.monotonic() > state.told + _TOLD_EVERY_S:
+            _tell(state, point, progress, len(heap) + 1)
         try:
             tighter = max(bound, bounds.steps[step](point))
         except PartitionError as error:
@@ -184,9 +194,7 @@ def _evaluate(
     num_open: int = 0,
 ) -> None:
     row = state.rows[point]
-    if progress is not None:
-        best = state.best_time if state.best is not None else None
-        progress(Progress(state.num_evaluated, num_open or len(state.rows), best, row.bound, point))
+    _tell(state, point, progress, num_open or len(state.rows))
     state.num_evaluated += 1
     try:
         row.evaluated = evaluate(point)
@@ -197,6 +205,14 @@ def _evaluate(
     row.bound = min(max(row.bound, row.evaluated.least or 0.0), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
+
+
+def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:
+    state.told = time.monotonic()
+    if progress is not None:
+        best = state.best_time if state.best is not None else None
+        bound = state.rows[point].bound
+        progress(Progress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
 
 
 def _infeasible(row: _Row, error: PartitionError) -> None:

@@ -43,7 +43,8 @@ class SelectedRows:
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}  # of the masks before they were flattened
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
-        self._keys: dict[fx.Node, Any] = {}
+        self._keys: dict[fx.Node, int] = {}
+        self._alike: dict[tuple[str, str, str], int] = {}  # an operator and the keys of its inputs -> its own
         self._where: dict[str, Any] = {}
 
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
@@ -161,12 +162,20 @@ class SelectedRows:
             self.shapes[flat] = tuple(value.shape)
         return self._masks[key]
 
-    def _key(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            return node.name
-        if node not in self._keys:
-            args = fx.node.map_arg((node.args, node.kwargs), self._key)
-            self._keys[node] = (str(node.target), str(args))
+    def _key(self, node: fx.Node) -> int:
+        """A number that nodes share which are computed alike: the same operators on the same inputs, none random."""
+        waiting = [node]
+        while waiting:  # not by recursion: a mask may depend on hundreds of layers
+            last = waiting[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._keys]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._keys[n]))
+            is_random = torch.Tag.nondeterministic_seeded in getattr(last.target, "tags", ())
+            own = last.name if last.op == "placeholder" or is_random else ""
+            self._keys[last] = self._alike.setdefault((own, str(last.target), str(args)), len(self._alike))
         return self._keys[node]
 
     def harmless(self, value: fx.Node) -> fx.Node:

@@ -107,8 +107,16 @@ def split_by_count(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([model.first(first), model.then(then)], dim=0)
 
 
+def of_many_layers(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(40):  # 2 ** 40 paths lead from x to the masks
+        h = h + h.tanh()
+    out = h.clone()
+    out[h[..., 0] > 0.3] = model.then(h[h[..., 0] > 0.3])  # two that are computed alike
+    return out
+
+
 WAYS = [loss_of_some, put_back, added_by_place, changed_by_place, by_two_places, accumulated, into_another, averaged,
-        multiplied, what_must_not_be_looked_at, experts, split_by_count]  # fmt: skip
+        multiplied, what_must_not_be_looked_at, experts, split_by_count, of_many_layers]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -18,6 +18,7 @@ from passes.decompose import decompose
 from passes.gathered import ungather
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
+from passes.normalize_bags import BAGS
 from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM
@@ -26,7 +27,7 @@ from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
 
-RULES = {**SHAPES, **ALGEBRA, **LOSSES, **RANDOM}
+RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:

@@ -56,6 +56,24 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("max", False)])
+def test_bags_of_one_size(mode: str, weighted: bool, padding: int | None):
+    ids = torch.randint(9, (6, 4), generator=torch.Generator().manual_seed(0))
+    ids[0], ids[1, 1:], ids[2, :2] = 3, 3, 5  # nothing but padding, padding, an id twice
+
+    def bags(ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
+        given = weights if weighted else None
+        return F.embedding_bag(ids, table, mode=mode, padding_idx=padding, per_sample_weights=given)
+
+    assert not any("bag" in name for name in assert_same(bags, ids, numbers(9, 5), numbers(6, 4)))
+
+
+def test_bags_of_any_size_are_refused():
+    with pytest.raises(UnsupportedError, match=r"give ids as \[bags, size\]"):
+        normal_form(F.embedding_bag, torch.arange(9), numbers(9, 5), torch.tensor([0, 4, 5]))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_cross_entropy(data):

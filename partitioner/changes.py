@@ -36,6 +36,7 @@ from passes.errors import PartitionError
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
 _PLACE, _OFFLOAD, _ROOM = 0.4, 0.6, 3.0  # a stage_of entry put right, other kinds in host memory, other devices
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
+_ZERO_IS_FREE = ("etp", "dp_shard")  # in points
 _FEW_PINS, _MOST_DEVICES = 7, 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -172,6 +173,7 @@ class _Search:
         base = _Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
         yield base
         yield from self._places(base)
+        yield from self._shards(base)
         hosted = [*self._hosted(base)] if self.short_of_memory else []
         yield from hosted
         if not self.short_of_memory:
@@ -208,6 +210,18 @@ class _Search:
             text = f"global_batch={size} instead of {batch}"
             kind = "more" if size > batch else "less"
             yield _and(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
+
+    def _shards(self, base: _Variant) -> Iterator[_Variant]:
+        """States shared by as many ranks as there can be: points have all of them, or those that are pinned."""
+        given = base.constraints.dp_shard
+        if given is None:
+            return
+        for size in divisors(base.constraints.dp or base.topology.num_devices)[1:]:
+            if size != given:
+                cost = _PLACE + 0.5 * abs(math.log2(size / given))
+                constraints = base.constraints.model_copy(update={"dp_shard": size})
+                text = f"dp_shard={size} instead of {given}"
+                yield _and(base, cost, "dp_shard", text, constraints=constraints)
 
     def _hosted(self, base: _Variant) -> Iterator[_Variant]:
         """Other kinds in host memory than those that are pinned."""
@@ -308,6 +322,7 @@ class _Search:
         given = variant.constraints
         free = _without(given, pins)
         new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
+        new = {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
         constraints = free.model_copy(update=new)
         texts = [*variant.texts, *(_instead(given, pin, new.get(pin)) for pin in pins)]
         precision = self._job(variant, pins).precision

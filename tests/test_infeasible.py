@@ -111,6 +111,11 @@ JOBS: dict[str, Infeasible] = {
     "offload: the host is too small": Infeasible(
         CapacityError, "offload=none .*2 nodes", cluster(3, 1, host=1), pins={"offload": "optimizer"}
     ),
+    "sharing: over no such ranks": Infeasible(PlanError, "dp_shard=4 instead of 3", pins={"dp_shard": 3}),
+    "sharing: over too many ranks": Infeasible(PlanError, "dp_shard=4 instead of 8", pins={"dp_shard": 8}),
+    "sharing: over too few ranks": Infeasible(
+        CapacityError, "dp_shard=4 instead of 2", cluster(2.4), pins={"pp": 1, "tp": 1, "zero": 3, "dp_shard": 2}
+    ),
     "pins: an axis does not divide": Infeasible(ConstraintError, "pp=", pins={"pp": 3}),
     "pins: axes make too few": Infeasible(ConstraintError, "=", pins={"pp": 2, "dp": 1, "tp": 1}),
     "pins: axes make too many": Infeasible(ConstraintError, "=|8 devices", pins={"pp": 2, "dp": 2, "tp": 2}),
@@ -122,6 +127,9 @@ JOBS: dict[str, Infeasible] = {
     ),
     "pins: another number of virtual stages": Infeasible(
         PlanError, "virtual_stages|schedule=", pins={"pp": 2, "virtual_stages": 3, "schedule": "zb-v"}
+    ),
+    "pins: virtual stages of one stage": Infeasible(
+        PlanError, "pp=2|virtual_stages=1", pins={"pp": 1, "virtual_stages": 2}
     ),
     "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2}),
     "batch: microbatch does not divide": Infeasible(

@@ -187,8 +187,10 @@ def test_what_is_lacking_is_said():
         solve_stages(problem(calls, 2, capacity=200, microbatch_size=4, recompute="none"))
     error = caught.value
     assert (error.stage, error.missing_bytes) == (1, 253)
-    assert error.shortage.startswith("stage 1 of 2 (layers.1 to layers.3) needs 453 B of the 200 B of a device")
-    assert str(error).endswith("253 B too much")
+    assert error.shortage.startswith("stage 1 of 2 (layers.1 to layers.3) needs 453 B of the 200 B usable on a device")
+    assert str(error).endswith(": 253 B too much")
+    with pytest.raises(CapacityError, match=r"needs at least 453 B .*: at least 253 B too much"):
+        least_time(problem(calls, 2, capacity=200, microbatch_size=4, recompute="none"))  # of a relaxed problem
 
 
 def test_no_more_stages_than_calls():

@@ -279,7 +279,7 @@ class ModelBounds:
         if (missing := math.ceil(needed - room)) > 0:
             raise CapacityError(
                 f"parameters, gradients and optimizer states take {bytes_text(needed)} on average of the "
-                f"{bytes_text(room)} of a device: {bytes_text(missing)} too much",
+                f"{bytes_text(room)} usable on a device: {bytes_text(missing)} too much",
                 missing_bytes=missing,
                 at_least=True,
             )

@@ -192,6 +192,8 @@ def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     if table is not None:
         return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
     if pp == 1:
+        if (pinned.virtual_stages or 1) > 1:
+            return []  # one rank's virtual stages would be one stage
         return [(pinned.schedule if pinned.schedule in ("gpipe", "1f1b") else "1f1b", 1)]
     names = [str(pinned.schedule)] if pinned.schedule else _searched(space)
     found: list[tuple[str | ScheduleTable, int]] = []
@@ -264,9 +266,18 @@ def _why_none(space: Space) -> str:
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (
         f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
-        f"batch of {space.global_batch}, pp is at most {space.num_calls} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node" + (_asked_by(schedule) if schedule else "")
+        f"batch of {space.global_batch}, {_depth(space)} (the calls that can be placed), tp must "
+        "divide a dim of a weight and stay within a node"
+        + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
+        + (_asked_by(schedule) if schedule else "")
     )
+
+
+def _depth(space: Space) -> str:
+    """What pipelines there can be."""
+    if (space.constraints.virtual_stages or 1) > 1:
+        return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
+    return f"pp is at most {space.num_calls}"
 
 
 def _asked_by(schedule: str | ScheduleTable) -> str:

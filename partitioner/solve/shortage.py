@@ -34,8 +34,8 @@ def _pinned(tables: StageTables, stage: int) -> Table:
     return found
 
 
-def capacity_error(tables: StageTables) -> PlanError:
-    """Why no split of a problem is possible: what lacks least, and where."""
+def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
+    """Why no split of a problem is possible: what lacks least, and where; ``relaxed``: a plan lacks that or more."""
     problem = tables.problem
     missing, stage, cuts = _shortage(tables)
     if not np.isfinite(missing):
@@ -45,9 +45,10 @@ def capacity_error(tables: StageTables) -> PlanError:
     first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
     where = f"{first} to {last}" if first != last else first
     how = _HOW.get(problem.recompute or "", "even with everything recomputed")
+    least = "at least " if relaxed else ""
     return CapacityError(
-        f"stage {stage} of {problem.num_stages} ({where}) needs {bytes_text(capacity + missing)} of the "
-        f"{bytes_text(capacity)} of a device {how}: {bytes_text(missing)} too much",
+        f"stage {stage} of {problem.num_stages} ({where}) needs {least}{bytes_text(capacity + missing)} of the "
+        f"{bytes_text(capacity)} usable on a device {how}: {least}{bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
     )

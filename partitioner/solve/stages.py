@@ -104,7 +104,7 @@ def least_time(problem: StageProblem) -> LeastTime:
     splitter = _Splitter(tables)
     free = None if tables.hopeless else splitter.path(np.inf)
     if free is None:
-        raise capacity_error(tables)
+        raise capacity_error(tables, relaxed=True)
     if problem.num_stages == 1:
         plan = stage_plan(tables, 0, *free)
         return LeastTime(splitter.cost(free), plan.backward_s + plan.recompute_s)

@@ -5,6 +5,7 @@ Requires and provides: see ``passes/selected.py``.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,9 +89,38 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     rows = build.same(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
         raise Unselectable
-    made = build.call(aten.index.Tensor, x, list(indices))
+    spread = _spread(build, x, first, [i for _, i in given])
+    made = spread if spread is not None else build.call(aten.index.Tensor, x, list(indices))
     build.rows[made] = Rows(rows.mask, first)
     return build.harmless(made)
+
+
+def _coordinates(
+    build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
+) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of the mask whose coordinates ``indices`` are, and which they are, if they cover dims of ``x`` from
+    ``first`` on in order: then each row has its own place, which needs no index. Empty: they do not."""
+    places = [build.places.get(i) for i in indices]
+    masks = {place[0] for place in places if place is not None}
+    if None in places or len(masks) != 1:
+        return (), []
+    covered = build.shapes[masks.pop()]
+    along = [place[1] for place in places if place is not None]
+    fits = [covered[i] for i in along] == list(x.meta["val"].shape[first : first + len(along)])
+    return (covered, along) if fits and along == sorted(set(along)) else ((), [])
+
+
+def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
+    """``x`` at every place of a mask of which ``indices`` are coordinates; ``None``: they are not."""
+    covered, along = _coordinates(build, x, first, indices)
+    if not along:
+        return None
+    sizes = list(x.meta["val"].shape)
+    before, after = sizes[:first], sizes[first + len(along) :]
+    alone = [size if i in along else 1 for i, size in enumerate(covered)]
+    value = build.call(aten.reshape.default, x, [*before, *alone, *after])
+    value = build.call(aten.expand.default, value, [*before, *covered, *after])
+    return build.call(aten.reshape.default, value, [*before, math.prod(covered), *after])
 
 
 def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
@@ -129,7 +159,14 @@ def _index_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source
         raise Unselectable
     if build.same(source).dim != dim % x.meta["val"].dim():
         raise Unselectable
-    return build.call(aten.index_add.default, x, dim, index, build.zeroed(source), **kwargs)
+    covered, along = _coordinates(build, x, dim := dim % x.meta["val"].dim(), [index])
+    if not along:
+        return build.call(aten.index_add.default, x, dim, index, build.zeroed(source), **kwargs)
+    sizes = list(source.meta["val"].shape)
+    apart = build.call(aten.reshape.default, build.zeroed(source), [*sizes[:dim], *covered, *sizes[dim + 1 :]])
+    others = [dim + i for i in range(len(covered)) if i not in along]
+    added = build.call(aten.sum.dim_IntList, apart, others) if others else apart
+    return build.call(aten.add.Tensor, x, added, **kwargs)
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:

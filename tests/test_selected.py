@@ -138,6 +138,14 @@ def test_over_the_batch(way: Callable[..., Tensor]):
     assert report.ok, str(report)
 
 
+def test_over_microbatches():
+    torch.manual_seed(0)
+    model, x = Model(experts), torch.randn(4, 6, WIDTH)
+    plan = partition(model, Topology.local(2), (x,), constraints=Constraints(pp=1, dp=2, microbatch_size=1))
+    report = plan.verify(model, (x,))
+    assert report.ok, str(report)
+
+
 def test_a_mask_that_selects_nothing_and_one_that_selects_all():
     torch.manual_seed(0)
     model, x = Model(put_back), torch.randn(4, 6, WIDTH)

@@ -161,7 +161,10 @@ class Constraints(BaseModel):
         if self.ep is None or self.ep == 1:
             return
         if not experts:
-            raise ConstraintError(f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1")
+            raise ConstraintError(
+                f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1, or experts written in a "
+                "form that docs/experts.md lists (a loop that picks each expert's rows is sharded over tp alone)"
+            )
         if experts % self.ep:
             raise ConstraintError(
                 f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"

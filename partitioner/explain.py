@@ -315,7 +315,10 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
     verdict = "it is optimal" if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}"
     least = f"no candidate can cost less than {seconds_text(c.bound)}"
     yield _line(f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}.")
-    yield _line(f"{percent(plan.shares.matmul_sharded)} of the matrix-multiply work is sharded.")
+    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
+    if over:  # the other axes divide samples, stages and experts, all of whose work is divided
+        share = percent(plan.shares.matmul_sharded)
+        yield _line(f"{share} of the matrix-multiply work is sharded over {' and '.join(over)}.")
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

@@ -73,6 +73,7 @@ def figures(plan: Plan) -> Padding:
     if batch:
         size = batch // max(1, plan.num_microbatches * plan.mesh.get("dp", 1))
         samples = f" of {plural(size, 'sample')}, global batch {batch:,}"
+    divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
@@ -85,7 +86,7 @@ def figures(plan: Plan) -> Padding:
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("host memory", host_text(plan)),
-        ("matmul work sharded", percent(plan.shares.matmul_sharded)),
+        ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate)),
     ]

@@ -257,8 +257,8 @@ def _outputs(
 
 _CHANGED: dict[OutputKind | None, str] = {
     OutputKind.BUFFER_MUTATION: (
-        "forward changes the buffer {target!r}: such a model couples the samples of a batch; "
-        "call model.eval(), or replace batch norm by a norm over each sample (GroupNorm, LayerNorm)"
+        "forward changes the buffer {target!r}, which couples the samples of a batch or one call to the next; call "
+        "model.eval(), or replace what changes it (batch norm by GroupNorm or LayerNorm)"
     ),
     OutputKind.USER_INPUT_MUTATION: "forward changes its argument {target!r} in place: make it change a copy",
     None: "forward changes {target!r} in place, which a plan cannot keep",

@@ -271,6 +271,7 @@ class _Search:
         """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
         try:
             job = self._job(variant, pins)
+            job.constraints.check_offload()
             bounds = self._bound(job)
             choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
         except PartitionError:

@@ -39,7 +39,9 @@ class PreparedModel:
     _known: dict[int | None, Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None) -> Work:
-        """The folded model for this batch; ``None``: that of the inputs."""
+        """The folded model for this batch; ``None``: that of the inputs. Raises :class:`InputsError` for no batch."""
+        if global_batch is not None and global_batch < 1:
+            raise InputsError(f"global_batch must be a number of samples, 1 or more, or None; got {global_batch}")
         if global_batch not in self._known:
             captured = capture(
                 self.model,

@@ -116,6 +116,9 @@ JOBS: dict[str, Infeasible] = {
     "sharing: over too few ranks": Infeasible(
         CapacityError, "dp_shard=4 instead of 2", cluster(2.4), pins={"pp": 1, "tp": 1, "zero": 3, "dp_shard": 2}
     ),
+    "offload: parameters that are kept whole": Infeasible(
+        ConstraintError, "zero=0 instead of 1", cluster(64, host=64), pins={"offload": "parameters", "zero": 1}
+    ),
     "pins: an axis does not divide": Infeasible(ConstraintError, "pp=", pins={"pp": 3}),
     "pins: axes make too few": Infeasible(ConstraintError, "=", pins={"pp": 2, "dp": 1, "tp": 1}),
     "pins: axes make too many": Infeasible(ConstraintError, "=|8 devices", pins={"pp": 2, "dp": 2, "tp": 2}),
@@ -163,6 +166,7 @@ def test_the_first_change_gives_the_job_a_plan(name: str) -> None:
         job.plan(job.topology, Constraints(**job.pins))
     error = caught.value
     assert error.changes, str(error)
+    Constraints(**error.changes[0].constraints.model_dump())  # is what a user could have written
     first = error.changes[0]
     assert re.search(job.gives_up, first.text), first.text
     assert first.text in str(error)
@@ -175,7 +179,8 @@ def test_the_first_change_gives_the_job_a_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["states: all of the mesh is pinned", "activations: schedule", "batch: dp does not divide"]
+    "name",
+    ["states: all of the mesh is pinned", "activations: schedule", "batch: dp does not divide"],
 )
 def test_so_does_every_other_change(name: str) -> None:
     job = JOBS[name]
@@ -185,6 +190,13 @@ def test_so_does_every_other_change(name: str) -> None:
     assert others
     for change in others:
         assert job.plan(change.topology, change.constraints, change.global_batch).estimate.step_time > 0
+
+
+def test_more_devices_do_not_mend_what_contradicts_itself() -> None:
+    job = JOBS["offload: parameters that are kept whole"]
+    with pytest.raises(ConstraintError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    assert [change.text for change in caught.value.changes] == ["zero=0 instead of 1"]
 
 
 def test_the_pins_that_conflict_are_named() -> None:

@@ -53,3 +53,10 @@ def test_an_estimate_alone_has_the_same_figures() -> None:
     assert plan.planned_only == ("estimate_only=True",)
     with pytest.raises(PlanError, match="estimate_only"):
         plan.rank(0)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_batch_is_refused(size: int) -> None:
+    prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss)
+    with pytest.raises(InputsError, match="global_batch must be"):
+        partition(prepared, Topology.local(2), global_batch=size)

@@ -116,7 +116,19 @@ def fullest_rank(plan: Plan) -> int:
 def certificate_line(plan: Plan) -> str:
     c = plan.certificate
     gap = "proven optimal" if c.gap <= 1e-6 else f"gap {percent(c.gap)}"
-    return f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
+    line = f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
+    return line + _searched(plan)
+
+
+def _searched(plan: Plan) -> str:
+    """What the bound is of, where that is less than all that could have been asked for."""
+    pinned = plan.constraints
+    if pinned.ahead or plan.objective != "train" or len(plan.devices) == 1:
+        return ""
+    plain = pinned.zero is None and pinned.dp_shard is None and not any(c.zero for c in plan.certificate.candidates)
+    left = ["of 1F1B"] if pinned.schedule is None and pinned.virtual_stages is None else []
+    left += ["without ZeRO"] if plain else []
+    return f" ({', '.join(left)})" if left else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from partitioner.constraints import Constraints
 from partitioner.explain import explain, summary
 from partitioner.outline import outline
 from partitioner.plan import Plan
@@ -30,7 +31,9 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert line_of(text, "step time").endswith("1.23 s")
     assert line_of(text, "memory").endswith("61 GiB of 78.3 GiB, rank 0 is the fullest")
     assert line_of(text, "matmul work sharded").endswith("99%")
-    assert line_of(text, "certificate").endswith("objective 1.23 s, bound 1.2 s, gap 2.8% under the cost model")
+    assert line_of(text, "certificate").endswith(
+        "objective 1.23 s, bound 1.2 s, gap 2.8% under the cost model (of 1F1B, without ZeRO)"
+    )
     assert line_of(text, "candidates").endswith("4 considered: 1 chosen, 1 slower, 1 cannot be faster, 1 does not fit")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")
     assert "- dropout is off" in text
@@ -76,6 +79,8 @@ def test_a_proven_optimum_says_so(plan: Plan):
     proven = plan.model_copy(update={"certificate": certificate})
     assert "proven optimal under the cost model" in summary(proven)
     assert "it is optimal" in explain(proven)
+    searched = proven.model_copy(update={"constraints": Constraints(ahead=True)})
+    assert line_of(summary(searched), "certificate").endswith("proven optimal under the cost model")
 
 
 def test_one_rank_needs_no_words_on_stages():

@@ -265,6 +265,7 @@ def test_adam_takes_eighteen_bytes_per_short_parameter():
     assert costs["norm"].total == 16 * 64
     assert costs["norm"].grad_axes == ("dp", "tp")
     assert state_costs(states, layouts, {"dp": 1, "tp": 4}, optimizer="sgd")["w"].total == (2 + 4 + 4) * 64 * 64 / 4
+    assert [optimizer_bytes(1, size, "adamw") for size in (2, 4, 8)] == [12, 8, 16]
     with pytest.raises(ConstraintError, match="unknown optimizer 'lion'; expected one of adamw"):
         optimizer_bytes(1, 2, "lion")
 

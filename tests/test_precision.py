@@ -268,10 +268,11 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 def test_what_is_planned_is_what_is_held(precision: str, optimizer: str):
     """Parameters with their copies, gradients and the optimizer's state: to the byte."""
     model, inputs = Mlp(), (torch.randn(16, 64), torch.randint(64, (16,)))
+    inputs = (inputs[0].double(), inputs[1]) if precision == "fp64" else inputs
     fixed = Constraints(pp=2, dp=2, tp=1)
     plan = partition(model, Topology.local(4), inputs, constraints=fixed, precision=precision, optimizer=optimizer)
     kinds = {

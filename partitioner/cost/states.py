@@ -25,7 +25,8 @@ from passes.layouts import REPLICATED, Layout, local_shape
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``moment_bytes`` per parameter; ``master``: whether a short parameter has an fp32 copy, which it steps."""
+    """``moment_bytes`` per parameter, in fp32 or shorter (of fp64: twice); ``master``: whether a short parameter has an
+    fp32 copy, which it steps."""
 
     moment_bytes: int
     master: bool
@@ -45,7 +46,8 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     if optimizer not in OPTIMIZERS:
         raise ConstraintError(f"unknown optimizer {optimizer!r}; expected one of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[optimizer]
-    return numel * (kind.moment_bytes + (4 if kind.master and itemsize < 4 else 0))
+    moments = kind.moment_bytes * max(4, itemsize) // 4
+    return numel * (moments + (4 if kind.master and itemsize < 4 else 0))
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:

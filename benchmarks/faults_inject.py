@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from passes.collectives import collective_name
 from runtime import Engine
@@ -181,11 +182,16 @@ def _lines(compiled: Compiled, kind: str) -> list[int]:
         is_collective = collective_name(node.target) is not None
         if is_collective != (kind == "raise_collective"):
             continue
-        value = node.meta.get("val")
-        floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() > 0
-        if kind != "nan" or floating:
+        # a comparison knows no NaN: what only such operators read would be changed, and no NaN come of it
+        spreads = any(_is_floating(user) or user.op == "output" for user in node.users)
+        if kind != "nan" or (_is_floating(node) and spreads):
             found.append(line)
     return found
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() > 0
 
 
 def _function_name(compiled: Compiled, line: int) -> str | None:

@@ -6,6 +6,7 @@ carry ``device=meta``, which stands for the rank's own device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ _MOST_KNOWN = 1 << 14
 
 def infer(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of ``target`` on meta tensors: shapes and types, no numbers. It may be shared: do not change it."""
+    if target is operator.getitem and isinstance(args[0], tuple | list):
+        return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return _run(target, args, kwargs)  # a mode may change what operators make
     try:

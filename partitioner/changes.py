@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import combinations, count
+from itertools import count
 from typing import Any
 
-from partitioner.constraints import OF_POINT, Constraints
+from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import OFFLOAD_SETS, space_of
 from partitioner.finish import planned_only
 from partitioner.job import Job
+from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
 from partitioner.solve.points import Point, divisors, points
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload
@@ -32,12 +33,10 @@ from partitioner.topology.resize import with_devices, with_nodes
 from partitioner.units import plural
 from passes.errors import PartitionError
 
-# What it takes to give up a constraint; a change of size costs half of its logarithm more.
-_WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
 _PLACE, _OFFLOAD, _ROOM = 0.4, 0.6, 3.0  # a stage_of entry put right, other kinds in host memory, other devices
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
 _ZERO_IS_FREE = ("etp", "dp_shard")  # in points
-_FEW_PINS, _MOST_DEVICES = 7, 32768
+_MOST_DEVICES = 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -129,24 +128,24 @@ class _Search:
 
     def conflict(self) -> tuple[str, ...]:
         """A least set of pins without a plan, by bounds; empty where the bounds allow one or none is needed."""
-        kept = _pins(self.asked.constraints)
-        if self._possible(self.asked.constraints) or not self._possible(_without(self.asked.constraints, kept)):
+        kept = pins_of(self.asked.constraints)
+        if self._possible(self.asked.constraints) or not self._possible(without(self.asked.constraints, kept)):
             return ()
         for pin in list(kept):
             rest = [p for p in kept if p != pin]
-            others = [p for p in _pins(self.asked.constraints) if p not in rest]
-            if not self._possible(_without(self.asked.constraints, others)):
+            others = [p for p in pins_of(self.asked.constraints) if p not in rest]
+            if not self._possible(without(self.asked.constraints, others)):
                 kept = rest
-        return tuple(_shown(self.asked.constraints, pin) for pin in kept)
+        return tuple(shown(self.asked.constraints, pin) for pin in kept)
 
     def changes(self) -> tuple[Change, ...]:
         """The nearest changes with which there is a plan."""
         ticket = count()
         heap: list[tuple[float, float, int, _Variant, tuple[str, ...], Point | None]] = []
         for variant in self._variants():
-            for pins in _subsets(_pins(variant.constraints)):
+            for pins in subsets(pins_of(variant.constraints)):
                 if variant.texts or pins:
-                    cost = variant.cost + _given_up(pins)
+                    cost = variant.cost + effort(pins)
                     heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
         done: list[frozenset[str]] = []
         found: list[Change] = []
@@ -259,7 +258,7 @@ class _Search:
                 yield _and(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
 
     def _job(self, variant: _Variant, pins: Sequence[str]) -> Job:
-        return self.asked.prepare(variant.topology, _without(variant.constraints, pins), variant.global_batch)
+        return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)
 
     def _bound(self, job: Job) -> ModelBounds:
         key = _basis(job)
@@ -276,10 +275,10 @@ class _Search:
             choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
         except PartitionError:
             return []
-        changed = [p for p in choices if all(_differs(variant.constraints, pin, p) for pin in pins)]
+        changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
         if not changed:
             return []
-        far = [sum(_distance(variant.constraints, pin, p) for pin in pins) for p in changed]
+        far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
         ranked = sorted(zip(far, bounds.times(changed).tolist(), changed, strict=True))
         roomy = _Roomy(bounds, max(d.usable for d in job.topology.devices))
         return [choice for choice in ranked if roomy(choice[2])]
@@ -321,11 +320,11 @@ class _Search:
 
     def _change(self, variant: _Variant, pins: Sequence[str], point: Point) -> Change:
         given = variant.constraints
-        free = _without(given, pins)
+        free = without(given, pins)
         new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
         new = {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
         constraints = free.model_copy(update=new)
-        texts = [*variant.texts, *(_instead(given, pin, new.get(pin)) for pin in pins)]
+        texts = [*variant.texts, *(instead(given, pin, new.get(pin)) for pin in pins)]
         precision = self._job(variant, pins).precision
         beyond = [
             w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only
@@ -355,58 +354,3 @@ def _kinds_text(kinds: Sequence[str]) -> str:
 
 def _local(topology: Topology) -> Topology:
     return Topology.local(topology.num_devices)
-
-
-def _pins(constraints: Constraints) -> list[str]:
-    """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
-    *others, zero, dp_shard = OF_POINT
-    fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
-    return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
-
-
-def _subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
-    few = len(pins) if len(pins) <= _FEW_PINS else 2
-    for size in range(few + 1):
-        yield from combinations(pins, size)
-    if few < len(pins):
-        yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
-
-
-def _given_up(pins: Sequence[str]) -> float:
-    """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
-    places = sum(":" in pin for pin in pins)
-    others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
-    return others + (0.8 + 0.2 * places if places else 0.0)
-
-
-def _without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
-    places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
-    freed: dict[str, Any] = {pin: None for pin in pins if ":" not in pin}
-    return constraints.model_copy(update={**freed, "stage_of": places})
-
-
-def _differs(constraints: Constraints, pin: str, point: Point) -> bool:
-    """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
-    return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
-
-
-def _distance(constraints: Constraints, pin: str, point: Point) -> float:
-    old, new = getattr(constraints, pin, None), getattr(point, pin, None)
-    if not isinstance(old, int) or not isinstance(new, int):
-        return 0.0
-    return 0.5 * abs(math.log2(max(new, 0.5) / max(old, 0.5)))
-
-
-def _shown(constraints: Constraints, pin: str) -> str:
-    name, _, module = pin.partition(":")
-    return f"stage_of[{module!r}]={constraints.stage_of[module]}" if module else f"{name}={getattr(constraints, name)}"
-
-
-def _instead(constraints: Constraints, pin: str, new: object) -> str:
-    name, _, module = pin.partition(":")
-    if module:
-        return f"no stage_of[{module!r}]"
-    if new is None:
-        return f"{name} left free instead of {getattr(constraints, name)}"
-    return f"{name}={new} instead of {getattr(constraints, name)}"

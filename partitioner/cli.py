@@ -377,8 +377,7 @@ def _print_summary(found: Any) -> None:
 def _so_far(seen: Any) -> str:
     """How far the search is: a ``Progress``."""
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
-    solved = f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds"
-    return f"{solved}, {seen.num_open} open{best}"
+    return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, {seen.num_open} open{best}"
 
 
 def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:

@@ -1,0 +1,74 @@
+"""What the user fixed: which of it may be given up, at what cost, and how far that is from what was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from partitioner.constraints import OF_POINT, Constraints
+from partitioner.solve.points import Point
+
+# What it takes to give up a constraint; a change of size costs half of its logarithm more.
+_WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
+_FEW_PINS = 7
+
+
+def pins_of(constraints: Constraints) -> list[str]:
+    """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
+    *others, zero, dp_shard = OF_POINT
+    fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
+    return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
+
+
+def subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
+    few = len(pins) if len(pins) <= _FEW_PINS else 2
+    for size in range(few + 1):
+        yield from combinations(pins, size)
+    if few < len(pins):
+        yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
+
+
+def effort(pins: Sequence[str]) -> float:
+    """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
+    places = sum(":" in pin for pin in pins)
+    others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
+    return others + (0.8 + 0.2 * places if places else 0.0)
+
+
+def without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
+    """``constraints`` with ``pins`` left free."""
+    places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
+    freed: dict[str, Any] = {pin: None for pin in pins if ":" not in pin}
+    return constraints.model_copy(update={**freed, "stage_of": places})
+
+
+def differs(constraints: Constraints, pin: str, point: Point) -> bool:
+    """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
+    return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
+
+
+def distance(constraints: Constraints, pin: str, point: Point) -> float:
+    """How far ``point`` is from what is pinned: half of the logarithm of a change of size."""
+    old, new = getattr(constraints, pin, None), getattr(point, pin, None)
+    if not isinstance(old, int) or not isinstance(new, int):
+        return 0.0
+    return 0.5 * abs(math.log2(max(new, 0.5) / max(old, 0.5)))
+
+
+def shown(constraints: Constraints, pin: str) -> str:
+    """``pin`` as the user wrote it."""
+    name, _, module = pin.partition(":")
+    return f"stage_of[{module!r}]={constraints.stage_of[module]}" if module else f"{name}={getattr(constraints, name)}"
+
+
+def instead(constraints: Constraints, pin: str, new: object) -> str:
+    """What to say of ``new`` in the place of what is pinned; ``None``: it is left free."""
+    name, _, module = pin.partition(":")
+    if module:
+        return f"no stage_of[{module!r}]"
+    if new is None:
+        return f"{name} left free instead of {getattr(constraints, name)}"
+    return f"{name}={new} instead of {getattr(constraints, name)}"

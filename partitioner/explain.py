@@ -21,6 +21,7 @@ from partitioner.explain_tables import (
     indented,
     plain,
     rule_table,
+    searched,
     stage_table,
 )
 from partitioner.outline import CallGroup, Outline, outline
@@ -314,7 +315,9 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
     c = plan.certificate
     verdict = "it is optimal" if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}"
     least = f"no candidate can cost less than {seconds_text(c.bound)}"
-    yield _line(f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}.")
+    yield _line(
+        f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}{searched(plan)}."
+    )
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)

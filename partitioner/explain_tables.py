@@ -117,10 +117,10 @@ def certificate_line(plan: Plan) -> str:
     c = plan.certificate
     gap = "proven optimal" if c.gap <= 1e-6 else f"gap {percent(c.gap)}"
     line = f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
-    return line + _searched(plan)
+    return line + searched(plan)
 
 
-def _searched(plan: Plan) -> str:
+def searched(plan: Plan) -> str:
     """What the bound is of, where that is less than all that could have been asked for."""
     pinned = plan.constraints
     if pinned.ahead or plan.objective != "train" or len(plan.devices) == 1:

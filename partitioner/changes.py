@@ -280,8 +280,8 @@ class _Search:
             return []
         far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
         ranked = sorted(zip(far, bounds.times(changed).tolist(), changed, strict=True))
-        roomy = _Roomy(bounds, max(d.usable for d in job.topology.devices))
-        return [choice for choice in ranked if roomy(choice[2])]
+        room = max(d.usable for d in job.topology.devices)
+        return [choice for choice in ranked if bounds.state_bytes(choice[2]) <= room]
 
     def _allowed(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
         """Whether the bounds allow a plan at ``point``."""
@@ -310,7 +310,10 @@ class _Search:
             choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
         except PartitionError:
             return False
-        for point in filter(_Roomy(bounds, max(d.usable for d in job.topology.devices)), choices):
+        room = max(d.usable for d in job.topology.devices)
+        for point in choices:
+            if bounds.state_bytes(point) > room:
+                continue
             try:
                 bounds.refine(point)
             except PartitionError:
@@ -331,21 +334,6 @@ class _Search:
         ]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
-
-
-class _Roomy:
-    """Whether a point's states, evenly over its stages, fit in ``capacity`` bytes: quick, and never wrong to say no."""
-
-    def __init__(self, bounds: ModelBounds, capacity: int) -> None:
-        self.bounds, self.capacity = bounds, capacity
-        self.known: dict[tuple[int, ...], bool] = {}
-
-    def __call__(self, point: Point) -> bool:
-        key = point.pp, point.dp, point.cp, point.tp, point.ep, point.etp, point.zero, point.dp_shard
-        if key not in self.known:
-            states = sum(cost.total for cost in self.bounds.share_of_states(point).values())
-            self.known[key] = states / point.pp <= self.capacity
-        return self.known[key]
 
 
 def _kinds_text(kinds: Sequence[str]) -> str:

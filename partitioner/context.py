@@ -15,7 +15,7 @@ the step shorter: attention that is causal is uneven where they are in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ from partitioner.cost.axes import TensorCosts
 from partitioner.cost.operators import is_attention, is_product, is_view
 from partitioner.errors import PlanError
 from partitioner.solve.options import ShardingError
-from partitioner.solve.sharding import ShardingSolution, solve_sharding
+from partitioner.solve.sharding import Allowed, ShardingSolution, solve_sharding
 from partitioner.solve.share import matmul_flops
 from passes.blocks import FoldedModel, TensorSpec
 from passes.factors import Strategy, operands_of
@@ -56,7 +56,7 @@ def shard_context(
     *,
     tp: int = 1,
     algorithm: Algorithm | None = None,
-    allowed: Callable[[fx.Node, Strategy], bool] | None = None,
+    allowed: Allowed | None = None,
 ) -> ContextModel:
     """``split``, the model of one microbatch, with its sequence sharded over ``cp`` at the least cost.
 
@@ -147,7 +147,7 @@ class _Rules:
         num_ranks: int,
         tp: int,
         algorithm: str | None,
-        also: Callable[[fx.Node, Strategy], bool] | None,
+        also: Allowed | None,
     ) -> None:
         self.num_ranks, self.tp, self.algorithm, self.also = num_ranks, tp, algorithm, also
         dims = {name: to.dim if to.is_shard else None for name, to in batch.values.items()}

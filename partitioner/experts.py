@@ -8,12 +8,13 @@ weights are not; where they share each expert (``etp`` as large as ``tp``), it i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import fx
 
 from partitioner.errors import PlanError
+from partitioner.solve.sharding import Allowed
 from passes.blocks import FoldedModel
 from passes.dispatch import spread_experts
 from passes.errors import UnsupportedError
@@ -22,7 +23,6 @@ from passes.layouts import Layout, shard
 from passes.regions import ExpertRegion, find_regions
 
 Split = Literal["", "rows", "within"]  # what of the experts' work is sharded over tp: as is cheapest, rows, each expert
-Allowed = Callable[[fx.Node, Strategy], bool]
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from partitioner.cost.asked import operand_needs, tensors_of
 from partitioner.cost.calls import exchange_time
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, memory_rate
@@ -140,12 +141,10 @@ class _Operator:
 
     def __init__(self, node: fx.Node, train: bool) -> None:
         self.node = node
-        tensors = [isinstance(o.meta["val"], Tensor) for o in operands_of(node)]
-        operands = [o for o, is_tensor in zip(operands_of(node), tensors, strict=True) if is_tensor]
-        self._places = [place for place, is_tensor in enumerate(tensors) if is_tensor]
-        self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in operands]
+        self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
+        self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
         self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
-        self._needs = [needs_gradient(o) for o in operands]
+        self._needs = operand_needs(node)
         self.backward = train and needs_gradient(node)
         factors = factors_of(node)
         self._lower = {} if factors is None else factors.lower

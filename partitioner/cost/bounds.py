@@ -266,15 +266,21 @@ class ModelBounds:
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
         """The states of the calls that stages can be cut between, added up by kind; whether they are experts'."""
-        names = {name for c in self.model.calls if not c.shared and not c.prologue for name in c.states}
-        experts = names & self.job.experts
-        kinds = (summed([self.states[name] for name in of]) for of in (names - experts, experts))
-        return [(cost, expert) for costs, expert in zip(kinds, (False, True), strict=True) for cost in costs]
+        names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
+        return [
+            (cost, expert)
+            for expert in (False, True)
+            for cost in summed(self.states[name] for name in names if (name in self.job.experts) == expert)
+        ]
+
+    def state_bytes(self, point: Point) -> float:
+        """What states take on a rank, if all stages have as much of them."""
+        return sum(_share(*state, point).total for state in self._placed_states) / point.pp
 
     def check_states(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
         lacks is more than it says."""
-        needed = sum(_share(*state, point).total for state in self._placed_states) / point.pp
+        needed = self.state_bytes(point)
         room = sum(self._machine(point).capacity) / point.pp
         if (missing := math.ceil(needed - room)) > 0:
             raise CapacityError(

@@ -138,7 +138,7 @@ def _why(point: Point, candidates: Sequence[Point]) -> str:
     """Why a point is no candidate of the search."""
     if point in candidates:
         return ""
-    return "excluded by the constraints" if not point.zero else "only searched where it is asked for"
+    return "excluded by the constraints"
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:

@@ -272,7 +272,7 @@ class _Search:
             job = self._job(variant, pins)
             job.constraints.check_offload()
             bounds = self._bound(job)
-            choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
+            choices = points(space_of(job, bounds))
         except PartitionError:
             return []
         changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
@@ -307,7 +307,7 @@ class _Search:
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             bounds = self._bound(job)
-            choices = points(replace(space_of(job, bounds), sharded=self.short_of_memory))
+            choices = points(space_of(job, bounds))
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)

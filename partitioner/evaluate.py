@@ -19,7 +19,7 @@ from partitioner.local_models import LocalKey, LocalModels
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
-from partitioner.solve.pipelines import is_formula, least_bubble
+from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
@@ -109,9 +109,10 @@ class Evaluator:
 
         def least(machine: Machine) -> float:
             """Stages that are all as fast as the best and hold the same share of the work."""
-            bubble = least_bubble(point.schedule)
-            share = (num_microbatches - bubble) / point.pp + bubble
-            return self._fastest(local, costs, dressed(machine)) * share
+            fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
+            ahead, back = self._fastest(local, costs, dressed(machine))
+            filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
+            return (ahead + back) * num_microbatches / point.pp + filled
 
         if devices is None:
             found = self.placements.best(point.grid, judge, least)
@@ -203,14 +204,14 @@ class Evaluator:
             floor[call.block] = min(floor.get(call.block, found), found)
         return floor
 
-    def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> float:
-        """Seconds of a microbatch through all calls, if all stages were as fast as the fastest."""
+    def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
+        """Seconds of a microbatch through all calls, forward and backward, if all stages were as fast as the fastest.
+        """
         often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
-        train = self.job.train
-        return min(
-            sum(n * (of[b].forward_total_s + of[b].backward_total_s * train) for b, n in often.items())
-            for of in {id(of): of for of in costs.by_stage(machine)}.values()
-        )
+        stages = {id(of): of for of in costs.by_stage(machine)}.values()
+        ahead = min(sum(n * of[b].forward_total_s for b, n in often.items()) for of in stages)
+        back = min(sum(n * of[b].backward_total_s for b, n in often.items()) for of in stages)
+        return ahead, back if self.job.train else 0.0
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""

@@ -125,10 +125,7 @@ def searched(plan: Plan) -> str:
     pinned = plan.constraints
     if pinned.ahead or plan.objective != "train" or len(plan.devices) == 1:
         return ""
-    plain = pinned.zero is None and pinned.dp_shard is None and not any(c.zero for c in plan.certificate.candidates)
-    left = ["of 1F1B"] if pinned.schedule is None and pinned.virtual_stages is None else []
-    left += ["without ZeRO"] if plain else []
-    return f" ({', '.join(left)})" if left else ""
+    return " (of 1F1B)" if pinned.schedule is None and pinned.virtual_stages is None else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:

@@ -46,8 +46,7 @@ def explore(
 ) -> tuple[Solved, Certificate]:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
 
-    Where none fits in memory and state sharding was neither fixed nor searched, it is; then what is kept in host
-    memory, the less the better.
+    Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better.
 
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
@@ -58,41 +57,36 @@ def explore(
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     short: CapacityError | None = None
-    for asked, sharded in _rooms(job):
+    for asked in _rooms(job):
         if asked is not evaluator.job:
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
-        space = space_of(asked, bounds)
-        space = replace(space, sharded=space.sharded or sharded)
         try:
-            return _explore(asked, evaluator, bounds, space, progress, compare)
+            return _explore(asked, evaluator, bounds, progress, compare)
         except CapacityError as error:
             short = error if asked is job else short  # without offload, which is no less short
     assert short is not None
     raise short
 
 
-def _rooms(job: Job) -> Iterator[tuple[Job, bool]]:
-    """The job as it is, then with more and more room: with state sharding searched, and with kinds in host memory."""
+def _rooms(job: Job) -> Iterator[Job]:
+    """The job as it is, then with more and more kinds in host memory."""
     pinned = job.constraints
-    yield job, False
-    sharded = job.train and pinned.zero is None and not pinned.ahead
-    if sharded:
-        yield job, True
+    yield job
     if pinned.offload is None and can_offload(job.topology):
         for offload in OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]:
             if "parameters" not in offload or pinned.zero not in (1, 2):
-                yield replace(job, constraints=pinned.model_copy(update={"offload": offload})), sharded
+                yield replace(job, constraints=pinned.model_copy(update={"offload": offload}))
 
 
 def _explore(
     job: Job,
     evaluator: Evaluator,
     bounds: ModelBounds,
-    space: Space,
     progress: Callable[[Progress], None] | None,
     compare: bool,
 ) -> tuple[Solved, Certificate]:
+    space = space_of(job, bounds)
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Floor
-from partitioner.solve.pipelines import is_formula
+from partitioner.solve.pipelines import is_plain
 from partitioner.solve.points import Point
 
 
@@ -67,7 +67,7 @@ class Floors:
         return self.bounds.with_floor(point, floor) if floor else 0.0
 
     def _own_staged(self, point: Point) -> float:
-        least = self.evaluator.least(point) if is_formula(point.schedule) else None
+        least = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
         return self.bounds.staged(point, *least) if least else 0.0
 
     def _of_largest(self, point: Point) -> Floor | None:

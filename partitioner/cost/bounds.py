@@ -30,7 +30,7 @@ from partitioner.cost.offload import update_seconds
 from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
 from partitioner.errors import CapacityError
-from partitioner.solve.pipelines import is_formula, least_bubble
+from partitioner.solve.pipelines import is_formula, is_plain, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stages import least_time
@@ -172,8 +172,7 @@ class ModelBounds:
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        dp, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
-        num_microbatches = self.global_batch / (dp * size)
+        _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
         blocks = [self.blocks[name] for name in dict.fromkeys(self._placed)]
         calls = np.array([self._placed.count(name) for name in dict.fromkeys(self._placed)])
         share = size / self.global_batch / cp
@@ -181,16 +180,27 @@ class ModelBounds:
         forward = np.stack([block.forward.at(share, tp, several, ep) for block in blocks])
         backward = np.stack([block.backward.at(share, tp, several, ep) for block in blocks])
         fastest, together = self._speeds(points)
-        total = calls @ (forward + backward)
-        slowest = np.maximum(total / together, (forward + backward).max(axis=0) / fastest)
-        after = self._after(points, calls @ backward / fastest)
-        bubble = np.array([self._bubble(p) for p in points])
-        bound: Vector = ((num_microbatches - bubble) * slowest + bubble * total / fastest + after) * _ROUNDING
+        ahead, back = calls @ forward, calls @ backward
+        largest = (forward + backward).max(axis=0)
+        after = self._after(points, back / fastest)
+        pipelines = self._pipelines(points, ahead / fastest, back / fastest, largest / fastest, together / fastest)
+        bound: Vector = (pipelines + after) * _ROUNDING
         return bound
 
-    def _bubble(self, point: Point) -> float:
-        """The least share of fill and drain."""
-        return least_bubble(point.schedule)
+    def _pipelines(
+        self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector, together: Vector | None = None
+    ) -> Vector:
+        """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
+        those of even stages, or as the largest call paces it. ``together``: stages, if faster ones do more."""
+        m = np.array([p.num_microbatches(self.global_batch) for p in points], dtype=np.float64)
+        pp = np.array([p.pp for p in points], dtype=np.float64)
+        formula = np.array([is_formula(p.schedule) for p in points])
+        fill = np.array([least_fill(p.schedule, p.pp, int(n), p.virtual_stages) for p, n in zip(points, m, strict=True)])
+        whole = ahead + back
+        slowest = np.maximum(whole / (pp if together is None else together), largest)
+        filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
+        pipelines: Vector = np.where(formula, (m - 1) * slowest + whole, np.maximum(filled, m * slowest))
+        return pipelines
 
     def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
         """For each point the speed of the fastest stage, and of all stages together, at best.
@@ -305,7 +315,7 @@ class ModelBounds:
 
         Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
         """
-        if not is_formula(point.schedule):  # a rank's calls are not consecutive
+        if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
             return float(self.times([point])[0])
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
@@ -338,11 +348,10 @@ class ModelBounds:
 
     def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""
-        m, bubble = point.num_microbatches(self.global_batch), self._bubble(point)
         often = Counter(self._placed)
         ahead = sum(n * floor[block][0] for block, n in often.items())
         back = sum(n * floor[block][1] for block, n in often.items()) if self.train else 0.0
         largest = max((sum(floor[block][: 1 + self.train]) for block in often), default=0.0)
         after = float(self._after([point], np.array([ahead + back]))[0])  # as if all of it could hide reductions
-        slowest = max((ahead + back) / point.pp, largest)
-        return ((m - bubble) * slowest + bubble * (ahead + back) + after) * _ROUNDING
+        of_point = (np.array([seconds]) for seconds in (ahead, back, largest))
+        return (float(self._pipelines([point], *of_point)[0]) + after) * _ROUNDING

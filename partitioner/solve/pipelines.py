@@ -7,7 +7,7 @@ stage ``s``. All others are followed action by action, in the order in which the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +20,22 @@ from partitioner.schedule_table import ScheduleTable, table_of
 from partitioner.schedules import timetable
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
+# Microbatches that stage ``s`` of ``p`` holds at a time, of ``m``, one stage on each rank; and those of them whose backward
+# for inputs has run, and that for weights has not.
+_IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[int, int]]] = {
+    "gpipe": lambda s, p, m: (m, 0),
+    "1f1b": lambda s, p, m: (min(p - s, m), 0),
+    "zb-1p": lambda s, p, m: (min(p, m), min(s + 1, m) if s else 0),
+}
+# Of forward and backward, to be divided by the virtual stages, of two microbatches and more for each rank. The value of a
+# game for the least of a step's longest path, whoever cuts the calls; rounded down from those of two to four ranks.
+_LEAST_FILL = {
+    "interleaved": (0.5, 0.5),
+    "zb-1p": (0.7, 0.0),
+    "zb-2p": (0.45, 0.0),
+    "zb-v": (0.4, 0.0),
+    "dualpipe-v": (0.3, 0.0),
+}
 _MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on as it did
 
 
@@ -41,15 +57,30 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
-def least_bubble(schedule: str | ScheduleTable) -> float:
-    """The share of the plain pipeline's fill and drain that a schedule has at least."""
-    return 1.0 if is_formula(schedule) else 0.0
+def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
+    """Whether each rank has one stage, and a formula says how many microbatches that holds."""
+    return schedule in _IN_FLIGHT and v == 1
 
 
-def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> int:
-    """Microbatches whose saved tensors stage ``stage`` of ``p`` holds at a time, for the schedules of a formula."""
-    assert is_formula(schedule), schedule
-    return m if schedule == "gpipe" else min(p - stage, m)
+def least_fill(schedule: str | ScheduleTable, p: int, m: int, v: int) -> tuple[float, float]:
+    """The shares of a microbatch's forward and backward through all stages that fill and drain take at least.
+
+    Wherever the calls are cut, a step of devices that are alike takes no less than
+    ``m total / p + (1 - 1 / p) (share forward + share backward)`` seconds; ``(1, 1)`` for 1F1B.
+    """
+    if is_formula(schedule):
+        return 1.0, 1.0
+    if schedule == "zb-1p" and v == 1:
+        return (0.75 if m == p else 1.0), 0.0
+    ahead, back = _LEAST_FILL.get(schedule, (0.0, 0.0)) if isinstance(schedule, str) else (0.0, 0.0)
+    return (ahead / v, back / v) if m >= 2 * p else (0.0, 0.0)
+
+
+def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[int, int]:
+    """Microbatches whose saved tensors stage ``stage`` of ``p`` holds at a time, and those of them of which half the
+    backward has run, for schedules that :func:`is_plain`."""
+    assert schedule in _IN_FLIGHT, schedule
+    return _IN_FLIGHT[schedule](stage, p, m)
 
 
 @dataclass(frozen=True)

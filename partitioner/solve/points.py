@@ -16,7 +16,8 @@ from runtime.program import hybrid_mesh
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _CHOICES = {"interleaved": (2, 3, 4, 6, 8, 12), "zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
 
-_BESIDE = {"interleaved": (2, 4), "zb-1p": (1, 2), "zb-v": (2,)}  # tried for what was found under 1F1B
+_SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
+_BESIDE = {"interleaved": (2, 4), "zb-1p": (2,), "zb-v": (2,)}  # tried for what was found under those
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +97,7 @@ class Point:
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens; ``sharded``: state sharding is searched, too."""
+    sample's tokens."""
 
     topology: Topology
     global_batch: int
@@ -106,7 +107,6 @@ class Space:
     train: bool = True
     experts: int = 0
     length: int = 0
-    sharded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -204,7 +204,7 @@ def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
         elif pinned.virtual_stages is not None:
             choices = [pinned.virtual_stages]
         else:
-            choices = list(_CHOICES[name] if pinned.schedule or pinned.ahead else _CHOICES[name][:1])
+            choices = list((_CHOICES if pinned.schedule or pinned.ahead else _SEARCHED)[name])
         found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
     return found
 
@@ -216,7 +216,7 @@ def _searched(space: Space) -> list[str]:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
     if (pinned.virtual_stages or 1) > 1 and not pinned.ahead:
         return [name for name, schedule in SCHEDULES.items() if schedule.chunks in (None, pinned.virtual_stages)]
-    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else ["1f1b"]
+    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(_SEARCHED)
 
 
 def points_beside(space: Space, point: Point) -> list[Point]:
@@ -240,8 +240,9 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
     elif pinned.dp_shard is not None:
         stages = [1, 2, 3] if space.train else [3]
     else:
-        searched = pinned.ahead or space.sharded
-        stages = [0, 1, 2, 3] if searched and space.train and dp * cp > 1 else [0]
+        stages = [0, 1, 2, 3] if space.train and dp * cp > 1 else [0]
+        if "parameters" in (pinned.offload or ()):
+            stages = [stage for stage in stages if stage in (0, 3)]  # the others keep parameters whole
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
     return [(stage, part or 0 if stage else 0) for stage in stages]
 
@@ -302,7 +303,8 @@ def baselines(
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     widest = max((p.tp for p in candidates), default=1)
-    megatron = [p for p in candidates if p.tp == widest]
+    plainest = min((p.zero for p in candidates), default=0)
+    megatron = [p for p in candidates if (p.tp, p.zero) == (widest, plainest)]
     depths = sorted({p.pp for p in megatron})
     for pp in depths:
         of_depth = [p for p in megatron if p.pp == pp]

@@ -61,7 +61,8 @@ class StageProblem:
     every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
     occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: microbatches
-    that each stage holds at a time, where the schedule's formula does not say.
+    that each stage holds at a time, ``halfway``: those of them of which half the backward has run, where the schedule's
+    formula does not say.
     """
 
     calls: tuple[StageCall, ...]
@@ -83,6 +84,7 @@ class StageProblem:
     train: bool = True
     chunks: int = 1
     flying: tuple[int, ...] = ()
+    halfway: tuple[int, ...] = ()
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
 
@@ -102,8 +104,15 @@ class StageProblem:
         """Microbatches whose saved tensors a stage holds at a time."""
         if not self.train:
             return 1
-        if self.flying:
-            return self.flying[stage]
+        return self.flying[stage] if self.flying else self._formula(stage)[0]
+
+    def half_done(self, stage: int) -> float:
+        """Those of them that keep what was recomputed for the first half of a backward for the second."""
+        if not self.train:
+            return 0
+        return self.halfway[stage] if self.flying else self._formula(stage)[1]
+
+    def _formula(self, stage: int) -> tuple[int, int]:
         return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
 
     @cached_property
@@ -140,6 +149,7 @@ class StageTables:
         self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
         self._capacity = np.array(problem.capacity, dtype=np.float64)
         self._flying = np.array([problem.in_flight(stage) for stage in range(p)], dtype=np.float64)
+        self._halfway = np.array([problem.half_done(stage) for stage in range(p)], dtype=np.float64)
         paces = [problem.pace(stage) for stage in range(p)]
         places = {id(pace): place for place, pace in enumerate({id(pace): pace for pace in paces}.values())}
         self._pace_of = np.array([places[id(pace)] for pace in paces])
@@ -211,6 +221,7 @@ class StageTables:
             again = allowed & (self.most_recomputed > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
                 least = self._fixed_again + self._flying[stages][:, None, None] * self.segments.all_inputs
+                least = least + self._halfway[stages][:, None, None] * self.segments.saved
                 again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
             here, start, stop = np.nonzero(again)
             count = self.recomputed(stages[here], start, stop)
@@ -277,7 +288,8 @@ class StageTables:
         if self.problem.recompute == "full" or not most.any():
             return most
         flying, saved, prefix = self._flying[stage], self.segments.saved[start, stop], self.segments.saved[0]
-        excess = (self._again(stage, start, stop) + flying * saved - capacity) / flying
+        less = np.maximum(flying - self._halfway[stage], TINY)  # that a byte made again is not kept for
+        excess = (self._again(stage, start, stop) + flying * saved - capacity) / less
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
         return np.where(self._whole(flying, start, stop) <= capacity, 0, np.minimum(count, most))
@@ -338,6 +350,7 @@ class StageTables:
         if not self.problem.train:
             return self.fixed_memory
         again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
+        again = again + float(self._halfway[stage]) * self.segments.saved
         return np.where(self.most_recomputed > 0, again, self._plain(stage))
 
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
@@ -350,10 +363,9 @@ class StageTables:
         if not self.problem.train:
             return self.fixed_memory[start, stop]
         prefix, flying = self.segments.saved[0], self._flying[stage]
-        kept = self.segments.saved[start, stop] - (
-            prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
-        )
-        again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept)
+        made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        kept = self.segments.saved[start, stop] - made
+        again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept) + self._halfway[stage] * made
         return np.where(recomputed > 0, again, self._whole(flying, start, stop))
 
 

@@ -37,7 +37,8 @@ def solve_virtual(
     ranks = ranks_of(schedule, num_ranks, chunks)
     own = held(ranks, num_ranks)
     flying = held_microbatches(schedule, num_ranks, m, chunks)
-    problem = replace(problem, flying=flying.most if problem.train else (1,) * len(ranks))
+    if problem.train:
+        problem = replace(problem, flying=flying.most, halfway=flying.halfway)
     capacity = [problem.capacity[stages[0]] for stages in own]
     limits: Sequence[float] = problem.capacity
     lacking: tuple[int, float] = 0, np.inf
@@ -96,16 +97,16 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flyin
     total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
     if not problem.train:
         return total
+    # what is computed again for the first half of a backward is kept for the second
+    again = [sum(c.cost.saved_bytes for c in problem.calls[p.start : p.start + p.recompute]) for p in plans]
     saved = []
-    for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
+    for k, plan, way, (start, stop), made in zip(stages, plans, ways, places, again, strict=True):
         count = np.array([plan.recompute])
-        most = float(way.memory(k, start, stop, count)[0])
+        most = float(way.memory(k, start, stop, count)[0]) - made * problem.half_done(k)
         saved.append((most - float(way.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
     apart = sum(s * problem.in_flight(k) for s, k in zip(saved, stages, strict=True))
     at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in flying.together[rank])
-    # what is computed again for the first half of a backward is kept for the second
-    again = [sum(c.cost.saved_bytes for c in problem.calls[p.start : p.start + p.recompute]) for p in plans]
-    return total - apart + at_once + sum(a * flying.halfway[k] for a, k in zip(again, stages, strict=True))
+    return total - apart + at_once
 
 
 def _improved(

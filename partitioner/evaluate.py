@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,7 +94,7 @@ class Evaluator:
                 constraints=job.constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
-                scattered_bytes=machine.spread.scattered_bytes,
+                scattered_bytes=machine.scattered_bytes,
             )
             if plain:
                 split = solve_stages(problem)
@@ -152,6 +152,7 @@ class Evaluator:
         if not self.placements.complete(point.grid):
             return None
         whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+        point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         if key not in self._floors:
             self._floors[key] = self._floor(point, size, whole)

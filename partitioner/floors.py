@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Floor
+from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_plain
 from partitioner.solve.points import Point
+from passes.errors import PartitionError
 
 
 class Floors:
@@ -26,8 +29,12 @@ class Floors:
     def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point]) -> None:
         self.bounds, self.evaluator = bounds, evaluator
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
+        self._alike: dict[Point, list[Point]] = defaultdict(list)  # those of other schedules and ZeRO stages
+        self._shared: dict[Point, LeastTime | PartitionError] = {}
         for point in points:
             self._sizes[point.tp].add(point.microbatch_size)
+            if is_plain(point.schedule, point.virtual_stages):
+                self._alike[_plainest(point)].append(point)
         # kernels that fit in caches are faster than their share of larger ones
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
@@ -37,9 +44,9 @@ class Floors:
 
     @cached_property
     def steps(self) -> Sequence[Callable[[Point], float]]:
-        """Bounds of one point, one tighter than the other: whether states fit; even stages, then the best ones, by the
-        largest microbatch's sharding; then both by its own."""
-        return self._held, self._even, self._staged, self._own, self._own_staged
+        """Bounds of one point, one tighter than the other: whether states fit; even stages, then the best ones of all
+        schedules and ZeRO stages, and of its own, by the largest microbatch's sharding; then both by its own."""
+        return self._held, self._even, self._together, self._staged, self._own, self._own_staged
 
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks at least on which stage, if its states alone are too large."""
@@ -54,8 +61,24 @@ class Floors:
         return 0.0
 
     def _even(self, point: Point) -> float:
-        floor = self._of_largest(point)
+        floor = self._of_largest(_plainest(point))
         return self.bounds.with_floor(point, floor) if floor else 0.0
+
+    def _together(self, point: Point) -> float:
+        """The best stages of points that are alike, in the least memory that any of them takes."""
+        key = _plainest(point)
+        if len(self._alike[key]) < 2 or not is_plain(point.schedule, point.virtual_stages):
+            return 0.0
+        if key not in self._shared:
+            leanest = replace(key, zero=max(p.zero for p in self._alike[key]), dp_shard=point.dp_shard)
+            try:
+                self._shared[key] = self.bounds.relaxed(leanest, self._of_largest(key))
+            except PartitionError as error:
+                self._shared[key] = error
+        found = self._shared[key]
+        if isinstance(found, PartitionError):
+            raise found.with_traceback(None)
+        return self.bounds.staged(point, found)
 
     def _staged(self, point: Point) -> float:
         return self.bounds.refine(point, self._of_largest(point))
@@ -68,7 +91,7 @@ class Floors:
 
     def _own_staged(self, point: Point) -> float:
         least = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
-        return self.bounds.staged(point, *least) if least else 0.0
+        return self.bounds.staged(point, self.bounds.least(point, *least)) if least else 0.0
 
     def _of_largest(self, point: Point) -> Floor | None:
         if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained
@@ -80,3 +103,8 @@ class Floors:
         by ``tp``, which decides whether the batch itself may be sharded."""
         size, tp = point.microbatch_size, point.tp
         return max(s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0))
+
+
+def _plainest(point: Point) -> Point:
+    """The same under 1F1B, which holds least, and without ZeRO, where nothing is gathered."""
+    return replace(point, schedule="1f1b", zero=0, dp_shard=0)

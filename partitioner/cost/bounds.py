@@ -30,10 +30,10 @@ from partitioner.cost.offload import update_seconds
 from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
 from partitioner.errors import CapacityError
+from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
-from partitioner.solve.stages import least_time
 from partitioner.topology.hosts import BOUNDLESS, host_shares
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
@@ -315,8 +315,13 @@ class ModelBounds:
 
         Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
         """
+        bound = float(self.times([point])[0])
         if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
-            return float(self.times([point])[0])
+            return bound
+        return max(bound, self.staged(point, self.relaxed(point, floor)))
+
+    def relaxed(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> LeastTime:
+        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
@@ -325,13 +330,13 @@ class ModelBounds:
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
         if floor:
             calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
-        return max(float(self.times([point])[0]), self.staged(point, self.model, calls, self.share_of_states(point)))
+        return self.least(point, self.model, calls, self.share_of_states(point))
 
-    def staged(
+    def least(
         self, point: Point, model: FoldedModel, calls: Mapping[str, CallCost], states: Mapping[str, StateCost]
-    ) -> float:
-        """Seconds that no stages can go below, where blocks of ``model`` take ``calls`` on every stage and a stage has
-        as much memory as any placement gives it. Raises as :meth:`refine` does."""
+    ) -> LeastTime:
+        """What no stages of ``point`` can go below, where blocks of ``model`` take ``calls`` on every stage and a stage
+        has as much memory as any placement gives it. Raises as :meth:`refine` does."""
         problem = stage_problem(
             model,
             calls,
@@ -343,8 +348,12 @@ class ModelBounds:
             constraints=self.job.constraints,
             train=self.train,
         )
-        least = least_time(problem)
-        return (least.pipeline_s + float(self._after([point], np.array([least.backward_s]))[0])) * _ROUNDING
+        return least_time(problem)
+
+    def staged(self, point: Point, least: LeastTime) -> float:
+        """Seconds of a step of ``point``, whose stages take no less than ``least``."""
+        pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
+        return (pipeline + float(self._after([point], np.array([least.backward_s]))[0])) * _ROUNDING
 
     def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""

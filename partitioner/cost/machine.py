@@ -173,9 +173,7 @@ class Machine:
         used = (
             self.ep,
             self.etp,
-            self.zero,
-            self.dp_shard,
-            self.gradient_bytes,
+            self.zero == 3 and (self.zero, self.dp_shard),
             self.overlap,
             self.num_experts,
             self.software,
@@ -185,7 +183,7 @@ class Machine:
 
     def _spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
-        plain = self.ep == 1 and not self.zero and self.expert_tp == tp
+        plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded = self.zero == 3
@@ -193,7 +191,6 @@ class Machine:
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
             expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
-            scattered_bytes=_SCATTERED.get(self.zero, 0) * self._bucket_bytes,
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
             by_rows=self.by_rows,
@@ -208,6 +205,11 @@ class Machine:
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, experts, held, sharers, self.by_rows, self.hybrid)
+
+    @property
+    def scattered_bytes(self) -> float:
+        """Of gradients on their way to their shards, under ZeRO-1 and 2."""
+        return _SCATTERED.get(self.zero, 0) * self._bucket_bytes
 
     @property
     def _bucket_bytes(self) -> float:

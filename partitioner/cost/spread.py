@@ -39,8 +39,7 @@ EXECUTED = Software()  # as this project's runtime does
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
-    that ZeRO-3 shards over; ``scattered_bytes``: of gradients on their way to their shards under ZeRO-1 and 2.
-    ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``: the graph has a part of
+    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``: the graph has a part of
     the rows. ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
@@ -49,7 +48,6 @@ class Spread:
     experts: Group = _ALONE
     shards: Group = _ALONE
     expert_shards: Group = _ALONE
-    scattered_bytes: float = 0.0
     expert_tensor: float = 1.0
     tp: int = 1
     by_rows: bool = False

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.shortage import capacity_error
 from partitioner.solve.tables import TINY, Pace, StageCall, StageProblem, StageTables, min_max
 
@@ -86,45 +85,6 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
     if split is None:
         raise capacity_error(tables)
     return split
-
-
-@dataclass(frozen=True)
-class LeastTime:
-    """Seconds of a pipeline that no split can go below; ``backward_s``: of a single stage, with what it recomputes."""
-
-    pipeline_s: float
-    backward_s: float = 0.0
-
-
-def least_time(problem: StageProblem) -> LeastTime:
-    """What is quickly known of the best split: the least maximum and the least sum, be they of one split or of two.
-
-    Raises as :func:`solve_stages` does.
-    """
-    tables = StageTables(problem)
-    splitter = _Splitter(tables)
-    free = None if tables.hopeless else splitter.path(np.inf)
-    if free is None:
-        raise capacity_error(tables, relaxed=True)
-    if problem.num_stages == 1:
-        plan = stage_plan(tables, 0, *free)
-        return LeastTime(splitter.cost(free), plan.backward_s + plan.recompute_s)
-    if not is_formula(problem.schedule):
-        return LeastTime(_filled(problem, splitter.lowest_limit(), splitter.total(free)))
-    often = problem.num_rounds - problem.bubble
-    if often <= 0:
-        return LeastTime(splitter.cost(free))
-    return LeastTime(often * splitter.lowest_limit() + problem.bubble * splitter.total(free))
-
-
-def _filled(problem: StageProblem, slowest: float, total: float) -> float:
-    """Seconds of a pipeline that no formula describes, whose slowest stage takes so much at least, and all together."""
-    m, p = problem.num_microbatches, problem.num_stages
-    paces = {id(pace): pace for pace in map(problem.pace, range(p))}.values()
-    ahead = min(sum(cost.forward_total_s for cost in pace.costs) for pace in paces)
-    back = min(sum(cost.backward_total_s for cost in pace.costs) for pace in paces) if problem.train else 0.0
-    fill = least_fill(problem.schedule, p, m, problem.chunks)
-    return max(m * slowest, m * total / p + (1 - 1 / p) * (fill[0] * ahead + fill[1] * back))
 
 
 class _Splitter:
@@ -249,13 +209,11 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
 
 
 __all__ = [
-    "LeastTime",
     "Pace",
     "StageCall",
     "StagePlan",
     "StageProblem",
     "StageSplit",
-    "least_time",
     "solve_stages",
     "stage_plan",
 ]

@@ -203,32 +203,58 @@ class StageTables:
         return tables
 
     def _times(self, stages: Counts) -> Table:
-        """Seconds of every segment on ``stages``, with as few calls recomputed as memory demands; infinite where it is
-        too large. Shape ``[stages, calls + 1, calls + 1]``."""
-        problem, pace = self.problem, self._pace_of[stages]
-        usable = self._capacity[stages][:, None, None]
+        """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``: see :meth:`run_times`."""
+        start, stop = self._runs
+        times = np.full((len(stages), *self.segments.saved.shape), np.inf)
+        times[:, start, stop] = self.run_times(stages, start, stop)
+        return times
+
+    @cached_property
+    def _runs(self) -> tuple[Counts, Counts]:
+        """All segments that are not empty: where they start and stop."""
+        return np.triu_indices(len(self.problem.calls) + 1, 1)
+
+    def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
+        """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
+        infinite where one is too large, or not allowed. Shape ``[stages, segments]``."""
+        problem, pace = self.problem, self._pace_of[stages][:, None]
+        usable, flying = self._capacity[stages][:, None], self._flying[stages][:, None]
         ends = [self.transfers(stage) for stage in stages.tolist()]
-        before, after = np.stack([b for b, _ in ends]), np.stack([a for _, a in ends])
-        time: Table = self._forward[pace] + self._overhead[stages][:, None, None] + before + after
-        plain = self.fixed_memory[None]
+        before, after = np.stack([b[:, 0] for b, _ in ends]), np.stack([a[0] for _, a in ends])
+        time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
+        time += before[:, start] + after[:, stop]
+        plain = self.fixed_memory[start, stop]
         if problem.train:
-            time += self._backward[pace]
-            plain = self._fixed[None] + self._flying[stages][:, None, None] * self._kept
-        every = [self.allowed[stage] for stage in (stages if problem.pinned else stages[:1]).tolist()]
+            time += self._backward[pace, start, stop]
+            plain = self._whole(flying, start, stop)
+        every = [self.allowed[stage][start, stop] for stage in (stages if problem.pinned else stages[:1]).tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + _ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
-            again = allowed & (self.most_recomputed > 0)
+            again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                least = self._fixed_again + self._flying[stages][:, None, None] * self.segments.all_inputs
-                least = least + self._halfway[stages][:, None, None] * self.segments.saved
+                least = self._fixed_again[start, stop] + flying * self.segments.all_inputs[start, stop]
+                least = least + self._halfway[stages][:, None] * self.segments.saved[start, stop]
                 again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
-            here, start, stop = np.nonzero(again)
-            count = self.recomputed(stages[here], start, stop)
-            time[here, start, stop] += self.again(stages[here], start, count)
-            memory = self.memory(stages[here], start, stop, count)
-            fits[here, start, stop] = memory <= self._capacity[stages[here]] + _ROUNDING_BYTES
+            here, run = np.nonzero(again)
+            stage, begin, end = stages[here], start[run], stop[run]
+            count = self.recomputed(stage, begin, end)
+            time[here, run] += self.again(stage, begin, count)
+            memory = self.memory(stage, begin, end, count)
+            fits[here, run] = memory <= self._capacity[stage] + _ROUNDING_BYTES
         return np.where(fits, time, np.inf)
+
+    def short_runs(self, limit: float) -> tuple[Counts, Counts]:
+        """The segments whose work takes no longer than ``limit`` seconds on the fastest stage."""
+        start, stop = self._runs
+        near = np.flatnonzero(self.least_work[start, stop] <= limit)
+        return start[near], stop[near]
+
+    @cached_property
+    def least_work(self) -> Table:
+        """Seconds of every segment on the fastest stage, where nothing is recomputed or waited for."""
+        least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
+        return least
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
         """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""

@@ -1,0 +1,97 @@
+"""What no stages can go below, quickly: the least maximum and the least sum of their times, be they of one split or two.
+
+Stages are alike where memory lets them be, so that runs of calls that take much longer than an even share need not be
+looked at: with many stages few are left. Where that leaves out something, all are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.schedules import ScheduleTable
+from partitioner.solve.pipelines import is_formula, least_fill
+from partitioner.solve.shortage import capacity_error
+from partitioner.solve.stages import StageProblem, stage_plan
+from partitioner.solve.tables import StageTables
+
+Vector = NDArray[np.float64]
+_LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
+
+
+@dataclass(frozen=True)
+class LeastTime:
+    """Seconds of a microbatch that no split can go below: on the slowest stage, and on all together; ``forward_s``: the
+    forwards of ``total_s``; ``backward_s``: of a single stage, with what it recomputes. ``unseen``: the same two of the
+    splits that were not looked at."""
+
+    slowest_s: float
+    total_s: float
+    forward_s: float
+    backward_s: float = 0.0
+    unseen: tuple[float, float] = (np.inf, np.inf)
+
+    def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int) -> float:
+        """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
+        return min(self._pipeline_s(schedule, p, m, *of) for of in ((self.slowest_s, self.total_s), self.unseen))
+
+    def _pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, slowest: float, total: float) -> float:
+        if is_formula(schedule):
+            return (m - 1) * slowest + total if m > 1 else total
+        ahead, back = least_fill(schedule, p, m, 1)
+        filled = ahead * self.forward_s + back * (total - self.forward_s)
+        return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
+
+
+def least_time(problem: StageProblem) -> LeastTime:
+    """The least times of ``problem``. Raises as :func:`partitioner.solve.stages.solve_stages` does."""
+    tables = StageTables(problem)
+    if tables.hopeless:
+        raise capacity_error(tables, relaxed=True)
+    p = problem.num_stages
+    paces = {id(pace): pace for pace in map(problem.pace, range(p))}.values()
+    forward = min(sum(cost.forward_total_s for cost in pace.costs) for pace in paces)
+    work = float(tables.least_work[0, -1])
+    limit = _LONG * max(work / p, float(np.diagonal(tables.least_work, 1).max()))
+    limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
+    found = _over_runs(tables, limit)
+    if found is None and limit < np.inf:
+        limit = np.inf
+        found = _over_runs(tables, limit)
+    if found is None:
+        raise capacity_error(tables, relaxed=True)
+    backward = 0.0
+    if p == 1:
+        plan = stage_plan(tables, 0, 0, len(problem.calls))
+        backward = plan.backward_s + plan.recompute_s
+    return LeastTime(*found, forward, backward, (limit, work if limit < np.inf else limit))
+
+
+def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:
+    """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds; ``None``
+    if there are none, or longer runs might be better."""
+    start, stop = tables.short_runs(limit)
+    order = np.argsort(stop, kind="stable")
+    start, stop = start[order], stop[order]
+    stages = np.arange(tables.problem.num_stages)
+    times = tables.run_times(stages, start, stop)
+    if tables.slim is not None:
+        slim = tables.slim.run_times(stages, start, stop)
+        times = slim if tables.problem.recompute == "selective" else np.minimum(times, slim)
+    firsts = np.flatnonzero(np.diff(stop, prepend=-1))  # of the runs of one stop each
+    ends = stop[firsts]
+    most, total = (np.full(len(tables.problem.calls) + 1, np.inf) for _ in range(2))
+    most[0], total[0] = 0.0, 0.0
+    for time in times:
+        most = _least_by_stop(np.maximum(most[start], time), firsts, ends, len(most))
+        total = _least_by_stop(total[start] + time, firsts, ends, len(total))
+    return (float(most[-1]), float(total[-1])) if most[-1] <= limit and np.isfinite(most[-1]) else None
+
+
+def _least_by_stop(values: Vector, firsts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> Vector:
+    least = np.full(size, np.inf)
+    if len(ends):
+        least[ends] = np.minimum.reduceat(values, firsts)
+    return least

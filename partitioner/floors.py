@@ -31,6 +31,7 @@ class Floors:
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         self._alike: dict[Point, list[Point]] = defaultdict(list)  # those of other schedules and ZeRO stages
         self._shared: dict[Point, LeastTime | PartitionError] = {}
+        self._unseen: set[Point] = set()
         for point in points:
             self._sizes[point.tp].add(point.microbatch_size)
             if is_plain(point.schedule, point.virtual_stages):
@@ -46,7 +47,7 @@ class Floors:
     def steps(self) -> Sequence[Callable[[Point], float]]:
         """Bounds of one point, one tighter than the other: whether states fit; even stages, then the best ones of all
         schedules and ZeRO stages, and of its own, by the largest microbatch's sharding; then both by its own."""
-        return self._held, self._even, self._together, self._staged, self._own, self._own_staged
+        return self._held, self._even, self._together, self._staged, self._thoroughly, self._own, self._own_staged
 
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks at least on which stage, if its states alone are too large."""
@@ -72,7 +73,7 @@ class Floors:
         if key not in self._shared:
             leanest = replace(key, zero=max(p.zero for p in self._alike[key]), dp_shard=point.dp_shard)
             try:
-                self._shared[key] = self.bounds.relaxed(leanest, self._of_largest(key))
+                self._shared[key] = self.bounds.relaxed(leanest, self._of_largest(key), quick=True)
             except PartitionError as error:
                 self._shared[key] = error
         found = self._shared[key]
@@ -81,7 +82,18 @@ class Floors:
         return self.bounds.staged(point, found)
 
     def _staged(self, point: Point) -> float:
-        return self.bounds.refine(point, self._of_largest(point))
+        if not is_plain(point.schedule, point.virtual_stages):
+            return 0.0
+        least = self.bounds.relaxed(point, self._of_largest(point), quick=True)
+        if not least.is_seen:
+            self._unseen.add(point)
+        return self.bounds.staged(point, least)
+
+    def _thoroughly(self, point: Point) -> float:
+        """The same, where only stages that are far from even may fit."""
+        if point not in self._unseen:
+            return 0.0
+        return self.bounds.staged(point, self.bounds.relaxed(point, self._of_largest(point)))
 
     def _own(self, point: Point) -> float:
         if self._scales and point.microbatch_size == self._largest(point):

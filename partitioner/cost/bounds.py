@@ -42,6 +42,7 @@ from passes.blocks import Block, FoldedModel
 
 Vector = NDArray[np.float64]
 
+Floor = Mapping[str, tuple[float, float]]  # by block: seconds that it takes at least, forward and backward
 _FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
 _TINY_S = 1e-15
@@ -308,7 +309,7 @@ class ModelBounds:
             self._machines[key] = relaxed(self.topology, point.grid, candidates)
         return self._machines[key]
 
-    def refine(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> float:
+    def refine(self, point: Point, floor: Floor | None = None) -> float:
         """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
 
         ``floor``: seconds that each block takes at least, forward and backward.
@@ -320,8 +321,9 @@ class ModelBounds:
             return bound
         return max(bound, self.staged(point, self.relaxed(point, floor)))
 
-    def relaxed(self, point: Point, floor: Mapping[str, tuple[float, float]] | None = None) -> LeastTime:
-        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`."""
+    def relaxed(self, point: Point, floor: Floor | None = None, *, quick: bool = False) -> LeastTime:
+        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``quick``: see
+        :func:`partitioner.solve.least.least_time`."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
@@ -330,10 +332,16 @@ class ModelBounds:
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
         if floor:
             calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
-        return self.least(point, self.model, calls, self.share_of_states(point))
+        return self.least(point, self.model, calls, self.share_of_states(point), quick=quick)
 
     def least(
-        self, point: Point, model: FoldedModel, calls: Mapping[str, CallCost], states: Mapping[str, StateCost]
+        self,
+        point: Point,
+        model: FoldedModel,
+        calls: Mapping[str, CallCost],
+        states: Mapping[str, StateCost],
+        *,
+        quick: bool = False,
     ) -> LeastTime:
         """What no stages of ``point`` can go below, where blocks of ``model`` take ``calls`` on every stage and a stage
         has as much memory as any placement gives it. Raises as :meth:`refine` does."""
@@ -348,14 +356,14 @@ class ModelBounds:
             constraints=self.job.constraints,
             train=self.train,
         )
-        return least_time(problem)
+        return least_time(problem, quick=quick)
 
     def staged(self, point: Point, least: LeastTime) -> float:
         """Seconds of a step of ``point``, whose stages take no less than ``least``."""
         pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
         return (pipeline + float(self._after([point], np.array([least.backward_s]))[0])) * _ROUNDING
 
-    def with_floor(self, point: Point, floor: Mapping[str, tuple[float, float]]) -> float:
+    def with_floor(self, point: Point, floor: Floor) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""
         often = Counter(self._placed)
         ahead = sum(n * floor[block][0] for block, n in often.items())

@@ -1,7 +1,7 @@
 """What no stages can go below, quickly: the least maximum and the least sum of their times, be they of one split or two.
 
 Stages are alike where memory lets them be, so that runs of calls that take much longer than an even share need not be
-looked at: with many stages few are left. Where that leaves out something, all are.
+looked at: with many stages few are left.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.shortage import capacity_error
 from partitioner.solve.stages import StageProblem, stage_plan
-from partitioner.solve.tables import StageTables
+from partitioner.solve.tables import ROUNDING_BYTES, StageTables
+from partitioner.units import bytes_text, plural
 
 Vector = NDArray[np.float64]
 _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
@@ -25,13 +27,18 @@ _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatch
 class LeastTime:
     """Seconds of a microbatch that no split can go below: on the slowest stage, and on all together; ``forward_s``: the
     forwards of ``total_s``; ``backward_s``: of a single stage, with what it recomputes. ``unseen``: the same two of the
-    splits that were not looked at."""
+    splits that were not looked at, which may be all."""
 
     slowest_s: float
     total_s: float
     forward_s: float
     backward_s: float = 0.0
     unseen: tuple[float, float] = (np.inf, np.inf)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether there are such splits."""
+        return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int) -> float:
         """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
@@ -45,8 +52,11 @@ class LeastTime:
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
 
 
-def least_time(problem: StageProblem) -> LeastTime:
-    """The least times of ``problem``. Raises as :func:`partitioner.solve.stages.solve_stages` does."""
+def least_time(problem: StageProblem, *, quick: bool = False) -> LeastTime:
+    """The least times of ``problem``; ``quick``: long runs are left unseen, even where there are no others.
+
+    Raises as :func:`partitioner.solve.stages.solve_stages` does, where all runs are looked at.
+    """
     tables = StageTables(problem)
     if tables.hopeless:
         raise capacity_error(tables, relaxed=True)
@@ -58,6 +68,9 @@ def least_time(problem: StageProblem) -> LeastTime:
     limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
     found = _over_runs(tables, limit)
     if found is None and limit < np.inf:
+        _check_memory(tables)
+        if quick:
+            return LeastTime(np.inf, np.inf, forward, 0.0, (limit, work))
         limit = np.inf
         found = _over_runs(tables, limit)
     if found is None:
@@ -88,6 +101,30 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:
         most = _least_by_stop(np.maximum(most[start], time), firsts, ends, len(most))
         total = _least_by_stop(total[start] + time, firsts, ends, len(total))
     return (float(most[-1]), float(total[-1])) if most[-1] <= limit and np.isfinite(most[-1]) else None
+
+
+def _check_memory(tables: StageTables) -> None:
+    """Raise :class:`CapacityError` where no split fits, whatever it takes; it says what is missing and not where."""
+    problem = tables.problem
+    if problem.pinned or problem.recompute == "full":
+        return
+    start, stop = tables.short_runs(np.inf)
+    order = np.argsort(stop, kind="stable")
+    start, stop = start[order], stop[order]
+    excess = tables.least_excess(start, stop)
+    firsts = np.flatnonzero(np.diff(stop, prepend=-1))
+    most = np.full(len(problem.calls) + 1, np.inf)
+    most[0] = -np.inf
+    for of_stage in excess:
+        most = _least_by_stop(np.maximum(most[start], of_stage), firsts, stop[firsts], len(most))
+    if most[-1] > ROUNDING_BYTES:
+        missing = bytes_text(float(most[-1]))
+        raise CapacityError(
+            f"one of {plural(problem.num_stages, 'stage')} needs at least {missing} more than is usable on a device, "
+            "however layers are divided and recomputed",
+            missing_bytes=round(float(most[-1])),
+            at_least=True,
+        )
 
 
 def _least_by_stop(values: Vector, firsts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> Vector:

@@ -24,7 +24,7 @@ Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Recompute = Literal["none", "selective", "full"]
 TINY = 1e-12  # of sums of seconds
-_ROUNDING_BYTES = 0.01  # of sums of sizes
+ROUNDING_BYTES = 0.01  # of sums of sizes
 _MOST_ENTRIES = 1 << 21  # of tables that are made together
 
 
@@ -202,6 +202,20 @@ class StageTables:
             tables.append(np.where(allowed, least, np.inf))
         return tables
 
+    def least_excess(self, start: Counts, stop: Counts) -> Table:
+        """Bytes that the segments ``[start, stop)`` need beyond each stage's capacity, where as much is recomputed as may
+        be; shape ``[stages, segments]``. See :attr:`least_memory`."""
+        flying, half, cut = self._flying[:, None], self._halfway[:, None], self.segments
+        least = self._whole(flying, start, stop) if self.problem.train else self.fixed_memory[start, stop][None]
+        if self.most_recomputed.any():
+            again = self._fixed_again[start, stop] + flying * cut.all_inputs[start, stop]
+            least = np.minimum(least, again + half * cut.saved[start, stop])
+        excess: Table = least - self._capacity[:, None]
+        if self.slim is None:
+            return excess
+        slim = self.slim.least_excess(start, stop)
+        return slim if self.problem.recompute == "selective" else np.minimum(excess, slim)
+
     def _times(self, stages: Counts) -> Table:
         """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``: see :meth:`run_times`."""
         start, stop = self._runs
@@ -229,19 +243,19 @@ class StageTables:
             plain = self._whole(flying, start, stop)
         every = [self.allowed[stage][start, stop] for stage in (stages if problem.pinned else stages[:1]).tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
-        fits = allowed & (plain <= usable + _ROUNDING_BYTES)
+        fits = allowed & (plain <= usable + ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
                 least = self._fixed_again[start, stop] + flying * self.segments.all_inputs[start, stop]
                 least = least + self._halfway[stages][:, None] * self.segments.saved[start, stop]
-                again &= ~(plain <= usable) & (least <= usable + _ROUNDING_BYTES)
+                again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
             count = self.recomputed(stage, begin, end)
             time[here, run] += self.again(stage, begin, count)
             memory = self.memory(stage, begin, end, count)
-            fits[here, run] = memory <= self._capacity[stage] + _ROUNDING_BYTES
+            fits[here, run] = memory <= self._capacity[stage] + ROUNDING_BYTES
         return np.where(fits, time, np.inf)
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:

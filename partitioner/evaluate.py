@@ -206,8 +206,7 @@ class Evaluator:
         return floor
 
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls, forward and backward, if all stages were as fast as the fastest.
-        """
+        """Seconds of a microbatch through all calls, forward and backward, if all stages were as fast as the fastest."""
         often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
         stages = {id(of): of for of in costs.by_stage(machine)}.values()
         ahead = min(sum(n * of[b].forward_total_s for b, n in often.items()) for of in stages)

@@ -14,7 +14,7 @@ from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Floor
 from partitioner.solve.least import LeastTime
-from partitioner.solve.pipelines import is_plain
+from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
 
@@ -29,7 +29,7 @@ class Floors:
     def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point]) -> None:
         self.bounds, self.evaluator = bounds, evaluator
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
-        self._alike: dict[Point, list[Point]] = defaultdict(list)  # those of other schedules and ZeRO stages
+        self._alike: dict[Point, list[Point]] = defaultdict(list)  # those of other ZeRO stages
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._unseen: set[Point] = set()
         for point in points:
@@ -44,9 +44,9 @@ class Floors:
         return self.bounds.times(points)
 
     @cached_property
-    def steps(self) -> Sequence[Callable[[Point], float]]:
+    def steps(self) -> Sequence[Callable[[Point, float], float]]:
         """Bounds of one point, one tighter than the other: whether states fit; even stages, then the best ones of all
-        schedules and ZeRO stages, and of its own, by the largest microbatch's sharding; then both by its own."""
+        ZeRO stages, and of its own, by the largest microbatch's sharding; then both by its own."""
         return self._held, self._even, self._together, self._staged, self._thoroughly, self._own, self._own_staged
 
     def shortage(self, point: Point) -> CapacityError | None:
@@ -57,23 +57,23 @@ class Floors:
             return error
         return None
 
-    def _held(self, point: Point) -> float:
+    def _held(self, point: Point, _: float) -> float:
         self.bounds.check_states(point)
         return 0.0
 
-    def _even(self, point: Point) -> float:
+    def _even(self, point: Point, _: float) -> float:
         floor = self._of_largest(_plainest(point))
         return self.bounds.with_floor(point, floor) if floor else 0.0
 
-    def _together(self, point: Point) -> float:
-        """The best stages of points that are alike, in the least memory that any of them takes."""
+    def _together(self, point: Point, enough_s: float) -> float:
+        """The best stages of points that differ in ZeRO alone, in the least memory that any of them takes."""
         key = _plainest(point)
         if len(self._alike[key]) < 2 or not is_plain(point.schedule, point.virtual_stages):
             return 0.0
         if key not in self._shared:
             leanest = replace(key, zero=max(p.zero for p in self._alike[key]), dp_shard=point.dp_shard)
             try:
-                self._shared[key] = self.bounds.relaxed(leanest, self._of_largest(key), quick=True)
+                self._shared[key] = self.bounds.relaxed(leanest, self._of_largest(key), enough_s=enough_s, quick=True)
             except PartitionError as error:
                 self._shared[key] = error
         found = self._shared[key]
@@ -81,29 +81,30 @@ class Floors:
             raise found.with_traceback(None)
         return self.bounds.staged(point, found)
 
-    def _staged(self, point: Point) -> float:
+    def _staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):
             return 0.0
-        least = self.bounds.relaxed(point, self._of_largest(point), quick=True)
-        if not least.is_seen:
+        quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
+        least = self.bounds.relaxed(point, self._of_largest(point), enough_s=enough_s, quick=quick)
+        if quick and not least.is_seen:
             self._unseen.add(point)
         return self.bounds.staged(point, least)
 
-    def _thoroughly(self, point: Point) -> float:
+    def _thoroughly(self, point: Point, enough_s: float) -> float:
         """The same, where only stages that are far from even may fit."""
         if point not in self._unseen:
             return 0.0
-        return self.bounds.staged(point, self.bounds.relaxed(point, self._of_largest(point)))
+        return self.bounds.staged(point, self.bounds.relaxed(point, self._of_largest(point), enough_s=enough_s))
 
-    def _own(self, point: Point) -> float:
+    def _own(self, point: Point, _: float) -> float:
         if self._scales and point.microbatch_size == self._largest(point):
             return 0.0  # said before
         floor = self.evaluator.floor(point, point.microbatch_size)
         return self.bounds.with_floor(point, floor) if floor else 0.0
 
-    def _own_staged(self, point: Point) -> float:
-        least = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
-        return self.bounds.staged(point, self.bounds.least(point, *least)) if least else 0.0
+    def _own_staged(self, point: Point, enough_s: float) -> float:
+        own = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
+        return self.bounds.staged(point, self.bounds.least(point, *own, enough_s=enough_s)) if own else 0.0
 
     def _of_largest(self, point: Point) -> Floor | None:
         if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained
@@ -118,5 +119,5 @@ class Floors:
 
 
 def _plainest(point: Point) -> Point:
-    """The same under 1F1B, which holds least, and without ZeRO, where nothing is gathered."""
-    return replace(point, schedule="1f1b", zero=0, dp_shard=0)
+    """The same without ZeRO, where nothing is gathered."""
+    return replace(point, zero=0, dp_shard=0)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,14 @@ from partitioner.units import bytes_text
 from passes.blocks import Block, FoldedModel
 
 Vector = NDArray[np.float64]
+
+
+class How(TypedDict, total=False):
+    """How thoroughly least times are looked for, see :func:`partitioner.solve.least.least_time`."""
+
+    enough_s: float
+    quick: bool
+
 
 Floor = Mapping[str, tuple[float, float]]  # by block: seconds that it takes at least, forward and backward
 _FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
@@ -196,7 +204,9 @@ class ModelBounds:
         m = np.array([p.num_microbatches(self.global_batch) for p in points], dtype=np.float64)
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
-        fill = np.array([least_fill(p.schedule, p.pp, int(n), p.virtual_stages) for p, n in zip(points, m, strict=True)])
+        fill = np.array(
+            [least_fill(p.schedule, p.pp, int(n), p.virtual_stages) for p, n in zip(points, m, strict=True)]
+        )
         whole = ahead + back
         slowest = np.maximum(whole / (pp if together is None else together), largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
@@ -321,8 +331,8 @@ class ModelBounds:
             return bound
         return max(bound, self.staged(point, self.relaxed(point, floor)))
 
-    def relaxed(self, point: Point, floor: Floor | None = None, *, quick: bool = False) -> LeastTime:
-        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``quick``: see
+    def relaxed(self, point: Point, floor: Floor | None = None, **how: Unpack[How]) -> LeastTime:
+        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``how``: see
         :func:`partitioner.solve.least.least_time`."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
@@ -332,7 +342,7 @@ class ModelBounds:
         calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
         if floor:
             calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
-        return self.least(point, self.model, calls, self.share_of_states(point), quick=quick)
+        return self.least(point, self.model, calls, self.share_of_states(point), **how)
 
     def least(
         self,
@@ -340,8 +350,7 @@ class ModelBounds:
         model: FoldedModel,
         calls: Mapping[str, CallCost],
         states: Mapping[str, StateCost],
-        *,
-        quick: bool = False,
+        **how: Unpack[How],
     ) -> LeastTime:
         """What no stages of ``point`` can go below, where blocks of ``model`` take ``calls`` on every stage and a stage
         has as much memory as any placement gives it. Raises as :meth:`refine` does."""
@@ -356,7 +365,7 @@ class ModelBounds:
             constraints=self.job.constraints,
             train=self.train,
         )
-        return least_time(problem, quick=quick)
+        return least_time(problem, **how)
 
     def staged(self, point: Point, least: LeastTime) -> float:
         """Seconds of a step of ``point``, whose stages take no less than ``least``."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
 from partitioner.plan import Candidate, Certificate
 from partitioner.schedules import schedule_name
+from partitioner.solve.pipelines import is_formula
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
 
@@ -48,8 +49,9 @@ class Bounds(Protocol):
         """Of all points at once."""
 
     @property
-    def steps(self) -> Sequence[Callable[[Point], float]]:
-        """Bounds of one point, to be tried one after the other. Raise :class:`PartitionError` where it has no plan."""
+    def steps(self) -> Sequence[Callable[[Point, float], float]]:
+        """Bounds of one point, to be tried one after the other, of which nothing above so many seconds matters. Raise
+        :class:`PartitionError` where it has no plan."""
 
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks, of which a step said only what it lacks at least."""
@@ -161,14 +163,19 @@ def _best_first(
     deadline: float,
     tolerance: float,
 ) -> bool:
-    """Runs until nothing beats the best plan; whether it stopped before."""
+    """Runs until nothing beats the best plan; whether it stopped before.
+
+    Schedules that no formula describes come after the others: bounds of theirs are quick where a good plan is known.
+    """
     open_rows = [row for row in state.rows.values() if row.evaluated is None and row.error is None]
-    heap = [(row.bound, row.point, 0) for row in open_rows]  # with the next step
+    heap = [(not is_formula(row.point.schedule), row.bound, row.point, 0) for row in open_rows]  # with the next step
     heapq.heapify(heap)
-    while heap and heap[0][0] < state.best_time * (1 - tolerance):
+    while heap:
+        later, bound, point, step = heapq.heappop(heap)
+        if bound >= state.best_time * (1 - tolerance):
+            continue
         if time.monotonic() > deadline:
             return True
-        bound, point, step = heapq.heappop(heap)
         last = state.best is None and not heap  # which no bound can spare
         if last or step == len(bounds.steps):
             _evaluate(state, point, evaluate, progress, len(heap) + 1)
@@ -177,12 +184,12 @@ def _best_first(
         if time.monotonic() > state.told + _TOLD_EVERY_S:
             _tell(state, point, progress, len(heap) + 1)
         try:
-            tighter = max(bound, bounds.steps[step](point))
+            tighter = max(bound, bounds.steps[step](point, state.best_time))
         except PartitionError as error:
             _infeasible(state.rows[point], error)
             continue
         state.rows[point].bound = tighter
-        heapq.heappush(heap, (tighter, point, step + 1))
+        heapq.heappush(heap, (later, tighter, point, step + 1))
     return False
 
 

@@ -52,8 +52,9 @@ class LeastTime:
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
 
 
-def least_time(problem: StageProblem, *, quick: bool = False) -> LeastTime:
-    """The least times of ``problem``; ``quick``: long runs are left unseen, even where there are no others.
+def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool = False) -> LeastTime:
+    """The least times of ``problem``. Runs that alone make a step of ``enough_s`` seconds are left unseen; ``quick``:
+    all long runs, even where there are no others.
 
     Raises as :func:`partitioner.solve.stages.solve_stages` does, where all runs are looked at.
     """
@@ -66,20 +67,26 @@ def least_time(problem: StageProblem, *, quick: bool = False) -> LeastTime:
     work = float(tables.least_work[0, -1])
     limit = _LONG * max(work / p, float(np.diagonal(tables.least_work, 1).max()))
     limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
-    found = _over_runs(tables, limit)
+    enough = enough_s / problem.num_microbatches
+    found = _over_runs(tables, min(limit, enough))
+    if found is None and enough <= limit and enough < np.inf:
+        return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
     if found is None and limit < np.inf:
         _check_memory(tables)
         if quick:
             return LeastTime(np.inf, np.inf, forward, 0.0, (limit, work))
         limit = np.inf
-        found = _over_runs(tables, limit)
+        found = _over_runs(tables, enough)
+    if found is None and enough < np.inf:
+        return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
     if found is None:
         raise capacity_error(tables, relaxed=True)
     backward = 0.0
     if p == 1:
         plan = stage_plan(tables, 0, 0, len(problem.calls))
         backward = plan.backward_s + plan.recompute_s
-    return LeastTime(*found, forward, backward, (limit, work if limit < np.inf else limit))
+    limit = min(limit, enough)
+    return LeastTime(*found, forward, backward, (limit, max(work, limit)))
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:

@@ -22,7 +22,8 @@ from partitioner.schedules import ranks_of
 from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
-from partitioner.solve.stages import StageProblem, StageSplit, solve_stages
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stages import StageSplit, solve_stages
 from partitioner.solve.virtual import solve_virtual
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
@@ -206,7 +207,7 @@ class Evaluator:
         return floor
 
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls, forward and backward, if all stages were as fast as the fastest."""
+        """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
         often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
         stages = {id(of): of for of in costs.by_stage(machine)}.values()
         ahead = min(sum(n * of[b].forward_total_s for b, n in often.items()) for of in stages)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from partitioner.constraints import pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
+from partitioner.solve.least import least_time
 from partitioner.solve.pipelines import Phases, held_microbatches, pipeline_seconds
 from partitioner.solve.segments import Segments
-from partitioner.solve.least import least_time
-from partitioner.solve.stages import SLACK, Pace, StageCall, StageProblem, StageSplit, solve_stages
+from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
+from partitioner.solve.stages import SLACK, StageSplit, solve_stages
 from partitioner.topology.parts import Link
 
 WIRE = Link(name="wire", bandwidth=100.0, latency=0.01, level=0)

@@ -17,7 +17,8 @@ from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, summed, update_time
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
-from partitioner.solve.stages import Pace, StageCall, StagePlan, StageProblem, StageSplit
+from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
+from partitioner.solve.stages import StagePlan, StageSplit
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from passes.blocks import FoldedModel

@@ -14,7 +14,7 @@ from dataclasses import replace
 from partitioner.cost.calls import CallCost
 from partitioner.cost.states import StateCost
 from partitioner.errors import CapacityError
-from partitioner.solve.tables import Pace, StageCall
+from partitioner.solve.stage_problem import Pace, StageCall
 from partitioner.topology.hosts import HostShare
 from partitioner.topology.model import Topology
 from partitioner.units import bytes_text

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from partitioner.cost.states import StateCost
 from partitioner.plan import StageEstimate
-from partitioner.solve.stages import StagePlan, StageProblem, StageSplit
-from partitioner.solve.tables import StageCall
+from partitioner.solve.stage_problem import StageCall, StageProblem
+from partitioner.solve.stages import StagePlan, StageSplit
 
 
 def stage_estimates(

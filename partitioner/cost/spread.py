@@ -39,8 +39,8 @@ EXECUTED = Software()  # as this project's runtime does
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
-    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``: the graph has a part of
-    the rows. ``num_experts``: in all, of the layer that has most.
+    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``:
+    the graph has a part of the rows. ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
     """

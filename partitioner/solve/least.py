@@ -1,4 +1,4 @@
-"""What no stages can go below, quickly: the least maximum and the least sum of their times, be they of one split or two.
+"""What no stages can go below, quickly: the least maximum and the least sum of times, be they of one split or two.
 
 Stages are alike where memory lets them be, so that runs of calls that take much longer than an even share need not be
 looked at: with many stages few are left.
@@ -15,7 +15,8 @@ from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.shortage import capacity_error
-from partitioner.solve.stages import StageProblem, stage_plan
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import ROUNDING_BYTES, StageTables
 from partitioner.units import bytes_text, plural
 

@@ -20,15 +20,15 @@ from partitioner.schedule_table import ScheduleTable, table_of
 from partitioner.schedules import timetable
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
-# Microbatches that stage ``s`` of ``p`` holds at a time, of ``m``, one stage on each rank; and those of them whose backward
-# for inputs has run, and that for weights has not.
+# Microbatches that stage ``s`` of ``p`` holds at a time, of ``m``, one stage on each rank; and those of them whose
+# backward for inputs has run, and that for weights has not.
 _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[int, int]]] = {
     "gpipe": lambda s, p, m: (m, 0),
     "1f1b": lambda s, p, m: (min(p - s, m), 0),
     "zb-1p": lambda s, p, m: (min(p, m), min(s + 1, m) if s else 0),
 }
-# Of forward and backward, to be divided by the virtual stages, of two microbatches and more for each rank. The value of a
-# game for the least of a step's longest path, whoever cuts the calls; rounded down from those of two to four ranks.
+# Of forward and backward, to be divided by the virtual stages, of two microbatches and more for each rank. The value of
+# a game for the least of a step's longest path, whoever cuts the calls; rounded down from those of two to four ranks.
 _LEAST_FILL = {
     "interleaved": (0.5, 0.5),
     "zb-1p": (0.7, 0.0),

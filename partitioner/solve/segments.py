@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from partitioner.solve.stages import StageCall
+    from partitioner.solve.stage_problem import StageCall
 
 Table = NDArray[np.float64]
 Item = tuple[str, float]  # a name, and bytes

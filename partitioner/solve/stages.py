@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.solve.shortage import capacity_error
-from partitioner.solve.tables import TINY, Pace, StageCall, StageProblem, StageTables, min_max
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.tables import TINY, StageTables, min_max
 
 SLACK = 0.01  # of the optimum, spent on stages that are alike
 
@@ -209,10 +210,7 @@ def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StageP
 
 
 __all__ = [
-    "Pace",
-    "StageCall",
     "StagePlan",
-    "StageProblem",
     "StageSplit",
     "solve_stages",
     "stage_plan",

@@ -1,4 +1,4 @@
-"""The problem of cutting calls into stages, and the time and memory of every run of calls on every stage.
+"""The time and memory of every run of calls on every stage.
 
 Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
 """
@@ -6,130 +6,21 @@ Tables have a row for each start and a column for each end of a run, ``[calls + 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.cost.calls import CallCost
 from partitioner.errors import PlanError
-from partitioner.solve.pipelines import stage_in_flight
 from partitioner.solve.segments import Segments
+from partitioner.solve.stage_problem import StageProblem
 from partitioner.topology.parts import Link
 
 Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
-Recompute = Literal["none", "selective", "full"]
 TINY = 1e-12  # of sums of seconds
 ROUNDING_BYTES = 0.01  # of sums of sizes
 _MOST_ENTRIES = 1 << 21  # of tables that are made together
-
-
-@dataclass(frozen=True)
-class StageCall:
-    """A call that is to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, by the
-    places of ``cost``; ``states``: names. ``index`` is its place among the model's calls."""
-
-    path: str
-    cost: CallCost
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What calls take on the devices of a stage: ``costs`` by the places of the calls, of which only the seconds count,
-    and of the calls that every stage runs for itself."""
-
-    costs: tuple[CallCost, ...]
-    overhead: CallCost = field(default_factory=CallCost)
-
-
-@dataclass(frozen=True)
-class StageProblem:
-    """The calls, and what holds them.
-
-    ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states; ``late_bytes``: what of it
-    comes only as the one backward there is gives back what forward saved. ``local``: values that are no
-    call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
-    rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
-    every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
-    ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
-    occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: microbatches
-    that each stage holds at a time, ``halfway``: those of them of which half the backward has run, where the schedule's
-    formula does not say.
-    """
-
-    calls: tuple[StageCall, ...]
-    num_stages: int
-    num_microbatches: int
-    capacity: tuple[int, ...]
-    links: tuple[Link, ...] = ()
-    state_bytes: Mapping[str, float] = field(default_factory=dict)
-    late_bytes: Mapping[str, float] = field(default_factory=dict)
-    local: frozenset[str] = frozenset()
-    schedule: str = "1f1b"
-    recompute: Recompute | None = None
-    pinned: Mapping[int, int] = field(default_factory=dict)
-    overhead: CallCost = field(default_factory=CallCost)
-    paces: tuple[Pace, ...] = ()
-    microbatch_size: int = 1
-    tp: int = 1
-    dp: int = 1
-    train: bool = True
-    chunks: int = 1
-    flying: tuple[int, ...] = ()
-    halfway: tuple[int, ...] = ()
-    bubble: float = 1.0
-    repeated: tuple[bool, ...] = ()
-
-    @property
-    def num_rounds(self) -> int:
-        """How often a rank runs a stage, forward and backward."""
-        return self.num_microbatches * self.chunks
-
-    def pace(self, stage: int) -> Pace:
-        return self.paces[stage] if self.paces else self._plain
-
-    @cached_property
-    def _plain(self) -> Pace:
-        return Pace(tuple(call.cost for call in self.calls), self.overhead)
-
-    def in_flight(self, stage: int) -> float:
-        """Microbatches whose saved tensors a stage holds at a time."""
-        if not self.train:
-            return 1
-        return self.flying[stage] if self.flying else self._formula(stage)[0]
-
-    def half_done(self, stage: int) -> float:
-        """Those of them that keep what was recomputed for the first half of a backward for the second."""
-        if not self.train:
-            return 0
-        return self.halfway[stage] if self.flying else self._formula(stage)[1]
-
-    def _formula(self, stage: int) -> tuple[int, int]:
-        return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
-
-    @cached_property
-    def slim(self) -> StageProblem | None:
-        """The same problem if attention scores are made again; ``None`` where that is not asked for, or nothing is."""
-        scores = any(call.cost.selective_bytes for call in self.calls)
-        if not (self.train and scores and self.recompute in (None, "selective")):
-            return None
-        calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
-        paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
-        return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute="none")
-
-    @property
-    def last_repeated(self) -> int:
-        """The place behind the last call of a block that repeats: up to there "full" recomputes."""
-        places = [k for k, repeats in enumerate(self.repeated) if repeats]
-        return places[-1] + 1 if places else len(self.calls)
 
 
 class StageTables:
@@ -203,8 +94,8 @@ class StageTables:
         return tables
 
     def least_excess(self, start: Counts, stop: Counts) -> Table:
-        """Bytes that the segments ``[start, stop)`` need beyond each stage's capacity, where as much is recomputed as may
-        be; shape ``[stages, segments]``. See :attr:`least_memory`."""
+        """Bytes that the segments ``[start, stop)`` need beyond each stage's capacity, where as much is recomputed as
+        may be; shape ``[stages, segments]``. See :attr:`least_memory`."""
         flying, half, cut = self._flying[:, None], self._halfway[:, None], self.segments
         least = self._whole(flying, start, stop) if self.problem.train else self.fixed_memory[start, stop][None]
         if self.most_recomputed.any():

@@ -19,8 +19,9 @@ from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable, ranks_of
 from partitioner.solve.cuts import better_cuts
 from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds, shortened
+from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_plan
-from partitioner.solve.tables import StageProblem, StageTables
+from partitioner.solve.tables import StageTables
 from partitioner.units import bytes_text
 
 _ROUNDS = 6  # of sharing out a rank's memory anew

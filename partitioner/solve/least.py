@@ -73,8 +73,8 @@ def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool =
     if found is None and enough <= limit and enough < np.inf:
         return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
     if found is None and limit < np.inf:
-        _check_memory(tables)
         if quick:
+            _check_memory(tables)
             return LeastTime(np.inf, np.inf, forward, 0.0, (limit, work))
         limit = np.inf
         found = _over_runs(tables, enough)

@@ -73,7 +73,7 @@ def least_fill(schedule: str | ScheduleTable, p: int, m: int, v: int) -> tuple[f
     if schedule == "zb-1p" and v == 1:
         return (0.75 if m == p else 1.0), 0.0
     ahead, back = _LEAST_FILL.get(schedule, (0.0, 0.0)) if isinstance(schedule, str) else (0.0, 0.0)
-    return (ahead / v, back / v) if m >= 2 * p else (0.0, 0.0)
+    return (ahead / v, back / v) if m >= 2 * p and (schedule != "interleaved" or m % p == 0) else (0.0, 0.0)
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[int, int]:

@@ -1,0 +1,97 @@
+"""The least fill and drain of schedules: whoever cuts the calls, a step takes no less than the table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ortools.linear_solver import pywraplp
+
+from partitioner.errors import CapacityError
+from partitioner.solve.least import LeastTime, least_time
+from partitioner.solve.pipelines import Phases, least_fill, longest_path, pipeline_seconds, shortened
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.virtual import solve_virtual
+from tests.test_stages import problems
+
+_TURNS = 300
+_EVERY = [("interleaved", 2), ("zb-1p", 1), ("zb-1p", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+_MIXES = [(1 / 3, 1 / 3, 1 / 3), (0.3, 0.45, 0.25), (0.25, 0.6, 0.15)]
+
+
+def value(schedule: str, p: int, m: int, v: int, whole: tuple[float, float, float]) -> float:
+    """What a step takes at least, if a microbatch's forward, backward for inputs and for weights are shared out over
+    the virtual stages at will (that for weights is no more than half a backward): a game between who shares out and the
+    longest path, solved by adding the paths that answer."""
+    table, n = shortened(schedule, p, m, v)[0], p * v
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    parts = [[solver.NumVar(0, solver.infinity(), "") for _ in whole] for _ in range(n)]
+    step = solver.NumVar(0, solver.infinity(), "")
+    for kind, total in enumerate(whole):
+        solver.Add(sum(part[kind] for part in parts) == total)
+    for _, inputs, weights in parts:
+        solver.Add(inputs >= weights)
+    solver.Minimize(step)
+    now = np.tile(np.array(whole) / n, (n, 1))
+    best = np.inf
+    for _ in range(_TURNS):
+        seconds, often = longest_path(table, [Phases(*part) for part in now])
+        best = min(best, seconds)
+        solver.Add(step >= sum(float(often[k, c]) * parts[k][c] for k in range(n) for c in range(3)))
+        assert solver.Solve() == pywraplp.Solver.OPTIMAL
+        if step.solution_value() >= best * (1 - 1e-7):
+            return float(step.solution_value())
+        now = np.array([[part.solution_value() for part in of] for of in parts])
+    raise AssertionError("the game was not solved")
+
+
+@pytest.mark.parametrize(("schedule", "v"), _EVERY)
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (2, 4), (2, 9), (3, 3), (3, 4), (3, 6), (3, 14)])
+def test_no_cuts_fill_a_pipeline_faster(schedule: str, v: int, p: int, m: int):
+    ahead, back = least_fill(schedule, p, m, v)
+    for whole in _MIXES:
+        filled = m * sum(whole) / p + (1 - 1 / p) * (ahead * whole[0] + back * sum(whole[1:]))
+        assert filled <= value(schedule, p, m, v, whole) * (1 + 1e-6), whole
+
+
+@given(
+    st.sampled_from(_EVERY),
+    st.integers(2, 6),
+    st.integers(1, 24),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: int, seed: int):
+    schedule, v = kind
+    rng = np.random.default_rng(seed)
+    stages = [Phases(f, i + w, w) for f, i, w in rng.choice([0.2, 1.0, 1.1], (p * v, 3)) * rng.uniform(0.5, 1.5)]
+    ahead, back = least_fill(schedule, p, m, v)
+    forward = sum(stage.forward for stage in stages)
+    total = sum(stage.total for stage in stages)
+    filled = m * total / p + (1 - 1 / p) * (ahead * forward + back * (total - forward))
+    assert filled <= pipeline_seconds(schedule, p, m, v, stages) * (1 + 1e-9)
+
+
+@given(problems(), st.floats(0.3, 3.0))
+@settings(max_examples=150, deadline=None)
+def test_least_times_hold_for_a_schedule_that_no_formula_describes(given_problem: StageProblem, share: float):
+    """In full; where long runs are left out; and where runs are left out that alone take too long."""
+    p = replace(given_problem, schedule="zb-1p")
+    if p.num_stages == 1:
+        return
+    try:
+        solved = solve_virtual(p, "zb-1p", p.num_stages, 1).pipeline_s
+    except CapacityError:
+        return  # what fits may still be found to fit
+
+    def seconds(least: LeastTime) -> float:
+        return least.pipeline_s("zb-1p", p.num_stages, p.num_microbatches)
+
+    assert seconds(least_time(p)) <= solved * (1 + 1e-9)
+    assert seconds(least_time(p, quick=True)) <= solved * (1 + 1e-9)
+    enough = share * solved
+    assert seconds(least_time(p, enough)) <= solved * (1 + 1e-9)
+    assert share >= 1 or seconds(least_time(p, enough)) >= min(enough, seconds(least_time(p))) * (1 - 1e-9)

@@ -1,8 +1,8 @@
-"""The other schedules for a plan that the search has found under 1F1B: same mesh, same microbatches.
+"""Schedules of several virtual stages for the plan that the search has found: same mesh, same microbatches.
 
-The search and its bounds are those of 1F1B, whose time has a formula. Which schedule fills the pipeline that it has
-found best is then tried: there are few, and each is followed action by action. Where devices are alike, ranks
-stay where they are; elsewhere they are placed anew.
+The search and its bounds are those of schedules with one stage on each rank. Which other fills the pipeline that it has
+found best is then tried: there are few, and each is followed action by action. Where devices are alike, ranks stay
+where they are; elsewhere they are placed anew.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class _Search:
             job = self._job(variant, pins)
             job.constraints.check_offload()
             bounds = self._bound(job)
-            choices = points(space_of(job, bounds))
+            choices = self._choices(job, bounds)
         except PartitionError:
             return []
         changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
@@ -282,6 +282,14 @@ class _Search:
         ranked = sorted(zip(far, bounds.times(changed).tolist(), changed, strict=True))
         room = max(d.usable for d in job.topology.devices)
         return [choice for choice in ranked if bounds.state_bytes(choice[2]) <= room]
+
+    def _choices(self, job: Job, bounds: ModelBounds) -> list[Point]:
+        """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
+        choices = points(space_of(job, bounds))
+        free = job.constraints.schedule is None and not job.constraints.ahead
+        plain = [p for p in choices if p.schedule == "1f1b"] if free else []
+        least = min(point.zero for point in choices)
+        return [p for p in plain or choices if self.short_of_memory or p.zero == least]
 
     def _allowed(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
         """Whether the bounds allow a plan at ``point``."""
@@ -307,7 +315,7 @@ class _Search:
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             bounds = self._bound(job)
-            choices = points(space_of(job, bounds))
+            choices = self._choices(job, bounds)
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)

@@ -125,7 +125,7 @@ def searched(plan: Plan) -> str:
     pinned = plan.constraints
     if pinned.ahead or plan.objective != "train" or len(plan.devices) == 1:
         return ""
-    return " (of 1F1B)" if pinned.schedule is None and pinned.virtual_stages is None else ""
+    return " (of 1F1B and ZB-1P)" if pinned.schedule is None and pinned.virtual_stages is None else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:

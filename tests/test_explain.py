@@ -32,7 +32,7 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert line_of(text, "memory").endswith("61 GiB of 78.3 GiB, rank 0 is the fullest")
     assert line_of(text, "matmul work sharded").endswith("99%")
     assert line_of(text, "certificate").endswith(
-        "objective 1.23 s, bound 1.2 s, gap 2.8% under the cost model (of 1F1B, without ZeRO)"
+        "objective 1.23 s, bound 1.2 s, gap 2.8% under the cost model (of 1F1B and ZB-1P)"
     )
     assert line_of(text, "candidates").endswith("4 considered: 1 chosen, 1 slower, 1 cannot be faster, 1 does not fit")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")

@@ -44,11 +44,11 @@ class Table:
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
         return np.array([self.real[p] * self.share / 2 for p in points])
 
-    def refine(self, point: Point) -> float:
+    def refine(self, point: Point, _: float) -> float:
         return self.real[point] * self.share
 
     @property
-    def steps(self) -> Sequence[Callable[[Point], float]]:
+    def steps(self) -> Sequence[Callable[[Point, float], float]]:
         return (self.refine,)
 
     def shortage(self, point: Point) -> CapacityError | None:
@@ -100,14 +100,14 @@ def test_each_step_is_taken_only_for_what_the_steps_before_leave():
 
     class Stepwise(Table):
         @property
-        def steps(self) -> Sequence[Callable[[Point], float]]:
+        def steps(self) -> Sequence[Callable[[Point, float], float]]:
             return self.rough, self.refine
 
-        def rough(self, point: Point) -> float:
+        def rough(self, point: Point, _: float) -> float:
             taken.append(("rough", point))
             return self.real[point] / 3
 
-        def refine(self, point: Point) -> float:
+        def refine(self, point: Point, _: float) -> float:
             taken.append(("tight", point))
             return self.real[point]
 
@@ -121,7 +121,7 @@ def test_a_point_alone_is_planned_without_bounds():
         def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
             raise AssertionError(points)
 
-        def refine(self, point: Point) -> float:
+        def refine(self, point: Point, _: float) -> float:
             raise AssertionError(point)
 
     result = run(Unbounded({grid(1)[0]: 2.0}))
@@ -159,9 +159,9 @@ def test_progress_is_told_before_each_evaluation():
 
 def test_progress_is_told_while_points_are_only_bounded():
     class Slow(Table):
-        def refine(self, point: Point) -> float:
+        def refine(self, point: Point, _: float) -> float:
             time.sleep(0.15)
-            return super().refine(point)
+            return super().refine(point, _)
 
     seen: list[Progress] = []
     run(Slow(dict(zip(grid(4), [3.0, 2.0, 1.9, 1.8], strict=True)), share=0.5), progress=seen.append)
@@ -195,7 +195,7 @@ def test_the_smallest_shortage_is_found_out_where_only_its_least_is_known():
     asked: list[Point] = []
 
     class Short(Table):
-        def refine(self, point: Point) -> float:
+        def refine(self, point: Point, _: float) -> float:
             raise CapacityError("much", missing_bytes=lacks[point][0], at_least=True)
 
         def shortage(self, point: Point) -> CapacityError | None:
@@ -221,7 +221,11 @@ def test_points_are_all_that_divide():
     assert {p.tp for p in found} == {1, 2, 4, 8}  # within a node
     assert max(p.pp for p in found) == 32  # calls for every stage
     assert {p.tp for p in points(space(tp=16))} == {16}
-    assert points(space(pp=2, dp=4, tp=8, microbatch_size=2, schedule="gpipe")) == [Point(2, 4, 8, 2, "gpipe")]
+    pinned = dict(pp=2, dp=4, tp=8, microbatch_size=2)
+    assert points(space(**pinned, schedule="gpipe", zero=0)) == [Point(2, 4, 8, 2, "gpipe")]
+    searched = [Point(2, 4, 8, 2, schedule, zero=z) for schedule in ("1f1b", "zb-1p") for z in range(4)]
+    assert points(space(**pinned)) == searched
+    assert {p.zero for p in points(space(**pinned, offload="parameters"))} == {0, 3}  # the others keep them whole
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,8 @@ def test_what_this_version_does_not_execute_is_marked(pinned: dict[str, Any], be
 
 
 def test_what_is_not_executed_is_searched_only_when_asked_for():
-    assert all((p.cp, p.ep, p.zero, p.virtual_stages, p.schedule) == (1, 1, 0, 1, "1f1b") for p in points(space()))
+    assert all((p.cp, p.ep, p.virtual_stages) == (1, 1, 1) for p in points(space()))
+    assert {p.schedule for p in points(space())} == {"1f1b", "zb-1p"}
     work = space(ahead=True)
     ahead = points(Space(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
     assert all(math.prod(p.grid.values()) == 64 for p in ahead)
@@ -331,7 +336,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
         split, step = solved.stages, solved.estimate.step_time
         least = step - (split.pipeline_s - split.least_s)
         assert quick <= bounds.refine(point) <= least, point
-        assert all(bound(point) <= least for bound in floors.steps), point
+        assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
 
 

@@ -46,8 +46,10 @@ class LeastTime:
         return min(self._pipeline_s(schedule, p, m, *of) for of in ((self.slowest_s, self.total_s), self.unseen))
 
     def _pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, slowest: float, total: float) -> float:
+        if total == np.inf:
+            return total
         if is_formula(schedule):
-            return (m - 1) * slowest + total if m > 1 else total
+            return (m - 1) * slowest + total
         ahead, back = least_fill(schedule, p, m, 1)
         filled = ahead * self.forward_s + back * (total - self.forward_s)
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)

@@ -72,6 +72,7 @@ def pinned(
         schedule=schedule,
         recompute=recompute,
         sequence_parallel=None,
+        zero=others.pop("zero", 0),
         **others,
     )
 

@@ -79,7 +79,7 @@ def _jobs(only: str) -> list[Job]:
     jobs = []
     for name in common.WORKLOADS:
         if name == "long":  # a sequence to share
-            ring = dict(pp=1, dp=1, tp=1, cp=2, context="ring")
+            ring = dict(pp=1, dp=1, tp=1, cp=2, context="ring", zero=0)
             jobs.append(Job("cp2", name, {"ours": ring}, {"ring": "ours"}))
             continue
         jobs += [

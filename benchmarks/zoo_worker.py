@@ -123,9 +123,8 @@ def _plan_and_verify(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
         mock.patch.object(explore, "standards", return_value=[]),
         mock.patch.object(explore, "compared", return_value=()),
     ):
-        plan = partition(
-            subject.prepared, Topology.local(math.prod(mesh)), constraints=Constraints(pp=pp, dp=dp, tp=tp)
-        )
+        pinned = Constraints(pp=pp, dp=dp, tp=tp, zero=0, schedule="1f1b")
+        plan = partition(subject.prepared, Topology.local(math.prod(mesh)), constraints=pinned)
     # As plan.verify() does.
     run = run_threads(plan.program, subject.sample.model, subject.sample.inputs, precision="fp64")
     errors = compare(run, subject.reference, plan.program)

@@ -209,9 +209,8 @@ class Evaluator:
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
         """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
         often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
-        stages = {id(of): of for of in costs.by_stage(machine)}.values()
-        ahead = min(sum(n * of[b].forward_total_s for b, n in often.items()) for of in stages)
-        back = min(sum(n * of[b].backward_total_s for b, n in often.items()) for of in stages)
+        of = fastest(list({id(of): of for of in costs.by_stage(machine)}.values()))
+        ahead, back = (sum(n * getattr(of[b], name) for b, n in often.items()) for name in ("forward_s", "backward_s"))
         return ahead, back if self.job.train else 0.0
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:

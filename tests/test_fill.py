@@ -63,7 +63,7 @@ def test_no_cuts_fill_a_pipeline_faster(schedule: str, v: int, p: int, m: int):
     st.integers(1, 24),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: int, seed: int):
     schedule, v = kind
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: 
 
 
 @given(problems(), st.floats(0.3, 3.0))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_least_times_hold_for_a_schedule_that_no_formula_describes(given_problem: StageProblem, share: float):
     """In full; where long runs are left out; and where runs are left out that alone take too long."""
     p = replace(given_problem, schedule="zb-1p")
@@ -92,6 +92,4 @@ def test_least_times_hold_for_a_schedule_that_no_formula_describes(given_problem
 
     assert seconds(least_time(p)) <= solved * (1 + 1e-9)
     assert seconds(least_time(p, quick=True)) <= solved * (1 + 1e-9)
-    enough = share * solved
-    assert seconds(least_time(p, enough)) <= solved * (1 + 1e-9)
-    assert share >= 1 or seconds(least_time(p, enough)) >= min(enough, seconds(least_time(p))) * (1 - 1e-9)
+    assert seconds(least_time(p, share * solved)) <= solved * (1 + 1e-9)

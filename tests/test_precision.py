@@ -273,7 +273,7 @@ def test_what_is_planned_is_what_is_held(precision: str, optimizer: str):
     """Parameters with their copies, gradients and the optimizer's state: to the byte."""
     model, inputs = Mlp(), (torch.randn(16, 64), torch.randint(64, (16,)))
     inputs = (inputs[0].double(), inputs[1]) if precision == "fp64" else inputs
-    fixed = Constraints(pp=2, dp=2, tp=1)
+    fixed = Constraints(pp=2, dp=2, tp=1, zero=0)
     plan = partition(model, Topology.local(4), inputs, constraints=fixed, precision=precision, optimizer=optimizer)
     kinds = {
         "adamw": lambda p: torch.optim.AdamW(p),

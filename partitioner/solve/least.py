@@ -66,9 +66,12 @@ def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool =
         raise capacity_error(tables, relaxed=True)
     p = problem.num_stages
     paces = {id(pace): pace for pace in map(problem.pace, range(p))}.values()
-    forward = min(sum(cost.forward_total_s for cost in pace.costs) for pace in paces)
-    work = float(tables.least_work[0, -1])
-    limit = _LONG * max(work / p, float(np.diagonal(tables.least_work, 1).max()))
+    forward = sum(
+        min(costs) for costs in zip(*([c.forward_total_s for c in pace.costs] for pace in paces), strict=True)
+    )
+    alone = np.diagonal(tables.least_work, 1)  # each call by itself, on the stage that is fastest for it
+    work = float(alone.sum())
+    limit = _LONG * max(work / p, float(alone.max()))
     limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
     enough = enough_s / problem.num_microbatches
     found = _over_runs(tables, min(limit, enough))

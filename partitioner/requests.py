@@ -11,7 +11,6 @@ from partitioner.constraints import Constraints
 from partitioner.cost.states import optimizer_bytes
 from partitioner.errors import ConstraintError
 from partitioner.topology import Topology
-from partitioner.topology.hosts import host_shares
 from passes.blocks import FoldedModel
 from passes.errors import InputsError
 
@@ -31,7 +30,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str) -> No
     optimizer_bytes(1, 4, optimizer)
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
-    if constraints.offload and None in host_shares(topology):
+    if constraints.offload and None in topology.host_shares:
         raise ConstraintError(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
             "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"

@@ -34,7 +34,7 @@ from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
-from partitioner.topology.hosts import BOUNDLESS, host_shares
+from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from partitioner.units import bytes_text
@@ -251,7 +251,7 @@ class ModelBounds:
     def _update(self) -> float:
         """Seconds of the update of all states on one device, at the fastest host."""
         states = summed(self.states.values())
-        hosts = (share or BOUNDLESS for share in host_shares(self.topology))
+        hosts = (share or BOUNDLESS for share in self.topology.host_shares)
         host = max(hosts, key=lambda share: share.update_bandwidth)
         return update_time(states, self.device) + update_seconds(states, host)
 

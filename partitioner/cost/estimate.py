@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost
@@ -155,9 +155,8 @@ def estimate(
         "optimizer": updated,
         "offload": exchanged,
     }
-    memory = tuple(
-        plan.memory for plan, ranks in zip(split.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks
-    )
+    of_stages = zip(split.stages, stage_ranks(machine.mesh), strict=True)
+    memory = tuple(chain.from_iterable(repeat(plan.memory, len(ranks)) for plan, ranks in of_stages))
     return Estimate(
         step_time=step,
         mfu=model_flops / (step * machine.peak) if step else 0.0,

@@ -27,7 +27,7 @@ from partitioner.topology.groups import (
     stage_paces,
     stage_ranks,
 )
-from partitioner.topology.hosts import HostShare, host_shares, least_share
+from partitioner.topology.hosts import HostShare, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
@@ -263,7 +263,7 @@ class Machine:
         """What a rank of a stage has of its host at least; ``None`` where one is not described."""
 
         def find() -> tuple[HostShare | None, ...]:
-            shares = host_shares(self.topology)
+            shares = self.topology.host_shares
             if all(share is shares[0] for share in shares):
                 return (shares[0],) * self.mesh.get("pp", 1)
             return tuple(

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from partitioner.topology.model import Topology
+if TYPE_CHECKING:
+    from partitioner.topology.model import Topology
 
 _UPDATE_EFFICIENCY = 0.6  # of the host's memory bandwidth, as DeepSpeed's CPU Adam reaches with vector instructions
 _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # of a host that does not say: one socket with four channels of DDR4

@@ -31,6 +31,7 @@ from partitioner.topology.fabric import (
     spans_nodes,
     storeys,
 )
+from partitioner.topology.hosts import HostShare, host_shares
 from partitioner.topology.pairs import pair_links, routes
 from partitioner.topology.parts import (
     Device,
@@ -172,6 +173,11 @@ class Topology(Part):
         if (kind, members) not in self._inside:
             self._inside[kind, members] = inside_level(self, kind, members)
         return self._inside[kind, members]
+
+    @cached_property
+    def host_shares(self) -> tuple[HostShare | None, ...]:
+        """What each device has of its node's host, see :func:`partitioner.topology.hosts.host_shares`."""
+        return host_shares(self)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -120,6 +120,19 @@ class CallWork:
             self._asked[fp8] = asked_by(self.block, self.train, fp8)
         return self._asked[fp8]
 
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether it matters how experts are spread."""
+        asked = self.asked(False)
+        region = asked.region
+        return bool(
+            region.entries
+            or region.exits
+            or region.products
+            or asked.kernels.expert.any()
+            or any(s.expert for s in asked.states)
+        )
+
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Of one call on one rank; see :func:`call_costs`."""
         asked, train, slowdown = self.asked(spread.fp8), self.train, device.overlap_slowdown

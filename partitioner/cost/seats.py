@@ -51,9 +51,11 @@ class SeatCosts:
         seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
         if (seat, spread) not in self._of_seat:
             device = self._device(seat.kind, seat.speed)
-            groups = dict(seat.groups)
+            groups, plain = dict(seat.groups), spread.without_experts
+            others = self.at(seat, plain) if plain != spread else {}
             self._of_seat[seat, spread] = {
-                name: work.cost(device, groups, spread) for name, work in self._works.items()
+                name: work.cost(device, groups, spread) if work.has_experts or name not in others else others[name]
+                for name, work in self._works.items()
             }
         return self._of_seat[seat, spread]
 

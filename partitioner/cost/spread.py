@@ -61,6 +61,11 @@ class Spread:
         return self.experts.size
 
     @property
+    def without_experts(self) -> Spread:
+        """What of it concerns a call that has none."""
+        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, by_rows=False, num_experts=0)
+
+    @property
     def of_experts(self) -> float:
         """What part of the local graph's expert weights a rank holds."""
         return self.expert_tensor / self.ep

@@ -70,6 +70,9 @@ class Floors:
         key = _plainest(point)
         if len(self._alike[key]) < 2 or not is_plain(point.schedule, point.virtual_stages):
             return 0.0
+        plain = self._shared.get(replace(key, schedule="1f1b"))  # which holds no more
+        if isinstance(plain, LeastTime) and (bound := self.bounds.staged(point, plain)) >= enough_s:
+            return bound
         if key not in self._shared:
             leanest = replace(key, zero=max(p.zero for p in self._alike[key]), dp_shard=point.dp_shard)
             try:

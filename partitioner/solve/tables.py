@@ -74,8 +74,7 @@ class StageTables:
     @property
     def hopeless(self) -> bool:
         """Whether the states alone are more than all stages may hold; no table of times needs to be made then."""
-        names = {name for call in self.problem.calls for name in call.states}
-        return sum(self.problem.state_bytes.get(name, 0.0) for name in names) > sum(self.problem.capacity)
+        return bool(self.segments.states[0, -1] > sum(self.problem.capacity))
 
     def way(self, stage: int, start: int, stop: int) -> StageTables:
         """The tables of the way that a segment takes: these, or those where attention scores are made again."""

@@ -110,9 +110,10 @@ _STRIKES: dict[str, Callable[[], None]] = {
 def _at_node(engine: Engine, fault: Fault) -> Struck:
     """Exchange the function of one node, armed while one instruction runs."""
     executor = engine._executor
+    computing = {index: place for place, (index, _) in enumerate(executor.actions)}  # behind what it waits for
     spots = [
         (place, index, compiled, line)
-        for place, (index, _) in enumerate(executor.actions)
+        for index, place in computing.items()
         for compiled in _pieces(engine, index, fault.kind)
         for line in _lines(compiled, fault.kind)
     ]

@@ -370,7 +370,8 @@ class ModelBounds:
     def staged(self, point: Point, least: LeastTime) -> float:
         """Seconds of a step of ``point``, whose stages take no less than ``least``."""
         pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
-        return (pipeline + float(self._after([point], np.array([least.backward_s]))[0])) * _ROUNDING
+        hides = least.backward_s if least.is_seen else math.inf
+        return (pipeline + float(self._after([point], np.array([hides]))[0])) * _ROUNDING
 
     def with_floor(self, point: Point, floor: Floor) -> float:
         """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""

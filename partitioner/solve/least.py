@@ -21,6 +21,7 @@ from partitioner.solve.tables import ROUNDING_BYTES, StageTables
 from partitioner.units import bytes_text, plural
 
 Vector = NDArray[np.float64]
+Places = NDArray[np.int64]
 _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
 
 
@@ -38,7 +39,7 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Whether there are such splits."""
+        """Whether splits were looked at, and fit."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int) -> float:
@@ -98,15 +99,12 @@ def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool =
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:
     """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds; ``None``
     if there are none, or longer runs might be better."""
-    start, stop = tables.short_runs(limit)
-    order = np.argsort(stop, kind="stable")
-    start, stop = start[order], stop[order]
+    start, stop, firsts = _runs_by_stop(tables, limit)
     stages = np.arange(tables.problem.num_stages)
     times = tables.run_times(stages, start, stop)
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if tables.problem.recompute == "selective" else np.minimum(times, slim)
-    firsts = np.flatnonzero(np.diff(stop, prepend=-1))  # of the runs of one stop each
     ends = stop[firsts]
     most, total = (np.full(len(tables.problem.calls) + 1, np.inf) for _ in range(2))
     most[0], total[0] = 0.0, 0.0
@@ -121,11 +119,8 @@ def _check_memory(tables: StageTables) -> None:
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
-    start, stop = tables.short_runs(np.inf)
-    order = np.argsort(stop, kind="stable")
-    start, stop = start[order], stop[order]
+    start, stop, firsts = _runs_by_stop(tables, np.inf)
     excess = tables.least_excess(start, stop)
-    firsts = np.flatnonzero(np.diff(stop, prepend=-1))
     most = np.full(len(problem.calls) + 1, np.inf)
     most[0] = -np.inf
     for of_stage in excess:
@@ -140,7 +135,16 @@ def _check_memory(tables: StageTables) -> None:
         )
 
 
-def _least_by_stop(values: Vector, firsts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> Vector:
+def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
+    """The runs whose work takes at most ``limit`` seconds, in the order of their stops: where each starts and stops,
+    and the first of each stop."""
+    start, stop = tables.short_runs(limit)
+    order = np.argsort(stop, kind="stable")
+    start, stop = start[order], stop[order]
+    return start, stop, np.flatnonzero(np.diff(stop, prepend=-1))
+
+
+def _least_by_stop(values: Vector, firsts: Places, ends: Places, size: int) -> Vector:
     least = np.full(size, np.inf)
     if len(ends):
         least[ends] = np.minimum.reduceat(values, firsts)

@@ -136,9 +136,7 @@ def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
 
 def _why(point: Point, candidates: Sequence[Point]) -> str:
     """Why a point is no candidate of the search."""
-    if point in candidates:
-        return ""
-    return "excluded by the constraints"
+    return "" if point in candidates else "excluded by the constraints"
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:

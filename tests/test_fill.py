@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from ortools.linear_solver import pywraplp
 
 from partitioner.errors import CapacityError
 from partitioner.solve.least import LeastTime, least_time
-from partitioner.solve.pipelines import Phases, least_fill, longest_path, pipeline_seconds, shortened
+from partitioner.solve.pipelines import (
+    Phases,
+    held_microbatches,
+    least_fill,
+    longest_path,
+    pipeline_seconds,
+    shortened,
+    stage_in_flight,
+)
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.virtual import solve_virtual
 from tests.test_stages import problems
@@ -93,3 +102,11 @@ def test_least_times_hold_for_a_schedule_that_no_formula_describes(given_problem
     assert seconds(least_time(p)) <= solved * (1 + 1e-9)
     assert seconds(least_time(p, quick=True)) <= solved * (1 + 1e-9)
     assert seconds(least_time(p, share * solved)) <= solved * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-1p"])
+def test_what_stages_hold_is_what_the_order_holds(schedule: str):
+    for p, m in product(range(2, 9), (1, 2, 3, 5, 8, 9, 16, 27)):
+        held = held_microbatches(schedule, p, m, 1)
+        pairs = list(zip(held.most, held.halfway, strict=True))
+        assert [stage_in_flight(schedule, s, p, m) for s in range(p)] == pairs, (p, m)

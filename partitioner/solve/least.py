@@ -120,7 +120,7 @@ def _check_memory(tables: StageTables) -> None:
     if problem.pinned or problem.recompute == "full":
         return
     start, stop, firsts = _runs_by_stop(tables, np.inf)
-    excess = tables.least_excess(start, stop)
+    excess = tables.least_bytes(start, stop) - np.array(problem.capacity, dtype=np.float64)[:, None]
     most = np.full(len(problem.calls) + 1, np.inf)
     most[0] = -np.inf
     for of_stage in excess:

@@ -83,28 +83,24 @@ class StageTables:
     @cached_property
     def least_memory(self) -> list[Table]:
         """Peak bytes of every segment on every stage, where as much is recomputed as may be."""
-        tables = []
-        for stage, allowed in enumerate(self.allowed):
-            least = np.minimum(self._plain(stage), self._most_saved(stage))
-            if self.slim is not None:
-                slim = self.slim.least_memory[stage]
-                least = slim if self.problem.recompute == "selective" else np.minimum(least, slim)
-            tables.append(np.where(allowed, least, np.inf))
-        return tables
+        start, stop = self._runs
+        least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
+        least[:, start, stop] = self.least_bytes(start, stop)
+        return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
 
-    def least_excess(self, start: Counts, stop: Counts) -> Table:
-        """Bytes that the segments ``[start, stop)`` need beyond each stage's capacity, where as much is recomputed as
-        may be; shape ``[stages, segments]``. See :attr:`least_memory`."""
+    def least_bytes(self, start: Counts, stop: Counts) -> Table:
+        """The same of the segments ``[start, stop)``, allowed or not; shape ``[stages, segments]``."""
         flying, half, cut = self._flying[:, None], self._halfway[:, None], self.segments
-        least = self._whole(flying, start, stop) if self.problem.train else self.fixed_memory[start, stop][None]
+        fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(flying), len(start)))
+        least: Table = self._whole(flying, start, stop) if self.problem.train else fixed
         if self.most_recomputed.any():
             again = self._fixed_again[start, stop] + flying * cut.all_inputs[start, stop]
-            least = np.minimum(least, again + half * cut.saved[start, stop])
-        excess: Table = least - self._capacity[:, None]
+            again = again + half * cut.saved[start, stop]
+            least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
         if self.slim is None:
-            return excess
-        slim = self.slim.least_excess(start, stop)
-        return slim if self.problem.recompute == "selective" else np.minimum(excess, slim)
+            return least
+        slim = self.slim.least_bytes(start, stop)
+        return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _times(self, stages: Counts) -> Table:
         """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``: see :meth:`run_times`."""
@@ -262,12 +258,8 @@ class StageTables:
     def _kept(self) -> Table:
         return self.segments.saved + self.segments.saved_inputs
 
-    def _plain(self, stage: int) -> Table:
-        """Peak bytes where nothing is recomputed."""
-        return self._fixed + float(self._flying[stage]) * self._kept
-
     def _whole(self, flying: float | Table, start: Counts, stop: Counts) -> Table:
-        """The same, of some segments."""
+        """Peak bytes of segments where nothing is recomputed."""
         return self._fixed[start, stop] + flying * self._kept[start, stop]
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
@@ -275,16 +267,8 @@ class StageTables:
         inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
         return inputs
 
-    def _most_saved(self, stage: int) -> Table:
-        """Peak bytes where all calls are recomputed that may be."""
-        if not self.problem.train:
-            return self.fixed_memory
-        again = self._fixed_again + float(self._flying[stage]) * self.segments.all_inputs
-        again = again + float(self._halfway[stage]) * self.segments.saved
-        return np.where(self.most_recomputed > 0, again, self._plain(stage))
-
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """The same, if no microbatch were in flight."""
+        """Peak bytes, if no microbatch were in flight."""
         fixed: Table = np.where(recomputed > 0, self._fixed_again[start, stop], self.fixed_memory[start, stop])
         return fixed
 

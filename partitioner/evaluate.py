@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from partitioner.cost.bounds import Floor
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
@@ -48,7 +49,6 @@ class Solved:
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
 
 
-Floor = dict[str, tuple[float, float]]  # by block
 Judged = tuple[StageProblem, StageSplit, Estimate]
 
 
@@ -200,7 +200,7 @@ class Evaluator:
         of_block = fastest(self._every(point, costs))
         least = {name: (cost.forward_s, cost.backward_s) for name, cost in of_block.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
-        floor: Floor = {}
+        floor: dict[str, tuple[float, float]] = {}
         for call in job.model.calls:  # whose blocks may be others than the local model's
             found = of_path.get(call.path, (0.0, 0.0))
             floor[call.block] = min(floor.get(call.block, found), found)

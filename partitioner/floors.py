@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.bounds import Floor, ModelBounds
 from partitioner.errors import CapacityError
-from partitioner.evaluate import Evaluator, Floor
+from partitioner.evaluate import Evaluator
 from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from partitioner.cost.bounds import Floor
+from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
@@ -58,6 +59,7 @@ class Evaluator:
 
     job: Job
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
+    _works: dict[int, CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
@@ -250,5 +252,5 @@ class Evaluator:
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
-            self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train)
+            self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train, self._works)
         return self._costs[key]

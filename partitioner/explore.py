@@ -106,7 +106,7 @@ def _explore(
         left_out=left_out(space, candidates),
         progress=progress,
     )
-    beside = replace(evaluator, job=free)
+    beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
     return best_schedule(
         space, evaluator, result.best.payload, result.certificate.model_copy(update={"baselines": baselines})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from partitioner.context import ContextModel, shard_context
@@ -15,7 +16,7 @@ from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingProblem, sharding_problem, whole_sharding
 from partitioner.topology.groups import reference_type
-from passes.blocks import FoldedModel
+from passes.blocks import Block, FoldedModel
 from passes.microbatch import split_batch
 
 # tp, cp, parts of the batch, whether one microbatch is all, experts over tp
@@ -30,6 +31,7 @@ class LocalModels:
     placements: Placements
     _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
     _contexts: dict[tuple[int, int, int, bool], ContextModel] = field(default_factory=dict)
+    _blocks: dict[Hashable, Block] = field(default_factory=dict)
     _problems: dict[tuple[int, int, int, bool], ShardingProblem] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class LocalModels:
         else:
             problem = self._problem(model, key, num_microbatches)
             solution = problem.solve(allowed_strategies(model, experts))
-        return localized(model, solution, None if context is None else context.sharding)
+        return localized(model, solution, None if context is None else context.sharding, self._blocks)
 
     def _problem(self, model: FoldedModel, key: LocalKey, num_microbatches: int) -> ShardingProblem:
         """One for all ways of spreading experts, which differ in the strategies that they allow."""

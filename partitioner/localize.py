@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from partitioner.emit import Layouts
@@ -32,13 +33,23 @@ class LocalModel:
         return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
 
 
-def localized(split: FoldedModel, solution: ShardingSolution, context: ShardingSolution | None = None) -> LocalModel:
-    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says."""
-    tp = solution.num_ranks
-    blocks = {
-        name: unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
-        for name, block in split.blocks.items()
-    }
+def localized(
+    split: FoldedModel,
+    solution: ShardingSolution,
+    context: ShardingSolution | None = None,
+    known: dict[Hashable, Block] | None = None,
+) -> LocalModel:
+    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says.
+
+    ``known``: the blocks of other solutions for the same ``split``, which ones that are sharded alike share.
+    """
+    tp, made = solution.num_ranks, {} if known is None else known
+    blocks: dict[str, Block] = {}
+    for name, block in split.blocks.items():
+        key = id(block), tp, solution.blocks[name].key
+        if key not in made:
+            made[key] = unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
+        blocks[name] = made[key]
     values = {
         name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
         for name, spec in split.values.items()

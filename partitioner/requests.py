@@ -30,7 +30,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str) -> No
     optimizer_bytes(1, 4, optimizer)
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
-    if constraints.offload and None in topology.host_shares:
+    if constraints.offload and None in topology.different_host_shares:
         raise ConstraintError(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
             "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"

@@ -8,7 +8,7 @@ what one axis sharded is simply a smaller graph to the next.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,11 @@ class BlockSharding:
     inputs: dict[str, Layout]
     states: dict[str, Layout]
     outputs: tuple[Layout, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where the layouts are."""
+        return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:

@@ -86,9 +86,8 @@ def prove(
     except Refusal as refusal:
         raise _located(program, refusal) from None
     own = _edited(program, rank_programs or {})
-    lists = {
-        r: own.get(r, program.stages[program.coordinates(r)["pp"]].instructions) for r in range(program.world_size)
-    }
+    by_stage, stride = [stage.instructions for stage in program.stages], program.strides["pp"]
+    lists = {rank: by_stage[rank // stride] for rank in range(program.world_size)} | own
     collectives, transfers = (_steady_counts(facts) if not own else None) or _follow(facts, own)
     return Proof(
         ranks=program.world_size,
@@ -164,20 +163,22 @@ def _run_lists(
     """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
     program = facts.program
     stride = program.strides["pp"]
+    by_stage = [stage.instructions for stage in program.stages]
+    edited = {rank % stride: None for rank in sorted(own)}
+    plain = next((column for column in range(stride) if column not in edited), None)
     known: dict[tuple[int, ...], list[Trace]] = {}
-    traces: dict[int, Trace] = {}
-    lists: dict[int, Instructions] = {}
-    for column in sorted(
-        range(stride), key=lambda c: all(c + s * stride not in own for s in range(len(program.stages)))
-    ):
-        ranks = [column + s * stride for s in range(len(program.stages))]
-        run = [own.get(rank, program.stages[s].instructions) for s, rank in enumerate(ranks)]
+    found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
+    for column in (*edited, *([] if plain is None else [plain])):  # faults of lists that were edited come first
+        ranks = [column + s * stride for s in range(len(by_stage))]
+        run = [own.get(rank, by_stage[s]) for s, rank in enumerate(ranks)]
         key = tuple(map(id, run))
         if key not in known:
             known[key] = _run_column(facts, ranks, run)
-        traces.update(zip(ranks, known[key], strict=True))
-        lists.update(zip(ranks, run, strict=True))
-    return dict(sorted(traces.items())), lists
+        found[column] = known[key]
+    like = [column if column in edited else plain for column in range(stride)]
+    of_columns = [found[column] for column in like if column is not None]
+    traces = {s * stride + c: of[s] for s in range(len(by_stage)) for c, of in enumerate(of_columns)}
+    return traces, {rank: own.get(rank, by_stage[rank // stride]) for rank in traces}
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
@@ -240,10 +241,10 @@ def _check_memory(
 ) -> tuple[int, ...]:
     if limits is None:
         return ()
-    program = facts.program
+    program, stride = facts.program, facts.program.strides["pp"]
     peaks: dict[tuple[int, int], tuple[int, int]] = {}
     for rank, instructions in lists.items():
-        stage = program.coordinates(rank)["pp"]
+        stage = rank // stride
         key = stage, id(instructions)
         if key not in peaks:
             extra = extra_bytes[stage] if extra_bytes else 0

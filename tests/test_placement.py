@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import permutations
+from itertools import combinations, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,6 +431,24 @@ def test_more_of_anything_is_never_slower(cluster: dict[str, Any], what: str, wh
         more[what] = values
     # stages may be evened out at the cost of a hundredth
     assert optimum(described(more)) <= optimum(described(cluster)) * (1 + SLACK)
+
+
+@pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 4), ("gb200-nvl72", 2), ("l40s-pcie", 2)])
+def test_of_nested_placements_the_first_group_stands_for_all(preset: str, nodes: int):
+    topology = Topology.preset(preset, nodes)
+    placements, world = Placements(topology), topology.num_devices
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    compared = 0
+    for pp, dp, tp in product(sizes, repeat=3):
+        mesh = {"pp": pp, "dp": dp, "cp": world // (pp * dp * tp), "tp": tp, "ep": 1}
+        if world % (pp * dp * tp) or not placements.nested(mesh):
+            continue
+        for machine in placements.candidates(mesh):
+            each = Machine(topology, mesh, machine.precision, machine.devices)
+            for axes in (axes for count in (1, 2, 3) for axes in combinations(("dp", "cp", "tp"), count)):
+                assert machine.stage_groups(*axes) == each.stage_groups(*axes), (mesh, axes)
+                compared += 1
+    assert compared > 500
 
 
 def test_thousands_of_devices_that_are_alike_have_few_placements():

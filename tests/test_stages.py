@@ -17,7 +17,7 @@ from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.solve.least import least_time
 from partitioner.solve.pipelines import Phases, held_microbatches, pipeline_seconds
-from partitioner.solve.segments import Segments
+from partitioner.solve.segments import segments_of
 from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
 from partitioner.solve.stages import SLACK, StageSplit, solve_stages
 from partitioner.topology.parts import Link
@@ -153,9 +153,9 @@ def test_a_heavy_head_gets_fewer_layers():
 
 def test_what_calls_share_counts_once():
     calls = [call(k, states=("tied",)) for k in range(3)]
-    tables = Segments(calls, {"tied": 7.0})
-    assert tables.states[0, 3] == 7.0
-    assert tables.states[1, 2] == 7.0
+    states = segments_of(calls).states_of({"tied": 7.0})
+    assert states[0, 3] == 7.0
+    assert states[1, 2] == 7.0
 
 
 def test_only_as_many_calls_as_needed_are_recomputed():

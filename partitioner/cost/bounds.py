@@ -91,6 +91,11 @@ def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
     return cost.scaled(1 / parts).zero(point.zero, sharers)
 
 
+def _sharing(point: Point) -> tuple[Any, ...]:
+    """What decides how states are shared."""
+    return point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
+
+
 @dataclass
 class _Works:
     """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
@@ -138,6 +143,7 @@ class ModelBounds:
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
+        self._state_bytes: dict[tuple[Any, ...], float] = {}
         self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
 
     def with_job(self, job: Planned) -> ModelBounds:
@@ -251,7 +257,7 @@ class ModelBounds:
     def _update(self) -> float:
         """Seconds of the update of all states on one device, at the fastest host."""
         states = summed(self.states.values())
-        hosts = (share or BOUNDLESS for share in self.topology.host_shares)
+        hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         host = max(hosts, key=lambda share: share.update_bandwidth)
         return update_time(states, self.device) + update_seconds(states, host)
 
@@ -276,7 +282,7 @@ class ModelBounds:
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
-        key = point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
+        key = _sharing(point)
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
@@ -296,7 +302,10 @@ class ModelBounds:
 
     def state_bytes(self, point: Point) -> float:
         """What states take on a rank, if all stages have as much of them."""
-        return sum(_share(*state, point).total for state in self._placed_states) / point.pp
+        key = _sharing(point)
+        if key not in self._state_bytes:
+            self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
+        return self._state_bytes[key] / point.pp
 
     def check_states(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage

@@ -19,6 +19,7 @@ from partitioner.topology.groups import (
     Group,
     axis_group,
     between,
+    first_group,
     placed,
     reference_type,
     stage_capacity,
@@ -69,6 +70,7 @@ class Machine:
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
+    nested: bool = field(default=False, compare=False)  # all groups over the same axes of the mesh are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -123,6 +125,8 @@ class Machine:
 
     def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...]) -> tuple[Group, ...]:
         def find() -> tuple[Group, ...]:
+            if self.nested and mesh is self.mesh:  # then the first group stands for all
+                return (first_group(self.topology, mesh, *axes, devices=self.devices),) * mesh.get("pp", 1)
             return stage_groups(self.topology, mesh, *axes, devices=self.devices)
 
         return self._once((tuple(mesh.items()), axes), find)
@@ -264,7 +268,7 @@ class Machine:
 
         def find() -> tuple[HostShare | None, ...]:
             shares = self.topology.host_shares
-            if all(share is shares[0] for share in shares):
+            if len(self.topology.different_host_shares) == 1:
                 return (shares[0],) * self.mesh.get("pp", 1)
             return tuple(
                 least_share([shares[d] for d in self.device_of_rank[ranks.start : ranks.stop]])

@@ -24,6 +24,7 @@ class SeatCosts:
     blocks: Mapping[str, Block]
     topology: Topology
     train: bool = True
+    works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[Seat, ...], Spread], Costs] = field(default_factory=dict)
@@ -38,7 +39,10 @@ class SeatCosts:
 
     @cached_property
     def _works(self) -> dict[str, CallWork]:
-        return {name: CallWork(block, self.train) for name, block in self.blocks.items()}
+        for block in self.blocks.values():
+            if id(block) not in self.works:
+                self.works[id(block)] = CallWork(block, self.train)
+        return {name: self.works[id(block)] for name, block in self.blocks.items()}
 
     def _device(self, kind: str, speed: float) -> DeviceType:
         """One and the same object for the same pace: work is priced once for each."""

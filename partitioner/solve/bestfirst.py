@@ -167,11 +167,14 @@ def _best_first(
 
     Schedules that no formula describes come after the others: bounds of theirs are quick where a good plan is known.
     """
-    open_rows = [row for row in state.rows.values() if row.evaluated is None and row.error is None]
-    heap = [(not is_formula(row.point.schedule), row.bound, row.point, 0) for row in open_rows]  # with the next step
+    rows = state.rows
+    ordered = sorted(p for p, row in rows.items() if row.evaluated is None and row.error is None)
+    # of equal bounds the first point comes first, by its number, which is quick to compare; behind it the next step
+    heap = [(not is_formula(p.schedule), rows[p].bound, number, 0) for number, p in enumerate(ordered)]
     heapq.heapify(heap)
     while heap:
-        later, bound, point, step = heapq.heappop(heap)
+        later, bound, number, step = heapq.heappop(heap)
+        point = ordered[number]
         if bound >= state.best_time * (1 - tolerance):
             continue
         if time.monotonic() > deadline:
@@ -189,7 +192,7 @@ def _best_first(
             _infeasible(state.rows[point], error)
             continue
         state.rows[point].bound = tighter
-        heapq.heappush(heap, (later, tighter, point, step + 1))
+        heapq.heappush(heap, (later, tighter, number, step + 1))
     return False
 
 

@@ -17,11 +17,12 @@ from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.shortage import capacity_error
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import stage_plan
-from partitioner.solve.tables import ROUNDING_BYTES, StageTables
+from partitioner.solve.tables import ROUNDING_BYTES, TINY, StageTables
 from partitioner.units import bytes_text, plural
 
 Vector = NDArray[np.float64]
 Places = NDArray[np.int64]
+_ROUNDING = 1e-9  # of a number of stages
 _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
 
 
@@ -100,18 +101,24 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:
     """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds; ``None``
     if there are none, or longer runs might be better."""
     start, stop, firsts = _runs_by_stop(tables, limit)
+    if not len(start):
+        return None
     stages = np.arange(tables.problem.num_stages)
     times = tables.run_times(stages, start, stop)
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if tables.problem.recompute == "selective" else np.minimum(times, slim)
-    ends = stop[firsts]
-    most, total = (np.full(len(tables.problem.calls) + 1, np.inf) for _ in range(2))
-    most[0], total[0] = 0.0, 0.0
+    ends, values = stop[firsts], np.empty((2, len(start)))
+    least = np.full((2, len(tables.problem.calls) + 1), np.inf)  # the least maximum, and the least sum, up to each call
+    least[:, 0] = 0.0
     for time in times:
-        most = _least_by_stop(np.maximum(most[start], time), firsts, ends, len(most))
-        total = _least_by_stop(total[start] + time, firsts, ends, len(total))
-    return (float(most[-1]), float(total[-1])) if most[-1] <= limit and np.isfinite(most[-1]) else None
+        before = least[:, start]
+        np.maximum(before[0], time, out=values[0])
+        np.add(before[1], time, out=values[1])
+        least.fill(np.inf)
+        least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
+    most, total = least[:, -1].tolist()
+    return (most, total) if most <= limit and most < np.inf else None
 
 
 def _check_memory(tables: StageTables) -> None:
@@ -139,6 +146,11 @@ def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Pl
     """The runs whose work takes at most ``limit`` seconds, in the order of their stops: where each starts and stops,
     and the first of each stop."""
     start, stop = tables.short_runs(limit)
+    # as many stages as the calls before and behind take at least, and one for the run
+    done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)
+    before, behind = done[start], done[-1] - done[stop]
+    stages = np.ceil(before - _ROUNDING).clip(start > 0) + 1 + np.ceil(behind - _ROUNDING).clip(stop < len(done) - 1)
+    start, stop = start[stages <= tables.problem.num_stages], stop[stages <= tables.problem.num_stages]
     order = np.argsort(stop, kind="stable")
     start, stop = start[order], stop[order]
     return start, stop, np.flatnonzero(np.diff(stop, prepend=-1))

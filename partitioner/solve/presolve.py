@@ -32,6 +32,7 @@ Choices = NDArray[np.intp]
 _MAX_ELIMINATION = 4_000_000  # entries of the largest intermediate array
 _MAX_DOMINANCE = 8_000_000
 _MAX_CHOICES = 2_000
+_ALWAYS_COMPARED = 500_000  # bytes of pairs of choices
 _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
@@ -223,7 +224,7 @@ class Reduction:
             return False
         # q can only replace p where it is possible whatever p allows its neighbours
         possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
-        narrower = (possible.astype(np.float32) @ (~possible).astype(np.float32).T) > 0
+        narrower = _narrower(possible)
         for usage in self.usage[node].values():
             narrower |= usage[None, :] > usage[:, None]
         np.fill_diagonal(narrower, True)
@@ -321,6 +322,19 @@ class Reduction:
         self.tables[node] = {}
         for row in list(self.usage[node]):
             self._leave(node, row)
+
+
+def _narrower(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """``[p, q]``: whether row ``p`` allows what row ``q`` does not; without BLAS, whose threads wait for each other."""
+    packed = np.packbits(possible, axis=1)
+    narrower: NDArray[np.bool_]
+    if len(packed) * packed.size <= _ALWAYS_COMPARED:
+        narrower = np.asarray((packed[:, None] & ~packed).any(axis=2))
+        return narrower
+    rows, of = np.unique(packed, axis=0, return_inverse=True)  # rows repeat, so that few are left
+    compared = np.stack([(row & ~rows).any(axis=1) for row in rows])
+    narrower = compared[of.reshape(-1)][:, of.reshape(-1)]
+    return narrower
 
 
 def _less(values: Table, least: Table) -> Table:

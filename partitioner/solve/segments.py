@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,49 +18,81 @@ if TYPE_CHECKING:
 
 Table = NDArray[np.float64]
 Item = tuple[str, float]  # a name, and bytes
+_MOST_REMEMBERED = 256  # calls of problems whose tables are kept
+
+
+class Holding(NamedTuple):
+    """What a call reads, makes and keeps, see :class:`partitioner.solve.stage_problem.StageCall` and its cost."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: tuple[str, ...]
+    saved_bytes: float
+    working_bytes: float
+    saved_inputs: tuple[bool, ...]
+    input_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    output_grads: tuple[bool, ...]
+
+
+def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
+    """The runs of ``calls``; see :class:`StageProblem` for ``local``. They are remembered: problems that differ in
+    stages, states and seconds alone have the same."""
+    holdings = tuple(
+        Holding(
+            call.inputs,
+            call.outputs,
+            call.states,
+            call.cost.saved_bytes,
+            call.cost.working_bytes,
+            call.cost.saved_inputs,
+            call.cost.input_bytes,
+            call.cost.output_bytes,
+            call.cost.output_grads,
+        )
+        for call in calls
+    )
+    return (_remembered if len(calls) <= _MOST_REMEMBERED else Segments)(holdings, frozenset(local))
 
 
 class Segments:
-    """Times, bytes and transfers of the runs of ``calls``. See :class:`StageProblem` for the arguments."""
+    """Bytes and transfers of the runs of ``calls``."""
 
-    def __init__(
-        self, calls: Sequence[StageCall], state_bytes: Mapping[str, float], local: Collection[str] = frozenset()
-    ) -> None:
+    def __init__(self, calls: Sequence[Holding], local: Collection[str] = frozenset()) -> None:
         self.calls = calls
-        self.state_bytes = state_bytes
         self.local = local
 
     @cached_property
     def saved(self) -> Table:
         """Bytes kept per microbatch, besides inputs."""
-        return self.sums([c.cost.saved_bytes for c in self.calls])
+        return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
     def largest_saved(self) -> Table:
         """The most bytes that one call keeps."""
-        return self._largest([c.cost.saved_bytes for c in self.calls])
+        return self._largest([c.saved_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        return self._largest([c.cost.working_bytes for c in self.calls])
-
-    @cached_property
-    def states(self) -> Table:
-        """Bytes of the different states."""
-        return self.states_of(self.state_bytes)
+        return self._largest([c.working_bytes for c in self.calls])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """The same by other ``sizes`` of states."""
-        return self._union([[(name, sizes.get(name, 0.0)) for name in c.states] for c in self.calls])
+        """Bytes of the different states, by their ``sizes``."""
+        places, counted = self._of_states
+        return self._counted(places, np.array([sizes.get(name, 0.0) for name in counted], dtype=np.float64))
+
+    @cached_property
+    def _of_states(self) -> tuple[NDArray[np.int64], list[str]]:
+        names = [c.states for c in self.calls]
+        places, counted = _places(names)
+        each = list(chain.from_iterable(names))
+        return places, [each[number] for number in counted.tolist()]
 
     @cached_property
     def saved_inputs(self) -> Table:
         """Bytes of the different inputs that are kept per microbatch."""
         return self._union(
-            [
-                [item for item, kept in zip(self._inputs(c), c.cost.saved_inputs, strict=True) if kept]
-                for c in self.calls
-            ]
+            [[item for item, kept in zip(self._inputs(c), c.saved_inputs, strict=True) if kept] for c in self.calls]
         )
 
     @cached_property
@@ -83,8 +116,8 @@ class Segments:
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
-    def _inputs(self, call: StageCall) -> list[Item]:
-        return list(zip(call.inputs, call.cost.input_bytes, strict=True))
+    def _inputs(self, call: Holding) -> list[Item]:
+        return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
         """Of one figure per call."""
@@ -99,11 +132,13 @@ class Segments:
         return table
 
     def _union(self, items: Sequence[Sequence[Item]]) -> Table:
+        """Of what the calls have, what several have counted once."""
+        places, counted = _places([[name for name, _ in own] for own in items])
+        return self._counted(places, np.array([size for own in items for _, size in own], dtype=np.float64)[counted])
+
+    def _counted(self, places: NDArray[np.int64], sizes: NDArray[np.float64]) -> Table:
         """Row ``i`` counts, from call ``i`` on, the items that no call from ``i`` to there has had before."""
-        n = len(items)
-        names = tuple(tuple(name for name, _ in own) for own in items)
-        places, counted = _places(names)
-        sizes = np.array([size for own in items for _, size in own], dtype=np.float64)[counted]
+        n = len(self.calls)
         added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
         first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
         table = np.zeros((n + 1, n + 1))
@@ -114,15 +149,19 @@ class Segments:
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
         passing = np.zeros(len(self.calls) + 1)
         for k, call in enumerate(self.calls):
-            outputs = zip(call.outputs, call.cost.output_bytes, call.cost.output_grads, strict=True)
+            outputs = zip(call.outputs, call.output_bytes, call.output_grads, strict=True)
             for name, size, grad in outputs:
                 if name not in self.local and (grad or not gradients):
                     passing[k + 1 : last.get(name, k) + 1] += size
         return passing
 
 
-@lru_cache(maxsize=256)
-def _places(names: tuple[tuple[str, ...], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+@lru_cache(maxsize=32)
+def _remembered(calls: tuple[Holding, ...], local: frozenset[str]) -> Segments:
+    return Segments(calls, local)
+
+
+def _places(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For the items of calls, by name: the start from which on a call adds each (behind the last call before that has
     the same), as a flat place in ``[start, call]``; and their numbers, since what a call has twice counts once."""
     n, previous = len(names), dict[str, int]()

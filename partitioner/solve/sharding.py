@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 from torch import fx
 
-from partitioner.solve.assignment import Assignment, AssignmentProblem, solve_assignment
+from partitioner.solve.assignment import Assignment, solve_assignment
 from partitioner.solve.availability import Asker, ProblemBuilder, Reshards, Source, connect
 from partitioner.solve.candidates import candidates
 from partitioner.solve.options import LayoutRules, ShardingError, state_options, value_options
@@ -157,6 +157,7 @@ class ShardingProblem:
         self.operators: dict[str, dict[fx.Node, tuple[int, list[Strategy]]]] = {}
         self.ties: list[tuple[Tie, int, list[Layout]]] = []
         self.ports: dict[Port, tuple[int, list[Layout]]] = {}
+        self._best: Assignment | None = None  # of all strategies
         values = {name: values_of(block) for name, block in model.blocks.items()}
         for name, block in model.blocks.items():
             self._add_operators(name, block, values[name])
@@ -174,7 +175,7 @@ class ShardingProblem:
         """The best sharding of the strategies that are allowed. Raises as :func:`solve_sharding` does."""
         start = time.perf_counter()
         try:
-            answer = solve_assignment(self._within(allowed), time_limit_s=time_limit_s, settle=True)
+            answer = self._answer(allowed, time_limit_s)
         except InfeasibleError as error:
             around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
             raise ShardingError(
@@ -184,15 +185,22 @@ class ShardingProblem:
             ) from error
         return self._solution(answer, time.perf_counter() - start)
 
-    def _within(self, allowed: Allowed | None) -> AssignmentProblem:
+    def _answer(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
+        """The best of all strategies is also that of those allowed where it has no others."""
         problem = self.builder.problem()
+        if self._best is None:
+            self._best = solve_assignment(problem, time_limit_s=time_limit_s, settle=True)
         if allowed is None:
-            return problem
-        costs = list(problem.costs)
-        for operators in self.operators.values():
-            for node, (variable, choices) in operators.items():
-                costs[variable] = np.where([allowed(node, strategy) for strategy in choices], costs[variable], math.inf)
-        return replace(problem, costs=costs)
+            return self._best
+        masks = {
+            variable: np.array([allowed(node, strategy) for strategy in choices], dtype=bool)
+            for operators in self.operators.values()
+            for node, (variable, choices) in operators.items()
+        }
+        if all(mask[self._best.choice[variable]] for variable, mask in masks.items()):
+            return self._best
+        costs = [np.where(masks[i], cost, math.inf) if i in masks else cost for i, cost in enumerate(problem.costs)]
+        return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
         found = candidates(values, operators_of(block), self.num_ranks, self.rules.lengths)

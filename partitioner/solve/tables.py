@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import PlanError
-from partitioner.solve.segments import Segments
+from partitioner.solve.segments import segments_of
 from partitioner.solve.stage_problem import StageProblem
-from partitioner.topology.parts import Link
 
 Table = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -37,7 +36,8 @@ class StageTables:
                 f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
                 "model be split more finely"
             )
-        self.segments = Segments(problem.calls, problem.state_bytes, problem.local)
+        self.segments = segments_of(problem.calls, problem.local)
+        self.states = self.segments.states_of(problem.state_bytes)
         self._capacity = np.array(problem.capacity, dtype=np.float64)
         self._flying = np.array([problem.in_flight(stage) for stage in range(p)], dtype=np.float64)
         self._halfway = np.array([problem.half_done(stage) for stage in range(p)], dtype=np.float64)
@@ -50,7 +50,6 @@ class StageTables:
         self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed()
-        self._messages: dict[tuple[int, bool], Table] = {}  # by link and direction
         self.slim = StageTables(problem.slim) if problem.slim is not None else None
 
     @property
@@ -74,7 +73,7 @@ class StageTables:
     @property
     def hopeless(self) -> bool:
         """Whether the states alone are more than all stages may hold; no table of times needs to be made then."""
-        return bool(self.segments.states[0, -1] > sum(self.problem.capacity))
+        return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def way(self, stage: int, start: int, stop: int) -> StageTables:
         """The tables of the way that a segment takes: these, or those where attention scores are made again."""
@@ -119,8 +118,7 @@ class StageTables:
         infinite where one is too large, or not allowed. Shape ``[stages, segments]``."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable, flying = self._capacity[stages][:, None], self._flying[stages][:, None]
-        ends = [self.transfers(stage) for stage in stages.tolist()]
-        before, after = np.stack([b[:, 0] for b, _ in ends]), np.stack([a[0] for _, a in ends])
+        before, after = (of_ends[stages] for of_ends in self._ends)
         time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
         time += before[:, start] + after[:, stop]
         plain = self.fixed_memory[start, stop]
@@ -177,21 +175,22 @@ class StageTables:
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
-        problem, cut = self.problem, self.segments
-        zero = np.zeros(len(problem.calls) + 1)
-        before = after = zero
-        if stage > 0:
-            before = self._message_times(cut.forward, problem.links[stage - 1], forward=True)
-        if stage < problem.num_stages - 1 and problem.train:
-            after = self._message_times(cut.backward, problem.links[stage], forward=False)
-        return before[:, None], after[None, :]
+        before, after = self._ends
+        return before[stage][:, None], after[stage][None, :]
 
-    def _message_times(self, num_bytes: Table, link: Link, forward: bool) -> Table:
-        """Seconds of messages between stages, see :func:`partitioner.cost.collectives.message_time`."""
-        key = id(link), forward
-        if key not in self._messages:
-            self._messages[key] = np.where(num_bytes > 0, link.latency + num_bytes / link.bandwidth, 0.0)
-        return self._messages[key]
+    @cached_property
+    def _ends(self) -> tuple[Table, Table]:
+        """The same of all stages, each of shape ``[stages, calls + 1]``."""
+        problem, cut = self.problem, self.segments
+        before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
+        different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
+        number = {link: n for n, link in enumerate(different)}
+        crossed = [number[link.bandwidth, link.latency] for link in problem.links[: problem.num_stages - 1]]
+        if crossed:
+            before[1:] = np.stack([_message_times(cut.forward, *link) for link in different])[crossed]
+            if problem.train:
+                after[:-1] = np.stack([_message_times(cut.backward, *link) for link in different])[crossed]
+        return before, after
 
     @cached_property
     def most_recomputed(self) -> Counts:
@@ -231,7 +230,7 @@ class StageTables:
     def fixed_memory(self) -> Table:
         """Bytes that do not depend on the microbatches in flight: states, buffers, and what works for a moment."""
         cut = self.segments
-        return cut.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
+        return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed(self) -> Table:
@@ -247,7 +246,7 @@ class StageTables:
         behind = np.where(np.arange(len(after))[None, :] > np.arange(len(after))[:, None], after[None, :], np.inf)
         grown = np.maximum(0.0, after[None, :] - np.minimum.accumulate(behind, axis=1))
         coming = self.segments.states_of(late)
-        return np.maximum(self.fixed_memory - coming + np.minimum(grown, coming), self.segments.states - self._kept)
+        return np.maximum(self.fixed_memory - coming + np.minimum(grown, coming), self.states - self._kept)
 
     @cached_property
     def _fixed_again(self) -> Table:
@@ -281,6 +280,12 @@ class StageTables:
         kept = self.segments.saved[start, stop] - made
         again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept) + self._halfway[stage] * made
         return np.where(recomputed > 0, again, self._whole(flying, start, stop))
+
+
+def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
+    """Seconds of messages between stages, see :func:`partitioner.cost.collectives.message_time`."""
+    seconds: Table = np.where(num_bytes > 0, latency + num_bytes / bandwidth, 0.0)
+    return seconds
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:

@@ -84,7 +84,7 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
 
 def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flying: Held, rank: int) -> float:
     """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
-    problem, cut = tables.problem, tables.segments
+    problem = tables.problem
     plans = [split.stages[k] for k in stages]
     ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
     places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
@@ -92,7 +92,7 @@ def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flyin
         float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
         for way, plan in zip(ways, plans, strict=True)
     ]
-    states = [float(cut.states[plan.start, plan.stop]) for plan in plans]
+    states = [float(tables.states[plan.start, plan.stop]) for plan in plans]
     names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
     total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
     total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)

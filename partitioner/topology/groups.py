@@ -47,6 +47,13 @@ class Group:
     tiers: tuple[Tier, ...] = ()
     cap: float = math.inf
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.tiers, self.cap))
+
     @cached_property
     def bus_bandwidth(self) -> float:
         """Bytes/s at which a ring moves data through every rank.
@@ -186,6 +193,12 @@ def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, device
     if len(groups) == 1:
         return (groups[0],) * mesh.get("pp", 1)
     return tuple(_slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
+
+
+def first_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
+    """The group over ``axes`` of the first rank."""
+    grid = placed(topology, mesh, devices).reshape([mesh.get(axis, 1) for axis in AXES])
+    return group_of(topology, grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)].reshape(-1))
 
 
 def _slowest(groups: Iterable[Group]) -> Group:

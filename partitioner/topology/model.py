@@ -180,6 +180,11 @@ class Topology(Part):
         return host_shares(self)
 
     @cached_property
+    def different_host_shares(self) -> tuple[HostShare | None, ...]:
+        """Those of them that differ."""
+        return tuple({id(share): share for share in self.host_shares}.values())
+
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         kinds = [g.type for g in self.nodes for _ in range(g.count * g.devices)]
         as_described, node_as_described = DeviceOverride(), NodeOverride()

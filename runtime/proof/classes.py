@@ -19,6 +19,8 @@ from runtime.program import Program
 def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
     """For each rank the first rank of its class."""
     colors = _by_events(program, traces)
+    if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
+        return tuple(colors)
     axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, Collective) and e.axes}
     groups = [_groups(program, a) for a in sorted(axes)]
     stride, world = program.strides["pp"], program.world_size
@@ -57,14 +59,15 @@ def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _distinct(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
+    stride = program.strides["pp"]
     for rank, trace in sorted(traces.items()):
         if id(trace) not in alike:
-            others = known.setdefault(program.coordinates(rank)["pp"], [])
+            others = known.setdefault(rank // stride, [])
             first = next((o for o in others if events[o] == events[id(trace)]), None)
             alike[id(trace)] = id(trace) if first is None else first
             if first is None:
                 others.append(id(trace))
-    return _first_of_each([(r // program.strides["pp"], alike[id(traces[r])]) for r in range(program.world_size)])
+    return _first_of_each([(r // stride, alike[id(traces[r])]) for r in range(program.world_size)])
 
 
 def _distinct(traces: Mapping[int, Trace]) -> dict[int, Trace]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from partitioner.cost.bounds import Floor
 from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import estimate, stage_problem
+from partitioner.cost.gathers import Floor
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest

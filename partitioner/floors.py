@@ -10,7 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.cost.bounds import Floor, ModelBounds
+from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.gathers import Floor, Gathers
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator
 from partitioner.solve.least import LeastTime
@@ -32,6 +33,7 @@ class Floors:
         self._alike: dict[Point, list[Point]] = defaultdict(list)  # those of other ZeRO stages
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._unseen: set[Point] = set()
+        self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         for point in points:
             self._sizes[point.tp].add(point.microbatch_size)
             if is_plain(point.schedule, point.virtual_stages):
@@ -62,7 +64,7 @@ class Floors:
         return 0.0
 
     def _even(self, point: Point, _: float) -> float:
-        floor = self._of_largest(_plainest(point))
+        floor = self._of_all(point)
         return self.bounds.with_floor(point, floor) if floor else 0.0
 
     def _together(self, point: Point, enough_s: float) -> float:
@@ -88,7 +90,7 @@ class Floors:
         if not is_plain(point.schedule, point.virtual_stages):
             return 0.0
         quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
-        least = self.bounds.relaxed(point, self._of_largest(point), enough_s=enough_s, quick=quick)
+        least = self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(point)
         return self.bounds.staged(point, least)
@@ -97,7 +99,7 @@ class Floors:
         """The same, where only stages that are far from even may fit."""
         if point not in self._unseen:
             return 0.0
-        return self.bounds.staged(point, self.bounds.relaxed(point, self._of_largest(point), enough_s=enough_s))
+        return self.bounds.staged(point, self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s))
 
     def _own(self, point: Point, _: float) -> float:
         if self._scales and point.microbatch_size == self._largest(point):
@@ -108,6 +110,10 @@ class Floors:
     def _own_staged(self, point: Point, enough_s: float) -> float:
         own = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
         return self.bounds.staged(point, self.bounds.least(point, *own, enough_s=enough_s)) if own else 0.0
+
+    def _of_all(self, point: Point) -> Floor | None:
+        """What the largest microbatch says, and what gathering weights takes for any."""
+        return self._gathers.beside(self._of_largest(_plainest(point)), point)
 
     def _of_largest(self, point: Point) -> Floor | None:
         if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.gathers import Gathers
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
@@ -338,6 +340,26 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
         assert quick <= bounds.refine(point) <= least, point
         assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
+
+
+@pytest.mark.parametrize("overlap", [None, False])
+def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | None):
+    """A share of a larger one's time does not say so, and would let small microbatches under ZeRO-3 be tried."""
+    work = job("experts", Topology.preset("dgx-h100"), overlap=overlap)
+    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    gathers = Gathers(work, evaluator.placements, bounds.device)
+    large, small = Point(1, 8, 1, 8, ep=2, zero=3), Point(1, 8, 1, 1, ep=2, zero=3)
+    assert gathers.floor(small) == gathers.floor(large)
+    assert gathers.floor(replace(small, zero=2)) == {}
+    plain = dict.fromkeys(work.model.blocks, (1e-09, 2e-09))
+    both = gathers.beside(plain, small)
+    assert both is not None
+    for block in (call.block for call in work.model.calls if call.states):
+        for alone, beside, own in zip(gathers.floor(small)[block], both[block], plain[block], strict=True):
+            assert alone > 1e-6  # a collective's start-up at least
+            assert beside == pytest.approx(alone + (own if overlap is False else 0.0), rel=1e-3)
+    step = evaluator.solve(small).estimate.step_time
+    assert bounds.with_floor(small, both) <= step
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ class _Reader:
                 self.rows.append(Row(kernel, 1, expert=node.name in experts))
                 self.issued[1] += 1
         states = tuple(
-            StateRead(name, node.meta["val"].nbytes, _gradient_bytes(node), name in experts)
+            StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts)
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
         columns, (ahead, back) = Columns.of(self.rows), self.issued
@@ -301,7 +301,8 @@ def is_state(node: fx.Node, states: set[str]) -> bool:
     return node.op == "placeholder" and node.name in states
 
 
-def _gradient_bytes(placeholder: fx.Node) -> int:
+def gradient_bytes_of(placeholder: fx.Node) -> int:
+    """Of a state's gradient as it is added up; 0 where it takes none."""
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 

@@ -26,6 +26,7 @@ from partitioner.constraints import Constraints
 from partitioner.cost.blockwork import BlockWork, block_work
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
+from partitioner.cost.gathers import Floor
 from partitioner.cost.offload import update_seconds
 from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
@@ -50,7 +51,6 @@ class How(TypedDict, total=False):
     quick: bool
 
 
-Floor = Mapping[str, tuple[float, float]]  # by block: seconds that it takes at least, forward and backward
 _FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
 _TINY_S = 1e-15

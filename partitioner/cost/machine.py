@@ -19,7 +19,6 @@ from partitioner.topology.groups import (
     Group,
     axis_group,
     between,
-    first_group,
     placed,
     reference_type,
     stage_capacity,
@@ -30,6 +29,7 @@ from partitioner.topology.groups import (
 )
 from partitioner.topology.hosts import HostShare, least_share
 from partitioner.topology.model import Topology
+from partitioner.topology.nested import first_group, is_nested
 from partitioner.topology.parts import DeviceType, Link
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
@@ -70,7 +70,7 @@ class Machine:
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
-    nested: bool = field(default=False, compare=False)  # all groups over the same axes of the mesh are alike
+    nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -125,7 +125,7 @@ class Machine:
 
     def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...]) -> tuple[Group, ...]:
         def find() -> tuple[Group, ...]:
-            if self.nested and mesh is self.mesh:  # then the first group stands for all
+            if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
                 return (first_group(self.topology, mesh, *axes, devices=self.devices),) * mesh.get("pp", 1)
             return stage_groups(self.topology, mesh, *axes, devices=self.devices)
 

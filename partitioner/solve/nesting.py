@@ -21,6 +21,7 @@ from partitioner.topology.model import Topology
 from runtime.program import AXES
 
 Ints = NDArray[np.int64]
+Steps = tuple[int, ...]  # ranks behind which another part of an axis begins, from the inside out
 Factors = tuple[tuple[int, ...], ...]  # [level from the inside out][axis]
 
 _OPS = ("all_reduce", "all_gather", "all_to_all")
@@ -59,15 +60,15 @@ def fits(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
     return True
 
 
-def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[Ints]:
-    """The devices of the ranks under each nesting that may be best, shape ``[ranks]``.
+def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
+    """The devices of the ranks under each nesting that may be best, shape ``[ranks]``, and its steps.
 
     ``levels``: see :func:`equal_levels`. First are ranks on their namesakes, if no other nesting beats them.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
-    made = all_nestings(sizes, levels)
-    made.sort(key=lambda devices: bool((devices != np.arange(len(devices))).any()))
-    costs = [_costs(topology, devices.reshape(sizes)) for devices in made]
+    made = [(_devices(factors), _steps(factors)) for factors in _spread(sizes, _ways(levels))]
+    made.sort(key=lambda nesting: bool((nesting[0] != np.arange(len(nesting[0]))).any()))
+    costs = [_costs(topology, devices.reshape(sizes)) for devices, _ in made]
     kept: list[int] = []
     for i, cost in enumerate(costs):
         if not any((costs[k] <= cost).all() for k in kept):
@@ -116,6 +117,14 @@ def _devices(factors: Factors) -> Ints:
     num = len(AXES)
     by_axis = [level * num + axis for axis in range(num) for level in range(len(outward))]
     return np.ascontiguousarray(grid.transpose(by_axis)).reshape(-1)
+
+
+def _steps(factors: Factors) -> Steps:
+    steps = [1]
+    for axis in reversed(range(len(AXES))):
+        for of_level in factors:
+            steps.append(steps[-1] * of_level[axis])
+    return tuple(dict.fromkeys(steps))
 
 
 def _costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:

@@ -69,13 +69,12 @@ class Placements:
         """What is tried for ``mesh``, of placements that cost the same one each."""
         key = _key(mesh)
         if key not in self._candidates:
-            nested = self.nested(mesh)
-            if self._levels is not None and nested:
+            if self._levels is not None and self.nested(mesh):
                 made = nestings(self.topology, mesh, self._levels)
+                machines = [Machine(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
             else:
-                made = arrangements(self.topology, mesh)
-            machines = [Machine(self.topology, mesh, self.precision, devices, nested=nested) for devices in made]
-            if not nested:
+                every = arrangements(self.topology, mesh)
+                machines = [Machine(self.topology, mesh, self.precision, devices) for devices in every]
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]

@@ -195,12 +195,6 @@ def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, device
     return tuple(_slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
 
 
-def first_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """The group over ``axes`` of the first rank."""
-    grid = placed(topology, mesh, devices).reshape([mesh.get(axis, 1) for axis in AXES])
-    return group_of(topology, grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)].reshape(-1))
-
-
 def _slowest(groups: Iterable[Group]) -> Group:
     return min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
 

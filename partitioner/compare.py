@@ -120,7 +120,7 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("microbatches", f"{plan.num_microbatches} of {plural(chosen.microbatch_size, 'sample')}"),
         ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
         ("virtual stages", str(chosen.virtual_stages)),
-        ("state sharding", f"zero={chosen.zero}"),
+        ("state sharding", f"zero={chosen.zero}" + (f" dp_shard={chosen.dp_shard}" if chosen.dp_shard else "")),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),

@@ -100,7 +100,7 @@ def _explore(
 
     result = search(
         candidates,
-        Floors(bounds, evaluator, candidates),
+        Floors(bounds, evaluator, candidates, space),
         evaluate,
         always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),

@@ -28,7 +28,7 @@ from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.pipelines import is_formula
-from partitioner.solve.points import Point, Space, baselines, left_out, points
+from partitioner.solve.points import Point, Space, baselines, hybrids, left_out, points
 from partitioner.topology import Topology
 from passes.capture import capture
 from passes.fold import fold
@@ -48,6 +48,14 @@ class Table:
 
     def refine(self, point: Point, _: float) -> float:
         return self.real[point] * self.share
+
+    together: Sequence[Callable[[Sequence[Point], float], float]] = ()
+
+    def family(self, point: Point) -> Point:
+        return point
+
+    def members(self, points: Sequence[Point]) -> Sequence[Point]:
+        return points
 
     @property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
@@ -301,6 +309,52 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
     assert list(left_out(odd, points(odd)).values()) == ["the global batch of 96 does not split over dp=64"]
 
 
+def test_states_are_shared_by_parts_of_dp_on_several_nodes():
+    wide = Space(Topology.preset("dgx-h100", nodes=64), 512, 32, frozenset([4096]))
+    assert {p.dp_shard for p in hybrids(wide, Point(1, 512, 1, 1))} == {8, 32, 128}
+    assert {p.dp_shard for p in hybrids(wide, Point(1, 64, 8, 1))} == {4, 16}
+    assert {p.dp_shard for p in hybrids(wide, Point(1, 48, 1, 1))} == {8, 24}  # divisors
+    assert {p.zero for p in hybrids(wide, Point(1, 512, 1, 1))} == {1, 2, 3}
+    one_node = replace(wide, topology=Topology.preset("dgx-h100"))
+    fixed = [replace(wide, constraints=Constraints(**pins)) for pins in ({"zero": 3}, {"zero": 1, "dp_shard": 8})]
+    for other in (one_node, *fixed, replace(wide, train=False)):
+        assert hybrids(other, Point(1, 8, 1, 1)) == []
+
+
+def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
+    """A point that the first estimate does not know is found, and reported."""
+    lean, full = Point(1, 4, 1, 1, zero=3), Point(1, 4, 1, 1)
+    part = Point(1, 4, 1, 1, zero=3, dp_shard=2)
+    slow = [Point(1, 2, 2, 1), Point(1, 2, 2, 1, zero=3)]
+    real = {full: 4.0, lean: 3.0, slow[0]: 9.0, slow[1]: 9.0}
+    taken: list[Point] = []
+
+    class Families(Table):
+        def family(self, point: Point) -> Point:
+            return replace(point, zero=0, dp_shard=0)
+
+        def members(self, points: Sequence[Point]) -> Sequence[Point]:
+            return [*points, part] if full in points else points
+
+        @property
+        def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
+            return (lambda points, _: min(self.real[p] for p in points) * 0.8,)
+
+        def refine(self, point: Point, _: float) -> float:
+            taken.append(point)
+            return super().refine(point, _)
+
+    table = Families({**real, part: 2.0})
+    result = search([*real], table, table.evaluate)
+    assert (result.point, result.best.step_time) == (part, 2.0)
+    assert table.evaluated == [part]
+    assert set(taken) == {full, lean, part}
+    rows = {(c.mesh["tp"], c.zero, c.dp_shard): c for c in result.certificate.candidates}
+    assert rows[1, 3, 2].status == "chosen"
+    assert rows[2, 0, 0].bound == rows[2, 3, 0].bound == pytest.approx(0.45 * 9.0)
+    assert result.certificate.gap == 0
+
+
 def small_experts(batch: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     config = MixtralConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
@@ -322,23 +376,32 @@ def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
     return Job(model, shard_batch(model, batch), batch, topology, Constraints(**pinned), True, "adamw", "fp32")
 
 
-@pytest.mark.parametrize(("name", "ahead", "every"), [("llama", False, 8), ("llama", True, 40), ("experts", True, 60)])
-def test_no_plan_is_below_its_bounds(name: str, ahead: bool, every: int):
+@pytest.mark.parametrize(
+    ("name", "ahead", "nodes", "every"),
+    [("llama", False, 1, 8), ("llama", True, 1, 40), ("experts", True, 1, 60), ("experts", False, 2, 50)],
+)
+def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: int):
     """The certificate rests on this: every point's bounds hold for what the evaluator makes of it."""
-    work = job(name, Topology.preset("dgx-h100"), ahead=ahead)
+    work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes, ahead=ahead)
     bounds = ModelBounds(work)
     experts, length = work.num_experts, 16
-    space = Space(work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length)
+    space = Space(
+        work.topology, 8 * nodes, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length
+    )
     candidates = points(space)
     evaluator = Evaluator(work)
-    floors = Floors(bounds, evaluator, candidates)
-    first = floors.times(candidates)
-    for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
+    floors = Floors(bounds, evaluator, candidates, space)
+    families = {floors.family(point): floors.members([point]) for point in candidates}
+    every_point = list(dict.fromkeys([*candidates, *(p for members in families.values() for p in members)]))
+    assert any(point.dp_shard for point in every_point) == (nodes > 1)
+    first = floors.times(every_point)
+    for point, quick in list(zip(every_point, first.tolist(), strict=True))[::every]:
         solved = evaluator.solve(point)
         split, step = solved.stages, solved.estimate.step_time
         least = step - (split.pipeline_s - split.least_s)
         assert quick <= bounds.refine(point) <= least, point
         assert all(bound(point, np.inf) <= least for bound in floors.steps), point
+        assert all(bound(floors.members([point]), np.inf) <= least for bound in floors.together), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
 
 
@@ -359,7 +422,7 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | 
             assert alone > 1e-6  # a collective's start-up at least
             assert beside == pytest.approx(alone + (own if overlap is False else 0.0), rel=1e-3)
     step = evaluator.solve(small).estimate.step_time
-    assert bounds.with_floor(small, both) <= step
+    assert bounds.with_floor([small], both) <= step
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ class ModelBounds:
         bound = float(self.times([point])[0])
         if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
             return bound
-        return max(bound, self.staged(point, self.relaxed(point, floor)))
+        return max(bound, self.staged([point], self.relaxed(point, floor)))
 
     def relaxed(self, point: Point, floor: Floor | None = None, **how: Unpack[How]) -> LeastTime:
         """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``how``: see
@@ -376,18 +376,21 @@ class ModelBounds:
         )
         return least_time(problem, **how)
 
-    def staged(self, point: Point, least: LeastTime) -> float:
-        """Seconds of a step of ``point``, whose stages take no less than ``least``."""
+    def staged(self, points: Sequence[Point], least: LeastTime) -> float:
+        """Seconds of a step of each of ``points``, which differ in ZeRO alone, and whose stages take no less than
+        ``least``."""
+        point = points[0]
         pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
         hides = least.backward_s if least.is_seen else math.inf
-        return (pipeline + float(self._after([point], np.array([hides]))[0])) * _ROUNDING
+        return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
 
-    def with_floor(self, point: Point, floor: Floor) -> float:
-        """The bound of ``point`` where each block takes at least ``floor``, forward and backward."""
+    def with_floor(self, points: Sequence[Point], floor: Floor) -> float:
+        """The same where each block takes at least ``floor``, forward and backward."""
         often = Counter(self._placed)
         ahead = sum(n * floor[block][0] for block, n in often.items())
         back = sum(n * floor[block][1] for block, n in often.items()) if self.train else 0.0
         largest = max((sum(floor[block][: 1 + self.train]) for block in often), default=0.0)
-        after = float(self._after([point], np.array([ahead + back]))[0])  # as if all of it could hide reductions
+        # as if all of it could hide reductions
+        after = float(self._after(points, np.full(len(points), ahead + back)).min())
         of_point = (np.array([seconds]) for seconds in (ahead, back, largest))
-        return (float(self._pipelines([point], *of_point)[0]) + after) * _ROUNDING
+        return (float(self._pipelines(points[:1], *of_point)[0]) + after) * _ROUNDING

@@ -23,7 +23,7 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 def candidate_text(candidate: Candidate) -> str:
     """Its mesh, and what of state sharding and virtual stages (``v``) goes with it: ``dp 64, zero 3``."""
-    more = [("zero", candidate.zero, 0), ("v", candidate.virtual_stages, 1)]
+    more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 

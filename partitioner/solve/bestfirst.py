@@ -1,7 +1,8 @@
 """Best bound first over the points: evaluate until no bound beats the best plan found.
 
-A point's bound is made tighter in steps, each taken only when the point comes up: an estimate of all points at once,
-then whatever the caller has, the cheapest first. Only then is the point evaluated.
+Points that have much in common are a family, whose bound holds for each of them. It is made tighter in steps, each
+taken only when the family comes up: an estimate of all points at once, then whatever the caller has, the cheapest
+first. Then its points go on one by one, and only behind all steps is a point evaluated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +48,16 @@ class Bounds(Protocol):
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
         """Of all points at once."""
+
+    def family(self, point: Point) -> Hashable:
+        """What the points of a family have in common, among it the schedule."""
+
+    def members(self, points: Sequence[Point]) -> Sequence[Point]:
+        """All points of the family of some, of which the estimate of all points at once need not know."""
+
+    @property
+    def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
+        """Bounds of a family; as :attr:`steps`."""
 
     @property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
@@ -91,6 +102,11 @@ class _Row:
     evaluated: Evaluated | None = None
     reason: str = ""
     error: PartitionError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has become of it yet."""
+        return self.evaluated is None and self.error is None
 
 
 @dataclass
@@ -167,33 +183,66 @@ def _best_first(
 
     Schedules that no formula describes come after the others: bounds of theirs are quick where a good plan is known.
     """
-    rows = state.rows
-    ordered = sorted(p for p, row in rows.items() if row.evaluated is None and row.error is None)
-    # of equal bounds the first point comes first, by its number, which is quick to compare; behind it the next step
-    heap = [(not is_formula(p.schedule), rows[p].bound, number, 0) for number, p in enumerate(ordered)]
+    rows, shared = state.rows, len(bounds.together)
+    nodes = _families(state, bounds)
+    least = [min((rows[p].bound for p in members if p in rows), default=0.0) for members in nodes]
+    # of equal bounds the first comes first, by its number, which is quick to compare; behind it the next step
+    heap = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
     heapq.heapify(heap)
     while heap:
         later, bound, number, step = heapq.heappop(heap)
-        point = ordered[number]
+        members = nodes[number]
         if bound >= state.best_time * (1 - tolerance):
             continue
         if time.monotonic() > deadline:
             return True
+        alone = len(members) == 1
+        if step == shared and not alone:
+            for member in members:
+                row = rows.setdefault(member, _Row(member, bound))
+                if row.is_open:
+                    nodes.append([member])
+                    heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
+            continue
         last = state.best is None and not heap  # which no bound can spare
-        if last or step == len(bounds.steps):
-            _evaluate(state, point, evaluate, progress, len(heap) + 1)
+        if alone and (last or step == shared + len(bounds.steps)):
+            _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
             continue
         state.num_bounded += 1
         if time.monotonic() > state.told + _TOLD_EVERY_S:
-            _tell(state, point, progress, len(heap) + 1)
-        try:
-            tighter = max(bound, bounds.steps[step](point, state.best_time))
-        except PartitionError as error:
-            _infeasible(state.rows[point], error)
-            continue
-        state.rows[point].bound = tighter
-        heapq.heappush(heap, (later, tighter, number, step + 1))
+            _tell(state, members[0], progress, len(heap) + 1)
+        tighter = _bounded(state, bounds, members, step)
+        if tighter is not None:
+            heapq.heappush(heap, (later, max(bound, tighter), number, step + 1))
     return False
+
+
+def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
+    """The families of the points, those that are left open in order."""
+    families: dict[Hashable, list[Point]] = {}
+    for point in sorted(state.rows):
+        families.setdefault(bounds.family(point), []).append(point)
+    nodes = [bounds.members(points) for points in families.values()]
+    return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
+
+
+def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int) -> float | None:
+    """The bound that the next step says, of a family or of one point; ``None`` where there is no plan."""
+    of_family = len(bounds.together)
+    known = [state.rows[point] for point in members if point in state.rows]
+    rows = [row for row in known if row.is_open]
+    try:
+        if step < of_family:
+            bound = bounds.together[step](members, state.best_time)
+        else:
+            bound = bounds.steps[step - of_family](members[0], state.best_time)
+    except PartitionError as error:
+        for row in rows:
+            _infeasible(row, error)
+        return None
+    for row in rows:
+        row.bound = max(row.bound, bound)
+    return bound
 
 
 def _evaluate(

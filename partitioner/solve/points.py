@@ -16,6 +16,8 @@ from runtime.program import hybrid_mesh
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _CHOICES = {"interleaved": (2, 3, 4, 6, 8, 12), "zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
 
+_PART_GROWS = 4  # from one part of dp that shares states to the next
+
 _SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
 _BESIDE = {"interleaved": (2, 4), "zb-1p": (2,), "zb-v": (2,)}  # tried for what was found under those
 
@@ -144,6 +146,24 @@ def points(space: Space) -> list[Point]:
     if not found:
         raise PlanError(_why_none(space))
     return found
+
+
+def hybrids(space: Space, point: Point) -> list[Point]:
+    """``point`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
+
+    A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
+    states over many take less memory.
+    """
+    pinned = space.constraints
+    several = space.topology.num_nodes > 1
+    if not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
+        return []
+    size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
+    while size < point.dp:
+        parts[max(d for d in divisors(point.dp) if d <= size)] = None
+        size *= _PART_GROWS
+    stages = [stage for stage, _ in _zero(space, point.dp, point.cp) if stage]
+    return [replace(point, zero=stage, dp_shard=part) for stage in stages for part in parts if part > 1]
 
 
 def meshes(space: Space) -> list[tuple[int, int, int, int]]:

@@ -21,7 +21,19 @@ class WeightsError(PartitionError):
 
 
 class CheckpointError(WeightsError):
-    """A checkpoint cannot be written, or is damaged, incomplete or another one's; names the file and what to do."""
+    """A checkpoint cannot be written, or is damaged, incomplete or another one's; names the file and what to do.
+
+    ``elsewhere``: another rank has failed, and this one repeats it.
+    """
+
+    elsewhere = False
+
+    @classmethod
+    def of_another(cls, message: str) -> Self:
+        """What a rank raises where another one has failed."""
+        error = cls(message)
+        error.elsewhere = True
+        return error
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from runtime.calls import BoundCall
 from runtime.codegen import Compiled
-from runtime.errors import CommunicationError, Failure
+from runtime.errors import CheckpointError, CommunicationError, Failure
 from runtime.program import RankProgram
 
 # What a rank meets when another one has gone: a consequence, not a cause.
@@ -19,6 +19,8 @@ _LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken
 
 def is_secondary(error: BaseException) -> bool:
     """Whether ``error`` is what a rank sees of another one's failure."""
+    if isinstance(error, CheckpointError):
+        return error.elsewhere
     if isinstance(error, CommunicationError):
         return "mismatched" not in str(error)
     if isinstance(error, dist.DistError):

@@ -24,6 +24,7 @@ from passes.layouts import Layout, Shard, local_shape, take_shards
 from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
 from runtime.checkpoint import boxes, folders, saving, staging, storage
 from runtime.checkpoint.boxes import Piece, written_by
+from runtime.failures import is_secondary
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank, train
@@ -391,6 +392,22 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(got[k], expected[k]) for k in expected)
     saved_under(plan, folder)
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "nothing is left of the attempt"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_could_not_write_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int):
+    program = program_of_net(tp=2)
+
+    def work(communicator: Any) -> CheckpointError:
+        engine = Engine(program, Net(), communicator=communicator)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            engine.save(tmp_path / "out", train(engine)).wait()
+        return caught.value
+
+    full_disk(monkeypatch, rank)
+    errors = on_every_rank(program, work)
+    assert [is_secondary(error) for error in errors] == [r != rank for r in range(2)]
+    assert f"rank {rank}: OSError" in str(errors[1 - rank]), "the others repeat it"
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -62,7 +62,8 @@ class Target:
         """Raise :class:`CheckpointError` if a rank has failed."""
         if self.failed.exists():
             with contextlib.suppress(OSError):
-                raise CheckpointError(f"the checkpoint {self.final} was not written: {self.failed.read_text()}")
+                told = self.failed.read_text()
+                raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
         """The records of all ranks. Raises :class:`CheckpointError` where one failed or did not come in time."""

@@ -21,7 +21,7 @@ from runtime.program import RankProgram
 LATEST = "latest"
 STEP = "step-"
 _SHOWN = 5
-_FAILURES = (Exception, CheckpointError, DamagedCheckpointError)  # by what a rank tells the others; 0: it is well
+_FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
 _T = TypeVar("_T")
 
 
@@ -188,12 +188,12 @@ def _together(
         error = DamagedCheckpointError(f"{reading.folder} cannot be read: {told}{_other_than(reading.folder)}")
         error.__cause__ = caught
     failed = torch.zeros(rank.program.world_size, dtype=torch.int32, device=communicator.device)
-    failed[rank.rank] = 0 if error is None else _FAILURES.index(type(error))
+    failed[rank.rank] = 0 if error is None else 1 + _FAILURES.index(type(error))
     failures = all_ranks(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
     if error is not None:
         raise error
     if worst := max(failures):
-        raise _FAILURES[worst](
+        raise _FAILURES[worst - 1].of_another(
             f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it, and says why"
         )
     return result  # type: ignore[return-value]

@@ -82,7 +82,9 @@ class Floors:
         if len(points) < 2 or not is_plain(key.schedule, key.virtual_stages):
             return 0.0
         plain = self._shared.get(replace(key, schedule="1f1b"))  # which holds no more
-        if isinstance(plain, LeastTime) and (bound := self.bounds.staged(points, plain)) >= enough_s:
+        if isinstance(plain, PartitionError):
+            raise plain.with_traceback(None)
+        if plain is not None and (bound := self.bounds.staged(points, plain)) >= enough_s:
             return bound
         leanest = min(points, key=self.bounds.state_bytes)
         try:

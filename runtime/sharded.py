@@ -63,8 +63,9 @@ class Room:
 
     @property
     def rows(self) -> Tensor:
-        """Of shape ``[ranks, length]``."""
-        return self.padded.view(self.ranks, -1)
+        """Of shape ``[ranks, length]``. What is written here counts as no change of the parameter: it has its value
+        from the optimizer's step, or is having it copied for a checkpoint."""
+        return self.padded.data.view(self.ranks, -1)
 
     def take(self) -> None:
         if self._storage.nbytes() != self._nbytes:
@@ -122,7 +123,10 @@ class GatheredBucket:
         whole, self._pending = self._pending.wait(), None
         for i, room in enumerate(self.rooms):
             room.take()
-            room.rows.copy_(self.flat.rows(whole, i))
+            rows, own = self.flat.rows(whole, i), self.group.index
+            others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own is where it is
+            for part in others:
+                room.rows[part].copy_(rows[part])
         if self.hosted:
             self.flat.give()
 

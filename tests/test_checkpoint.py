@@ -18,8 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from partitioner import Constraints, Topology, partition
 from passes.layouts import Layout, Shard, local_shape, take_shards
 from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
 from runtime.checkpoint import boxes, folders, saving, staging, storage
@@ -233,6 +234,48 @@ def test_a_step_waits_until_what_it_changes_is_copied(tmp_path: Path, monkeypatc
     engine.load(tmp_path / "out", optimizer)
     got = whole(engine, optimizer)
     assert all(torch.equal(got[k][1], expected[k][1]) for k in expected)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shared_parameters_are_gathered_while_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero: int
+):
+    """The next step begins with a gather into the parameters whose pieces are being saved."""
+    begun, copy = [threading.Event(), threading.Event()], staging.Staging._copy
+
+    def late(self: Any) -> None:
+        assert all(event.wait(20) for event in begun)
+        copy(self)
+
+    monkeypatch.setattr(staging.Staging, "_copy", late)
+    model, batch = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3)), torch.randn(4, 6)
+    pins = Constraints(dp=2, zero=zero)
+    plan = partition(model, Topology.local(2), (batch,), loss=lambda out: out.square().mean(), constraints=pins)
+    assert plan.program is not None
+
+    def work(communicator: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        engine = Engine(plan.program, model, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
+
+        def step() -> None:
+            engine.step((batch,))
+            begun[communicator.rank].set()
+            optimizer.step()
+
+        step()
+        expected = whole(engine, optimizer)
+        begun[communicator.rank].clear()
+        under_way = engine.save(tmp_path / "out", optimizer, wait=False)
+        step()
+        under_way.wait()
+        assert not all(
+            torch.equal(a[1], b[1]) for a, b in zip(expected.values(), whole(engine, optimizer).values(), strict=True)
+        )
+        engine.load(tmp_path / "out", optimizer)
+        return expected, whole(engine, optimizer)
+
+    for expected, got in on_every_rank(plan.program, work):
+        assert all(torch.equal(got[k][1], expected[k][1]) for k in expected)
 
 
 def test_what_changes_while_it_is_copied_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

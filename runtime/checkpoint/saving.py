@@ -165,7 +165,7 @@ def agreed_target(
     if error is not None:
         raise error
     if failed:
-        raise CheckpointError(
+        raise CheckpointError.of_another(
             f"{final} is not begun: {failed} other ranks could not end the save before, or make room for this one; "
             "they say why"
         )

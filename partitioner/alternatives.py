@@ -8,6 +8,7 @@ where they are; elsewhere they are placed anew.
 from __future__ import annotations
 
 from partitioner.constraints import Constraints
+from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.bestfirst import Evaluated, candidate
@@ -34,7 +35,9 @@ def best_schedule(
         try:
             solved = evaluator.solve(point, devices)
         except PartitionError as error:
-            rows.append(candidate(point, None, getattr(error, "message", str(error))))
+            missing = error.missing_bytes if isinstance(error, CapacityError) else None
+            row = candidate(point, None, getattr(error, "message", str(error)))
+            rows.append(row.model_copy(update={"missing": missing}))
             continue
         step, split = solved.estimate.step_time, solved.stages
         least = step - (split.pipeline_s - split.least_s)

@@ -10,6 +10,8 @@ from rich.text import Text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_tables import (
+    NO_PLAN,
+    STATUS_WORDS,
     bars,
     candidate_counts,
     candidate_table,
@@ -19,6 +21,7 @@ from partitioner.explain_tables import (
     fullest_rank,
     heading,
     indented,
+    is_barred,
     plain,
     rule_table,
     searched,
@@ -302,7 +305,7 @@ def fate(candidate: Candidate, chosen: float) -> str:
     if candidate.status == "chosen":
         return "this is the plan"
     if candidate.status == "infeasible":
-        return f"does not fit{why}"
+        return f"{NO_PLAN if is_barred(candidate) else STATUS_WORDS['infeasible']}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "

@@ -25,6 +25,12 @@ STATUS_WORDS = {
     "bounded": "cannot be faster",
     "infeasible": "does not fit",
 }
+NO_PLAN = "no plan"  # for another reason than memory
+
+
+def is_barred(candidate: Candidate) -> bool:
+    """Whether a candidate has no plan, and not for lack of memory."""
+    return candidate.status == "infeasible" and candidate.missing is None
 
 
 def plain(parts: Iterable[RenderableType]) -> str:
@@ -133,7 +139,10 @@ def candidate_counts(certificate: Certificate) -> str:
     if not certificate.candidates:
         return ""
     counts = {s: sum(c.status == s for c in certificate.candidates) + certificate.left.get(s, 0) for s in STATUS_WORDS}
-    told = ", ".join(f"{n} {STATUS_WORDS[s]}" for s, n in counts.items() if n)
+    barred = sum(map(is_barred, certificate.candidates))
+    counts["infeasible"] -= barred
+    words = [*((n, STATUS_WORDS[s]) for s, n in counts.items()), (barred, NO_PLAN)]
+    told = ", ".join(f"{n} {word}" for n, word in words if n)
     return f"{sum(counts.values()):,} considered: {told}"
 
 
@@ -189,7 +198,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
-        outcome = STATUS_WORDS[candidate.status] + (f": {candidate.reason}" if candidate.reason else "")
+        word = NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]
+        outcome = word + (f": {candidate.reason}" if candidate.reason else "")
         made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),

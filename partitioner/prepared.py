@@ -13,7 +13,7 @@ from partitioner.batch import batch_size, shard_batch
 from partitioner.requests import OBJECTIVES, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import FoldedModel
-from passes.capture import capture
+from passes.capture import PRECISIONS, capture
 from passes.errors import InputsError
 from passes.fold import fold
 from passes.gradients import mark_gradients
@@ -91,6 +91,8 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    if precision not in (None, *PRECISIONS, "fp8"):
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, fp8 or None; got {precision!r}")
     return PreparedModel(model, inputs, loss, objective, precision)
 
 

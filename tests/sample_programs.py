@@ -309,7 +309,8 @@ def plan_of(program: Program, model: str = "LlamaForCausalLM", notes: tuple[str,
         Candidate(mesh=mesh, **one, status="chosen", bound=1.2, step_time=1.234, memory=memory[0]),
         Candidate(mesh=megatron, **one, status="solved", bound=1.3, step_time=1.5, memory=60 * 2**30),
         Candidate(mesh={**mesh, "dp": 1, "tp": 8}, microbatch_size=2, schedule="gpipe", status="bounded", bound=1.9),
-        Candidate(mesh=data, **one, status="infeasible", memory=120 * 2**30, reason="stage 0 lacks 43 GiB"),
+        Candidate(mesh=data, **one, status="infeasible", memory=120 * 2**30, missing=43 * 2**30,
+                  reason="stage 0 lacks 43 GiB"),
     )  # fmt: skip
     return Plan(
         program=program,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from partitioner.constraints import Constraints
-from partitioner.explain import explain, summary
+from partitioner.explain import explain, fate, summary
+from partitioner.explain_tables import candidate_counts
 from partitioner.outline import outline
-from partitioner.plan import Plan
+from partitioner.plan import Candidate, Certificate, Plan
+from partitioner.prepared import prepare
 from partitioner.timing import plan_timeline, stage_seconds
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from passes.errors import InputsError
 from tests.sample_programs import llama, plan_of
 
 
@@ -130,3 +137,17 @@ def test_numbers_as_people_read_them(shown: str, expected: str):
 @given(st.floats(1e-6, 1e9))
 def test_three_digits_are_close_enough(value: float):
     assert float(digits(value).replace(",", "")) == pytest.approx(value, rel=0.006)
+
+
+def test_what_is_excluded_is_not_said_to_lack_memory():
+    one: dict[str, Any] = {"mesh": {"dp": 4}, "microbatch_size": 1, "schedule": "1f1b", "status": "infeasible"}
+    excluded = Candidate(**one, reason="excluded by the constraints")
+    assert fate(excluded, 1.0) == "no plan (excluded by the constraints)"
+    assert fate(Candidate(**one, missing=1, reason="stage 0 lacks 1 B"), 1.0) == "does not fit (stage 0 lacks 1 B)"
+    certificate = Certificate(objective=1.0, bound=1.0, gap=0.0, candidates=(excluded,), left={"infeasible": 2})
+    assert candidate_counts(certificate) == "3 considered: 2 does not fit, 1 no plan"
+
+
+def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
+    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, fp8 or None; got 'int8'"):
+        prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")

@@ -143,7 +143,7 @@ def candidate_counts(certificate: Certificate) -> str:
     counts["infeasible"] -= barred
     words = [*((n, STATUS_WORDS[s]) for s, n in counts.items()), (barred, NO_PLAN)]
     told = ", ".join(f"{n} {word}" for n, word in words if n)
-    return f"{sum(counts.values()):,} considered: {told}"
+    return f"{sum(n for n, _ in words):,} considered: {told}"
 
 
 def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:

@@ -280,7 +280,8 @@ class _Outliner:
         return tuple(made)
 
     def weights(self, call: Any) -> list[Weight]:
-        return block_weights(self.program.blocks[call.block], call, self.program.states)
+        gathered = self.program.zero == 3 and self.program.size("dp_shard") * self.program.size("cp") > 1
+        return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
     def moved(self, stage: int, calls: range) -> tuple[Moved, ...]:
         sizes: dict[tuple[str, str, Direction], list[int]] = {}

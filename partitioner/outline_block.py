@@ -42,6 +42,7 @@ _PHRASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("aten.conv2d.default", 1): ("output-channel-parallel", "input-channel-parallel"),
     ("aten.convolution.default", 1): ("output-channel-parallel", "input-channel-parallel"),
 }
+_WHOLE = "whole on every rank"
 _TRANSPARENT = {"aten._to_copy.default", "aten.to.dtype", "aten.alias.default"}
 _FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
 
@@ -100,8 +101,11 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
     return (*forward, *reversed(backward))
 
 
-def block_weights(block: BlockGraph, call: CallData, states: Mapping[str, StateData]) -> list[Weight]:
-    """The parameters that ``call`` reads, in order, and how each is laid out over ``tp``."""
+def block_weights(
+    block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
+) -> list[Weight]:
+    """The parameters that ``call`` reads, in order, and how each is laid out over ``tp``; ``gathered``: for their use
+    only, as data-parallel ranks have a piece each."""
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]
@@ -110,6 +114,7 @@ def block_weights(block: BlockGraph, call: CallData, states: Mapping[str, StateD
             short = name.removeprefix(prefix) if call.path else name
             layout = Layout.parse(state.layout)
             how = "sharded" if layout.is_shard and len(state.shape) == 1 else layout_phrase(block, placeholder, layout)
+            how = "gathered whole for use" if gathered and how == _WHOLE else how
             shown = state.layout
             if Layout.parse(state.expert_layout).is_shard:
                 how = "expert-parallel over ep" + (f", {how}" if layout.is_shard else "")
@@ -123,7 +128,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
     if layout.kind == "R'":
         return "whole, gradient summed over tp"
     if not layout.is_shard:
-        return "whole on every rank"
+        return _WHOLE
     dim, name = layout.dim, placeholder
     for node in block.nodes:
         if node["op"] != "call_function" or name not in _operands(node):

@@ -7,13 +7,16 @@ from itertools import combinations
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
 from partitioner.draw.dot import lay_out
 from partitioner.draw.lanes import Box, Lanes, Wire
-from partitioner.draw.svg import PALETTE, text_width
+from partitioner.draw.svg import PALETTE, Header, draw_header, picture, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
 from partitioner.outline import chunk_starts, fold_runs, outline, path_range
 from runtime.program import Instruction
@@ -234,3 +237,22 @@ def test_wires_in_one_lane_do_not_touch(pairs: list[tuple[int, int]]):
 
 def test_text_is_taken_to_be_at_least_as_wide_as_common_fonts_draw_it():
     assert text_width("1.21 B parameters, 1.13 GiB per rank", 12) > 12 * 0.5 * 36
+
+
+def test_a_header_stays_within_its_picture():
+    header = Header("t", "Bandwidths are per device and direction, when all talk at once. " * 3, [("mesh", "dp 4")], [])
+    narrow, wide = (picture(width, 0, "") for width in (300, 4000))
+    bottoms = [draw_header(root, header, width) for root, width in ((narrow, 300), (wide, 4000))]
+    lines = [t for t in narrow.iter() if t.tag.endswith("text") and t.text and t.text not in ("t", "mesh", "dp 4")]
+    assert " ".join(str(t.text) for t in lines) == header.subtitle.strip()
+    assert all(text_width(str(t.text), 12) <= 300 - 40 for t in lines)
+    assert bottoms[0] == bottoms[1] + 16 * (len(lines) - 1)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_that_ranks_share_are_not_said_to_be_whole_on_each(zero: int):
+    batch, pins = torch.randn(4, 6), Constraints(dp=2, zero=zero)
+    plan = partition(nn.Linear(6, 4), Topology.local(2), (batch,), loss=lambda out: out.sum(), constraints=pins)
+    text = draw(plan, "graph")
+    assert ("gathered whole for use" in text) == (zero == 3)
+    assert ("whole on every rank" in text) == (zero != 3)

@@ -239,13 +239,26 @@ class Header:
 _MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
 
 
+def _wrapped(content: str, size: float, width: float) -> list[str]:
+    """Lines of whole words, as many to a line as there is room for."""
+    lines: list[str] = []
+    for word in content.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, size) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
     """Draw ``header`` at the top of a picture of ``width`` pixels, wrapping where needed; the y where it ends."""
     text(parent, _MARGIN, 32, header.title, size=17, bold=True)
     y = 32.0
     if header.subtitle:
-        y += 20
-        text(parent, _MARGIN, y, header.subtitle, size=12, fill="muted")
+        for number, line in enumerate(_wrapped(header.subtitle, 12, width - 2 * _MARGIN)):
+            y += 16 if number else 20
+            text(parent, _MARGIN, y, line, size=12, fill="muted")
     if header.figures:
         y += 26
         x = _MARGIN

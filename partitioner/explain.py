@@ -10,8 +10,6 @@ from rich.text import Text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_tables import (
-    NO_PLAN,
-    STATUS_WORDS,
     bars,
     candidate_counts,
     candidate_table,
@@ -21,11 +19,11 @@ from partitioner.explain_tables import (
     fullest_rank,
     heading,
     indented,
-    is_barred,
     plain,
     rule_table,
     searched,
     stage_table,
+    status_word,
 )
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Baseline, Candidate, Plan
@@ -305,7 +303,7 @@ def fate(candidate: Candidate, chosen: float) -> str:
     if candidate.status == "chosen":
         return "this is the plan"
     if candidate.status == "infeasible":
-        return f"{NO_PLAN if is_barred(candidate) else STATUS_WORDS['infeasible']}{why}"
+        return f"{status_word(candidate)}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "

@@ -25,12 +25,17 @@ STATUS_WORDS = {
     "bounded": "cannot be faster",
     "infeasible": "does not fit",
 }
-NO_PLAN = "no plan"  # for another reason than memory
+_NO_PLAN = "no plan"  # for another reason than memory
 
 
 def is_barred(candidate: Candidate) -> bool:
     """Whether a candidate has no plan, and not for lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
+
+
+def status_word(candidate: Candidate) -> str:
+    """What became of a candidate, in a word."""
+    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]
 
 
 def plain(parts: Iterable[RenderableType]) -> str:
@@ -141,7 +146,7 @@ def candidate_counts(certificate: Certificate) -> str:
     counts = {s: sum(c.status == s for c in certificate.candidates) + certificate.left.get(s, 0) for s in STATUS_WORDS}
     barred = sum(map(is_barred, certificate.candidates))
     counts["infeasible"] -= barred
-    words = [*((n, STATUS_WORDS[s]) for s, n in counts.items()), (barred, NO_PLAN)]
+    words = [*((n, STATUS_WORDS[s]) for s, n in counts.items()), (barred, _NO_PLAN)]
     told = ", ".join(f"{n} {word}" for n, word in words if n)
     return f"{sum(n for n, _ in words):,} considered: {told}"
 
@@ -198,8 +203,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
-        word = NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]
-        outcome = word + (f": {candidate.reason}" if candidate.reason else "")
+        outcome = status_word(candidate) + (f": {candidate.reason}" if candidate.reason else "")
         made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),

@@ -27,9 +27,7 @@ class Floors:
     least in smaller ones too, so that one sharding bounds all points of a width of ``tp``; the point's own says more.
     """
 
-    def __init__(
-        self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point], space: Space | None = None
-    ) -> None:
+    def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point], space: Space) -> None:
         self.bounds, self.evaluator, self.space = bounds, evaluator, space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
@@ -50,8 +48,7 @@ class Floors:
 
     def members(self, points: Sequence[Point]) -> Sequence[Point]:
         """All points of the family of some: also those whose states are shared by a part of ``dp``."""
-        more = hybrids(self.space, self.family(points[0])) if self.space is not None else []
-        return list(dict.fromkeys([*points, *more]))
+        return list(dict.fromkeys([*points, *hybrids(self.space, self.family(points[0]))]))
 
     @property
     def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:

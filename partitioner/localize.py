@@ -36,20 +36,20 @@ class LocalModel:
 def localized(
     split: FoldedModel,
     solution: ShardingSolution,
-    context: ShardingSolution | None = None,
-    known: dict[Hashable, Block] | None = None,
+    context: ShardingSolution | None,
+    known: dict[Hashable, Block],
 ) -> LocalModel:
     """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says.
 
     ``known``: the blocks of other solutions for the same ``split``, which ones that are sharded alike share.
     """
-    tp, made = solution.num_ranks, {} if known is None else known
+    tp = solution.num_ranks
     blocks: dict[str, Block] = {}
     for name, block in split.blocks.items():
         key = id(block), tp, solution.blocks[name].key
-        if key not in made:
-            made[key] = unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
-        blocks[name] = made[key]
+        if key not in known:
+            known[key] = unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
+        blocks[name] = known[key]
     values = {
         name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
         for name, spec in split.values.items()

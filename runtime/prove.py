@@ -86,8 +86,7 @@ def prove(
     except Refusal as refusal:
         raise _located(program, refusal) from None
     own = _edited(program, rank_programs or {})
-    by_stage, stride = [stage.instructions for stage in program.stages], program.strides["pp"]
-    lists = {rank: by_stage[rank // stride] for rank in range(program.world_size)} | own
+    lists = _lists(program, own)
     collectives, transfers = (_steady_counts(facts) if not own else None) or _follow(facts, own)
     return Proof(
         ranks=program.world_size,
@@ -178,7 +177,13 @@ def _run_lists(
     like = [column if column in edited else plain for column in range(stride)]
     of_columns = [found[column] for column in like if column is not None]
     traces = {s * stride + c: of[s] for s in range(len(by_stage)) for c, of in enumerate(of_columns)}
-    return traces, {rank: own.get(rank, by_stage[rank // stride]) for rank in traces}
+    return traces, _lists(program, own)
+
+
+def _lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
+    """The list of every rank: its stage's, or its own."""
+    by_stage, stride = [stage.instructions for stage in program.stages], program.strides["pp"]
+    return {rank: by_stage[rank // stride] for rank in range(program.world_size)} | dict(own)
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partitioner.cost.asked import gradient_bytes_of
+from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.relaxed import best_group
 from partitioner.cost.spread import hidden
@@ -94,8 +94,7 @@ def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradien
     names = next((call.states for call in model.calls if call.block == name), ())
     sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for own, state in zip(block.states, names, strict=False):
-        nbytes, gradient = placeholders[own].meta["val"].nbytes, gradient_bytes_of(placeholders[own])
-        of = sums[state in experts]
-        of[0] += nbytes
-        of[1] += min(nbytes, gradient) if short_gradients else gradient
+        node, expert = placeholders[own], state in experts
+        sizes = StateRead(own, node.meta["val"].nbytes, gradient_bytes_of(node), expert).sizes(short_gradients)
+        sums[expert] = [known + size for known, size in zip(sums[expert], sizes, strict=True)]
     return _Read((sums[True][0], sums[True][1]), (sums[False][0], sums[False][1]))

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.collectives import collective_time
-from partitioner.topology.groups import group_of
 from partitioner.topology.model import Topology
+from partitioner.topology.nested import first_group
 from runtime.program import AXES
 
 Ints = NDArray[np.int64]
@@ -132,14 +132,14 @@ def _costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
 
     All groups of an axis are alike, so the first one stands for them.
     """
+    mesh = dict(zip(AXES, grid.shape, strict=True))
     wide = [i for i, size in enumerate(grid.shape) if size > 1]
     costs = []
     for count in range(1, len(wide) + 1):
         for axes in combinations(wide, count):
             if 0 in axes and count > 1:
                 continue
-            row = grid[tuple(slice(None) if i in axes else 0 for i in range(grid.ndim))].reshape(-1)
-            group = group_of(topology, row)
+            group = first_group(topology, mesh, *(AXES[i] for i in axes), devices=grid)
             costs += [collective_time(op, size, group) for op in _OPS for size in _SIZES]
     first = grid.reshape(grid.shape[0], -1)[:, 0].tolist()
     for a, b in pairwise(first):

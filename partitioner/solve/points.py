@@ -159,8 +159,9 @@ def hybrids(space: Space, point: Point) -> list[Point]:
     if not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
         return []
     size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
+    whole = divisors(point.dp)
     while size < point.dp:
-        parts[max(d for d in divisors(point.dp) if d <= size)] = None
+        parts[max(d for d in whole if d <= size)] = None
         size *= _PART_GROWS
     stages = [stage for stage, _ in _zero(space, point.dp, point.cp) if stage]
     return [replace(point, zero=stage, dp_shard=part) for stage in stages for part in parts if part > 1]

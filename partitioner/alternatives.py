@@ -8,10 +8,9 @@ where they are; elsewhere they are placed anew.
 from __future__ import annotations
 
 from partitioner.constraints import Constraints
-from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.plan import Candidate, Certificate
-from partitioner.solve.bestfirst import Evaluated, candidate
+from partitioner.solve.bestfirst import Evaluated, candidate, refused
 from partitioner.solve.points import Space, points_beside
 from passes.errors import PartitionError
 
@@ -35,9 +34,7 @@ def best_schedule(
         try:
             solved = evaluator.solve(point, devices)
         except PartitionError as error:
-            missing = error.missing_bytes if isinstance(error, CapacityError) else None
-            row = candidate(point, None, getattr(error, "message", str(error)))
-            rows.append(row.model_copy(update={"missing": missing}))
+            rows.append(refused(point, error))
             continue
         step, split = solved.estimate.step_time, solved.stages
         least = step - (split.pipeline_s - split.least_s)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
-from partitioner.errors import CapacityError
 from partitioner.plan import Baseline, Candidate
-from partitioner.solve.bestfirst import Evaluated, candidate
+from partitioner.solve.bestfirst import Evaluated, candidate, refused
 from partitioner.solve.points import Point, Space, baselines, divisors, points
 from passes.errors import PartitionError
 
@@ -89,10 +88,8 @@ def compared(
 def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
     try:
         return candidate(point, evaluate(point))
-    except CapacityError as error:
-        return candidate(point, reason=error.shortage).model_copy(update={"missing": error.missing_bytes})
     except PartitionError as error:
-        return candidate(point, reason=str(error))
+        return refused(point, error)
 
 
 def unpinned(constraints: Constraints) -> Constraints:

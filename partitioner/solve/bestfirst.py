@@ -344,4 +344,10 @@ def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = ""
     )
 
 
-__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "candidate", "search"]
+def refused(point: Point, error: PartitionError) -> Candidate:
+    """The row of a point that has no plan: why, and what a rank lacks."""
+    missing = error.missing_bytes if isinstance(error, CapacityError) else None
+    return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
+
+
+__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "candidate", "refused", "search"]

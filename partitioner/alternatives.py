@@ -36,17 +36,19 @@ def best_schedule(
         except PartitionError as error:
             rows.append(refused(point, error))
             continue
-        step, split = solved.estimate.step_time, solved.stages
-        least = step - (split.pipeline_s - split.least_s)
-        memory = max(solved.estimate.memory)
-        rows.append(_row(candidate(point, Evaluated(step, memory, solved, least, solved.estimate.breakdown)), least))
-        if step < min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN)):
+        told = evaluated(solved)
+        rows.append(candidate(point, told).model_copy(update={"bound": told.least}))
+        if told.step_time < min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN)):
             best = solved
     return best, _with(certificate, rows, best, found)
 
 
-def _row(row: Candidate, least: float) -> Candidate:
-    return row.model_copy(update={"bound": least})
+def evaluated(solved: Solved) -> Evaluated:
+    """What the search asks of a solved candidate."""
+    estimate, split = solved.estimate, solved.stages
+    least = estimate.step_time - (split.pipeline_s - split.least_s)
+    memory = max(estimate.memory)
+    return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
 
 
 def _with(certificate: Certificate, rows: list[Candidate], best: Solved, found: Solved) -> Certificate:

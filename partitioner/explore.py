@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from partitioner.alternatives import best_schedule
+from partitioner.alternatives import best_schedule, evaluated
 from partitioner.baselines import compared, standards, unpinned
 from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
@@ -133,12 +133,4 @@ def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
     return tuple(ways)
 
 
-def evaluated(solved: Solved) -> Evaluated:
-    """What the search asks of a solved candidate."""
-    estimate, split = solved.estimate, solved.stages
-    least = estimate.step_time - (split.pipeline_s - split.least_s)
-    memory = max(estimate.memory)
-    return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
-
-
-__all__ = ["OFFLOAD_SETS", "Point", "evaluated", "explore", "space_of"]
+__all__ = ["OFFLOAD_SETS", "Point", "explore", "space_of"]

@@ -22,7 +22,7 @@ from runtime.watch.monitor import Monitor
 
 _START_S = 120.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
-_LATE_S = 1.0  # to say where they are, after the time is out
+_LATE_S = 5.0  # at most, to say where they are, after the time is out
 _SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
 _LOOK_S = 0.25  # between two looks at a run that is watched
 

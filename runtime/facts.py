@@ -7,12 +7,14 @@ often it is asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
@@ -219,34 +221,35 @@ class ProgramFacts:
 
 def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
     """The values among what a call saves, and the bytes of the rest; states are held in any case."""
-    results = pieces.forward.graph.output_node().args[0]
-    assert isinstance(results, tuple)
-    held = pieces.forward.inputs[: len(block.states)]
-    named = dict(zip(pieces.forward.inputs[len(held) :], call.inputs, strict=True))
-    own = {n.name: v for n, v in zip(results[: pieces.num_outputs], call.outputs, strict=True)}
-    values, rest = [], 0
-    for name, node in zip(pieces.saved, results[pieces.num_outputs :], strict=True):
-        if name in named or name in own:
-            values.append(named.get(name) or own[name])
-        elif name not in held and isinstance(node.meta.get("val"), Tensor):
-            rest += TensorSpec.of(node.meta["val"]).nbytes
-    return tuple(dict.fromkeys(values)), rest
+    return _memory_of(block, call, pieces, _results(pieces)[pieces.num_outputs :])
 
 
 def _carried(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
     """The values among what the half of a backward for weights reads, and the bytes of the rest."""
-    results = pieces.forward.graph.output_node().args[0]
-    assert isinstance(results, tuple)
-    states = set(pieces.forward.inputs[: len(block.states)])
-    named = dict(zip(pieces.forward.inputs[len(block.states) :], call.inputs, strict=True))
-    named |= {n.name: v for n, v in zip(results[: pieces.num_outputs], call.outputs, strict=True)}
-    values, rest = [], 0
-    for node in pieces.backward_weight.graph.find_nodes(op="placeholder"):
-        if node.name in named:
-            values.append(named[node.name])
-        elif node.name not in states and isinstance(node.meta.get("val"), Tensor):
-            rest += TensorSpec.of(node.meta["val"]).nbytes
-    return tuple(dict.fromkeys(values)), rest
+    return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
+
+
+def _memory_of(
+    block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
+) -> tuple[tuple[str, ...], int]:
+    """The call's inputs and outputs among ``nodes``, and the bytes of the rest: views have those of what they view."""
+    placeholders = pieces.forward.graph.find_nodes(op="placeholder")
+    given = [*placeholders[len(block.states) :], *_results(pieces)[: pieces.num_outputs]]
+    named = {_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
+    held = {_storage(node) for node in placeholders[: len(block.states)]}
+    found = {_storage(node): node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)}
+    values = tuple(dict.fromkeys(named[s] for s in found if s in named))
+    return values, sum(v.untyped_storage().nbytes() for s, v in found.items() if s not in named and s not in held)
+
+
+def _results(pieces: Differentiated) -> tuple[Node, ...]:
+    """What the forward gives: the block's outputs, and what is saved."""
+    return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
+
+
+def _storage(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else -id(node)
 
 
 def load_block(program: Program, name: str) -> Block:

@@ -165,7 +165,7 @@ def test_what_a_call_keeps_is_in_host_memory_meanwhile():
     plan = eager(offload="activations")
     engine, facts = alone(plan.program, eager_model(0.2)), ProgramFacts(plan.program)
     sizes = {n: torch.Size(v.shape).numel() * 4 for n, v in plan.program.values.items()}
-    seen = []
+    seen, whole = [], sum(x.nbytes for x in eager_inputs().values())
 
     def watched(index: int, action: Any) -> tuple[int, Any]:
         def run() -> None:
@@ -179,7 +179,7 @@ def test_what_a_call_keeps_is_in_host_memory_meanwhile():
                 assert place not in engine._executor.env.saved
                 moved = engine._executor.env.parked[place].num_bytes
                 told = call.kept_bytes + sum(sizes[v] for v in call.moves)
-                assert 0 < moved <= 1.1 * told  # a view keeps, and moves, all of the memory that it looks at
+                assert 0 < moved <= told + whole  # a view keeps, and moves, all of the memory that it looks at
                 seen.append(place)
 
         return index, run

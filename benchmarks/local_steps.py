@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.memory import peak_bytes
 from runtime import Engine, Program
 from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
-
-_MARK = "the step that is measured"
 
 
 @dataclass(frozen=True)
@@ -43,31 +42,6 @@ class Trainer:
         start = time.perf_counter()
         self.optimizer.step()
         return time.perf_counter() - start
-
-    def held_bytes(self) -> int:
-        """Of the states, their gradients and the optimizer's moments: what lives from one step to the next."""
-        held = list(self.engine.state_dict().values())
-        held += [p.grad for p in self.engine.parameters() if p.grad is not None]
-        held += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
-
-    def peak_bytes(self) -> int:
-        """What it holds and the high-water mark of what torch's allocator gives out, and gets back, during a step.
-
-        The profiler knows the size only of what was given out before its eyes: the step before is profiled, too.
-        """
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.step()
-            with torch.profiler.record_function(_MARK):
-                self.step()
-        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        start = min(e.start_ns() for e in events if e.name() == _MARK)
-        now = peak = 0
-        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-            if event.start_ns() >= start:
-                now += event.nbytes()
-                peak = max(peak, now)
-        return self.held_bytes() + peak
 
 
 def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s: float) -> list[Measured | None]:
@@ -100,11 +74,10 @@ def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s
             spent = [trainer.step() for _ in range(counts[i])] if trainer is not None else [0.0]
             steps[i].append((time.perf_counter() - start) / counts[i])
             updates[i].append(statistics.fmean(spent))
+    took = [rank < p.world_size for p in programs]
+    trainers.clear()
     peaks = []
-    for trainer in trainers:
+    for program, runs in zip(programs, took, strict=True):
         dist.barrier()
-        peaks.append(0 if trainer is None else trainer.peak_bytes())
-    return [
-        None if trainer is None else Measured(s, u, p)
-        for trainer, s, u, p in zip(trainers, steps, updates, peaks, strict=True)
-    ]
+        peaks.append(peak_bytes(lambda p=program: Trainer(p, weights, inputs).step) if runs else 0)
+    return [Measured(*found) if runs else None for runs, *found in zip(took, steps, updates, peaks, strict=True)]

@@ -97,7 +97,7 @@ class Evaluator:
                 constraints=job.constraints,
                 train=job.train,
                 costs_by_stage=costs.by_stage(machine),
-                scattered_bytes=machine.scattered_bytes,
+                scattered_bytes=machine.scattered_bytes(num_microbatches),
             )
             if plain:
                 split = solve_stages(problem)

@@ -67,6 +67,7 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         scores={name: frozenset(n.name for n in expanded(block)) for name, block in local.model.blocks.items()},
         zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
+        whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,
     )
     prove(program)

@@ -64,7 +64,7 @@ class Gradients:
             self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
         self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
         self._under_way: dict[int, Pending] = {}
-        self._scattering: deque[tuple[int, Pending]] = deque()
+        self._scattering: deque[int] = deque()  # buckets whose SCATTER is under way
 
     def _scattered_bucket(self, number: int) -> ScatteredBucket:
         rank, states = self.rank, self.rank.stage.buckets[number].states
@@ -93,15 +93,15 @@ class Gradients:
         """Start adding up a bucket over the axes that shard it."""
         while len(self._scattering) >= SCATTERING:
             self._collect()
-        self._scattering.append((bucket, self.scattered[bucket].start()))
+        self.scattered[bucket].start()
+        self._scattering.append(bucket)
 
     def _collect(self) -> None:
-        bucket, pending = self._scattering.popleft()
-        self.scattered[bucket].collect(pending.wait())
+        self.scattered[self._scattering.popleft()].collect()
 
     def _await(self, bucket: int) -> None:
         """Wait for the SCATTERs of a bucket, and for all before them."""
-        while any(number == bucket for number, _ in self._scattering):
+        while bucket in self._scattering:
             self._collect()
 
     def reduce(self, bucket: int) -> None:

@@ -29,9 +29,11 @@ class Work(Protocol):
 
 
 class Pending(Protocol):
-    """A collective under way; ``wait`` gives its result."""
+    """A collective under way; ``wait`` gives its result. ``release``: nobody reads it any more."""
 
     def wait(self) -> Tensor: ...
+
+    def release(self) -> None: ...
 
 
 class Group(Protocol):
@@ -105,6 +107,9 @@ class Finished:
     def wait(self) -> Tensor:
         return self.result
 
+    def release(self) -> None:
+        pass  # it is the caller's own
+
 
 class SoloGroup:
     """A group of one: nothing is sent."""
@@ -131,10 +136,12 @@ class SoloGroup:
 class Transfer:
     """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
 
-    ``kept`` lives until the transfer ends: Gloo does not hold what it reads from.
+    ``kept`` lives until the transfer ends: Gloo does not hold what it reads from. ``scratch``: ``finish`` makes a new
+    tensor of ``result``. What is not needed any more gives its memory back at once, whoever of Gloo's threads refers
+    to it for how long.
     """
 
-    __slots__ = ("dim", "finish", "group", "kept", "result", "works")
+    __slots__ = ("dim", "finish", "group", "kept", "result", "scratch", "works")
 
     def __init__(
         self,
@@ -144,14 +151,25 @@ class Transfer:
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
         kept: object = None,
+        scratch: bool = False,
     ) -> None:
         self.group, self.works, self.result, self.finish, self.dim, self.kept = group, works, result, finish, dim, kept
+        self.scratch = scratch
 
     def wait(self) -> Tensor:
         for work in self.works:
             wait_for(work)
         self.kept = None
-        return self.result if self.finish is None else self.finish(self.result, self.dim)
+        if self.finish is None:
+            return self.result
+        found = self.finish(self.result, self.dim)
+        if self.scratch:
+            self.release()
+            self.result, self.finish = found, None
+        return found
+
+    def release(self) -> None:
+        self.result.untyped_storage().resize_(0)
 
 
 def _parts(x: Tensor, dim: int, size: int) -> Tensor:
@@ -228,7 +246,7 @@ class GlooGroup(TorchGroup):
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         parts = _parts(x, dim, self.size)
         out = torch.empty_like(parts)
-        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts)
+        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts, scratch=True)
 
 
 class NcclGroup(TorchGroup):

@@ -184,12 +184,15 @@ class _Holder:
                 self.gathered -= self.fetched(i.states)
             case "SCATTER":
                 assert i.bucket is not None
-                self.scattering.append(sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket]))
+                whole = sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket])
+                pieces = sum(self.facts.gradient_piece_bytes(s) for s in self.shared[i.bucket])
+                self.scattering.append(whole)
                 peak = max(peak, self.held)  # what is sent is a copy
+                self.scattering[-1] += whole if self.facts.program.whole_scatter else pieces  # and what comes
                 self.added.difference_update(self.shared[i.bucket])
                 if self.facts.program.zero >= 2 and i.bucket not in self.scattered:
                     self.scattered.add(i.bucket)
-                    self.pieces += sum(self.facts.gradient_piece_bytes(s) for s in self.shared[i.bucket])
+                    self.pieces += pieces
             case "SYNC" | "STEP":
                 self.scattering.clear()
             case "FREE" if i.bucket is not None:
@@ -269,8 +272,9 @@ class _Holder:
             if i.op != "W":
                 for value in call.gives:
                     self.hold_gradient(value, i.microbatch)
-            if i.op != "I":
-                self.added.update(s for s in call.adds if s in self.passing)
+            new = [s for s in call.adds if s in self.passing] if i.op != "I" else []
+            # the others come while what the call keeps goes
+            self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
             peak = max(peak, self.held + call.recomputed_bytes)
             self.note(position, call.recomputed_bytes)
             if i.op != "W":
@@ -286,5 +290,6 @@ class _Holder:
                 for value in call.carries:
                     self.release(value, i.microbatch)
                 self.saved -= call.carried_bytes
+            self.added.update(new)
             peak = max(peak, self.held)
         return peak

@@ -185,6 +185,7 @@ class Program(Data):
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
+    whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()  # what is kept in host memory
 
     @property
@@ -248,10 +249,7 @@ class Program(Data):
         return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share all of ``rank``'s coordinates but those on ``axes``, in order of rank.
-
-        ``axes`` are of the mesh, or of the experts' mesh (:attr:`expert_mesh`).
-        """
+        """The ranks that share all of ``rank``'s coordinates but those on ``axes``, of any mesh, by rank."""
         grid, step = self.grid(axes), 1
         ranks = [rank]
         for axis in reversed(grid):

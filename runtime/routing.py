@@ -53,4 +53,9 @@ class _Returning:
 
     def wait(self) -> Tensor:
         rows = self.pending.wait()
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+        found = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        self.pending.release()
+        return found
+
+    def release(self) -> None:
+        pass  # what it gave is the caller's

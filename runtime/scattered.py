@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ class ScatteredBucket:
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
         self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
+        self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
         if not keep:
             self.give()
 
@@ -55,7 +58,7 @@ class ScatteredBucket:
         for room in self.rooms:
             room.give()
 
-    def start(self) -> Pending:
+    def start(self) -> None:
         """Send what was added since the last time to those whose piece it is."""
         whole = self.flat.buffer.new_empty(self.group.size * self.flat.length)
         for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
@@ -64,15 +67,20 @@ class ScatteredBucket:
             sink.fresh = True
         if not self.keep:
             self.give()
-        return self.group.reduce_scatter(whole, 0)
+        self._sent.append((whole, self.group.reduce_scatter(whole, 0)))
 
-    def collect(self, arrived: Tensor) -> None:
+    def collect(self) -> None:
+        """Add what comes of the oldest that was sent to this rank's piece."""
+        whole, pending = self._sent.popleft()
+        arrived = pending.wait()
         if self.fresh:
             self.flat.take()
             self.flat.buffer.copy_(arrived)
             self.fresh = False
         else:
             self.flat.buffer.add_(arrived)
+        pending.release()
+        whole.untyped_storage().resize_(0)  # at once, whoever refers to it
 
     def reduce(self) -> Pending:
         """Add up the pieces over the ranks that have the same ones."""

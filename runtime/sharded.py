@@ -120,13 +120,15 @@ class GatheredBucket:
         """Be sure that the parameters are there."""
         if self._pending is None:
             return
-        whole, self._pending = self._pending.wait(), None
+        whole = self._pending.wait()
         for i, room in enumerate(self.rooms):
             room.take()
             rows, own = self.flat.rows(whole, i), self.group.index
             others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own is where it is
             for part in others:
                 room.rows[part].copy_(rows[part])
+        self._pending.release()
+        self._pending = None
         if self.hosted:
             self.flat.give()
 

@@ -97,6 +97,9 @@ class _Waiting:
     def wait(self) -> Any:
         return self.meeting.wait(self.member)
 
+    def release(self) -> None:
+        pass  # others may have the same tensor
+
 
 def _total(entries: list[Tensor], maximum: bool) -> Tensor:
     total = entries[0].clone(memory_format=torch.contiguous_format)

@@ -179,7 +179,7 @@ class CallWork:
             backward_flops=computed.flops[1],
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working + _gathered_bytes(sizes, spread),
+            working_bytes=kept.working + _gathered_bytes(sizes, spread, kept.inside),
             input_bytes=self._sizes[0],
             output_bytes=self._sizes[1],
             output_grads=self._output_grads,
@@ -273,16 +273,22 @@ def _read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
     return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
-def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread) -> float:
+def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> float:
     """Bytes of weights that are gathered, and of gradients that are whole, at a time; ``sizes``: of each state's both.
 
-    Under ZeRO-3 the weights of a call and of the next; backward their gradients and those of the call before, too, on
-    their way to their shards.
+    Under ZeRO-3 the weights of a call and of the next; backward the gradients of the call before on their way to their
+    shards, with what comes of them, and the call's own: at first the largest, the others while ``saved`` bytes, which
+    are counted elsewhere, go.
     """
-    if spread.shards.size == 1:
+    ranks = spread.shards.size
+    if ranks == 1:
         return 0.0
-    both = [weight + gradient for weight, gradient in sizes]
-    return 2 * (max(both, default=0.0) if spread.software.by_parameter else sum(both))
+    if spread.software.by_parameter:
+        return 2 * max((weight + gradient for weight, gradient in sizes), default=0.0)
+    weights, gradients = (sum(of) for of in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
+    sent = gradients * (2 if spread.whole_scatter else 1 + 1 / ranks)
+    largest = max((gradient for _, gradient in sizes), default=0.0)
+    return 2 * weights + sent + max(largest, gradients - saved)
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

@@ -201,6 +201,7 @@ class Machine:
             num_experts=self.num_experts,
             overlap=self.overlap,
             fp8=self.precision == "fp8",
+            whole_scatter=self.topology.whole_scatter,
             software=self.software,
         )
 
@@ -210,16 +211,14 @@ class Machine:
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, experts, held, sharers, self.by_rows, self.hybrid)
 
-    @property
-    def scattered_bytes(self) -> float:
+    def scattered_bytes(self, num_microbatches: int) -> float:
         """Of gradients on their way to their shards, under ZeRO-1 and 2."""
-        return _SCATTERED.get(self.zero, 0) * self._bucket_bytes
-
-    @property
-    def _bucket_bytes(self) -> float:
-        """Of a bucket of gradients on their way to their shards."""
-        each = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
-        return min(float(bucket_limit(self.replicas)), each)
+        all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
+        bucket = min(float(bucket_limit(self.replicas)), all_of_them)
+        sent = _SCATTERED.get(self.zero, 0)
+        # what comes is there once the bucket's own gradients have gone: besides them only where another one fills
+        fills = self.zero == 1 or num_microbatches > 1 or bucket < all_of_them
+        return (sent + (sent > 0 and fills and self.topology.whole_scatter)) * bucket
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

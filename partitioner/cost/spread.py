@@ -42,7 +42,8 @@ class Spread:
     that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``:
     the graph has a part of the rows. ``num_experts``: in all, of the layer that has most.
 
-    ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8.
+    ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8. ``whole_scatter``:
+    what gradients are scattered by receives all parts of them.
     """
 
     experts: Group = _ALONE
@@ -54,6 +55,7 @@ class Spread:
     num_experts: int = 0
     overlap: bool = True
     fp8: bool = False
+    whole_scatter: bool = False
     software: Software = EXECUTED
 
     @property

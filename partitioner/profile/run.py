@@ -180,7 +180,13 @@ def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> li
 
 
 def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
-    device = fit_device(measured.kernels, measured.overlaps, memory=described["memory"], reserved=described["reserved"])
+    device = fit_device(
+        measured.kernels,
+        measured.overlaps,
+        memory=described["memory"],
+        reserved=described["reserved"],
+        whole_scatter=kind == "cpu",
+    )
     errors = device_errors(measured.kernels, device)
     levels = []
     if count > 1:

@@ -223,6 +223,11 @@ class Topology(Part):
         """Bytes/s of every device's own memory, shape ``[num_devices]``."""
         return np.array([self.types[device.kind].memory_bandwidth for device in self.devices])
 
+    @cached_property
+    def whole_scatter(self) -> bool:
+        """Whether what is scattered comes in whole somewhere, to be added up then."""
+        return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])
+
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]
 

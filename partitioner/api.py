@@ -67,13 +67,13 @@ def partition(
         chosen, certificate = explore(job, progress, compare=not estimate_only)
     beyond = planned_only(chosen.point, constraints, job.precision)
     beyond += ("estimate_only=True",) if estimate_only else ()
-    program = None if beyond else emit_program(job, chosen)
+    program, estimate = (None, chosen.estimate) if beyond else emit_program(job, chosen)
     return Plan(
         program=program,
         topology=topology,
         devices=chosen.devices,
         constraints=constraints,
-        estimate=chosen.estimate,
+        estimate=estimate,
         certificate=certificate,
         shares=operator_share(job.batch, chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,

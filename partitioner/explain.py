@@ -48,6 +48,8 @@ MEMORY_KINDS = {
     "saved": "activations saved for backward",
     "recomputed": "activations while they are recomputed",
     "working": "what operators work with",
+    "flowing": "gradients of activations",
+    "gathered": "weights and gradients of other ranks' shards, for a while",
     "buffers": "buffers for what passes between stages",
 }
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind

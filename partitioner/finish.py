@@ -6,12 +6,14 @@ from typing import Literal, cast
 
 from partitioner.constraints import Constraints
 from partitioner.cost.offload import check_hosts
-from partitioner.cost.saved import expanded
+from partitioner.cost.saved import expanded, kept_by
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.evaluate import Solved
+from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
+from partitioner.plan import Estimate
 from partitioner.solve.points import Point
 from partitioner.topology.groups import stage_ranks
 from runtime.facts import ProgramFacts
@@ -36,9 +38,9 @@ def planned_only(point: Point, constraints: Constraints, precision: str) -> tupl
     return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
 
 
-def _check_hosts(program: Program, job: Job, chosen: Solved) -> None:
+def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
     """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory."""
-    facts = ProgramFacts(program)
+    program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
     in_host = []
     for s, (stage, ranks) in enumerate(zip(program.stages, stage_ranks(program.mesh), strict=True)):
@@ -48,8 +50,8 @@ def _check_hosts(program: Program, job: Job, chosen: Solved) -> None:
     check_hosts(job.topology, chosen.devices, in_host)
 
 
-def emit_program(job: Job, chosen: Solved) -> Program:
-    """The programs of all ranks, proven."""
+def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
+    """The programs of all ranks, proven, and the estimate with the memory that they take."""
     point = chosen.point
     local = chosen.local.spread(point.tp, point.ep, point.etp)
     program = emit(
@@ -70,7 +72,9 @@ def emit_program(job: Job, chosen: Solved) -> Program:
         whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,
     )
-    prove(program)
+    facts = ProgramFacts(program)
+    prove(program, facts=facts)
     if program.offload:
-        _check_hosts(program, job, chosen)
-    return program
+        _check_hosts(facts, job, chosen)
+    working = {name: kept_by(block, job.train).working for name, block in local.model.blocks.items()}
+    return program, followed(chosen.estimate, facts, job.optimizer, working)

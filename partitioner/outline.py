@@ -17,7 +17,7 @@ from partitioner.outline_block import BlockCollective, Weight, block_collectives
 from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, tensor_bytes
 from partitioner.units import bytes_text
 from runtime.program import Instruction, Program, Stage
-from runtime.state_bytes import gradient_piece_bytes, state_bytes
+from runtime.state_bytes import state_bytes, state_sizes
 
 Direction = Literal["forward", "backward"]
 
@@ -363,7 +363,7 @@ class _Outliner:
                     for state in call.states:
                         readers.setdefault(state, {})[stage.index, group.index] = None
         return [
-            Tie(name, state.aliases, tuple(readers[name]), gradient_piece_bytes(self.program, name))
+            Tie(name, state.aliases, tuple(readers[name]), state_sizes(self.program, name).gradient_piece)
             for name, state in self.program.states.items()
             if state.kind == "parameter" and len(readers.get(name, ())) > 1
         ]

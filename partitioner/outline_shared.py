@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.program import Bucket, Program
-from runtime.state_bytes import gradient_bytes, gradient_piece_bytes, state_bytes, state_piece_bytes
+from runtime.state_bytes import state_sizes
 from runtime.zero import rest_axes, zero_axes
 
 BUCKET_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
@@ -20,7 +20,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 def kept_bytes(program: Program, state: str) -> int:
     """The bytes of a state on a rank, all the time."""
-    return state_piece_bytes(program, state) if program.zero == 3 else state_bytes(program, state)
+    sizes = state_sizes(program, state)
+    return sizes.piece if program.zero == 3 else sizes.part
 
 
 def exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str], int]:
@@ -29,5 +30,6 @@ def exchanged(program: Program, bucket: Bucket, op: str) -> tuple[tuple[str, str
     axes: tuple[str, ...] = shared
     if op == "REDUCE":
         axes = rest_axes(program, bucket) if shared else tuple(a for a in bucket.axes if program.size(a) > 1)
-    size = {"GATHER": state_bytes, "SCATTER": gradient_bytes, "REDUCE": gradient_piece_bytes}[op]
-    return (BUCKET_OPS[op], "×".join(axes)), sum(size(program, state) for state in bucket.states)
+    size = {"GATHER": "part", "SCATTER": "gradient", "REDUCE": "gradient_piece"}[op]
+    moved = sum(getattr(state_sizes(program, state), size) for state in bucket.states)
+    return (BUCKET_OPS[op], "×".join(axes)), moved

@@ -28,7 +28,7 @@ class StageEstimate(Data):
     ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
     are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
     rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``,
-    ``working``, ``buffers``); ``host``: bytes of a rank in host memory.
+    ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in host memory.
     """
 
     first: str

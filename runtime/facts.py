@@ -24,7 +24,7 @@ from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.listing import Listing
 from runtime.offload import staying_values
 from runtime.program import CallData, Program, Value
-from runtime.state_bytes import gradient_bytes, gradient_piece_bytes, state_bytes, state_piece_bytes
+from runtime.state_bytes import StateSizes, state_sizes
 
 Flags = tuple[bool, ...]
 
@@ -79,6 +79,7 @@ class ProgramFacts:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
         """The facts of this program with lists, all of them listings, that have grown ``steps`` times."""
@@ -91,7 +92,7 @@ class ProgramFacts:
         facts = ProgramFacts(
             self.program.model_copy(update={"stages": tuple(stages), "num_microbatches": microbatches})
         )
-        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages")}
+        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
         return facts
 
@@ -151,26 +152,31 @@ class ProgramFacts:
         """The states that some backward adds to."""
         return frozenset(s for added in self.flow.states for s in added)
 
-    def gradient_bytes(self, name: str) -> int:
-        """The bytes of the gradient of one rank's part of a state."""
-        return gradient_bytes(self.program, name)
-
     def state_bytes(self, name: str) -> int:
         """The bytes of one rank's part of a state."""
-        return state_bytes(self.program, name)
+        return self._sizes_of(name).part
+
+    def gradient_bytes(self, name: str) -> int:
+        """The bytes of the gradient of one rank's part of a state."""
+        return self._sizes_of(name).gradient
+
+    def piece_bytes(self, name: str) -> int:
+        """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
+        return self._sizes_of(name).piece
+
+    def gradient_piece_bytes(self, name: str) -> int:
+        """As :meth:`piece_bytes`, of the gradient."""
+        return self._sizes_of(name).gradient_piece
+
+    def _sizes_of(self, name: str) -> StateSizes:
+        if name not in self._sizes:
+            self._sizes[name] = state_sizes(self.program, name)
+        return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
         """The bytes that an OFFLOAD moves of a call: what forward keeps of it, but for what others read too."""
         values = self.program.values
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
-
-    def piece_bytes(self, name: str) -> int:
-        """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
-        return state_piece_bytes(self.program, name)
-
-    def gradient_piece_bytes(self, name: str) -> int:
-        """As :meth:`piece_bytes`, of the gradient."""
-        return gradient_piece_bytes(self.program, name)
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
         """Which of a call's inputs and states get a gradient, and which of its outputs have one."""

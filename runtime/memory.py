@@ -75,8 +75,11 @@ def memory_moments(
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []
-        holder.run(instruction)
-        yield holder.moments, holder.moment()
+        peak, held = holder.run(instruction)
+        after = holder.moment()
+        if not holder.moments and peak > held:  # what is sent as a copy is there twice
+            holder.moments = [after._replace(gathered=after.gathered + peak - held)]
+        yield holder.moments, after
 
 
 def peak_bytes(
@@ -125,7 +128,7 @@ class _Holder:
         self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is there
-        self.scattering: deque[int] = deque(maxlen=SCATTERING)
+        self.scattering: deque[tuple[int, int]] = deque()  # buckets on their way to their shards, and their bytes
         self.scattered: set[int] = set()  # buckets of which this rank's pieces are there, where they are not always
         self.pieces = 0  # their bytes
         self.host = 0
@@ -139,7 +142,7 @@ class _Holder:
     @property
     def of_shared(self) -> int:
         whole = sum(self.facts.gradient_bytes(s) for s in self.added)
-        return self.gathered + whole + sum(self.scattering) + self.pieces
+        return self.gathered + whole + sum(size for _, size in self.scattering) + self.pieces
 
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
@@ -183,18 +186,13 @@ class _Holder:
             case "FREE" if i.states:
                 self.gathered -= self.fetched(i.states)
             case "SCATTER":
-                assert i.bucket is not None
-                whole = sum(self.facts.gradient_bytes(s) for s in self.shared[i.bucket])
-                pieces = sum(self.facts.gradient_piece_bytes(s) for s in self.shared[i.bucket])
-                self.scattering.append(whole)
-                peak = max(peak, self.held)  # what is sent is a copy
-                self.scattering[-1] += whole if self.facts.program.whole_scatter else pieces  # and what comes
-                self.added.difference_update(self.shared[i.bucket])
-                if self.facts.program.zero >= 2 and i.bucket not in self.scattered:
-                    self.scattered.add(i.bucket)
-                    self.pieces += pieces
+                peak = self.scatter(i)
+            case "REDUCE" if i.bucket is not None:
+                while any(bucket == i.bucket for bucket, _ in self.scattering):
+                    peak = max(peak, self.collect())
             case "SYNC" | "STEP":
-                self.scattering.clear()
+                while self.scattering:
+                    peak = max(peak, self.collect())
             case "FREE" if i.bucket is not None:
                 self.gathered -= self.bucket_bytes(i.bucket)
             case "FREE":
@@ -208,6 +206,31 @@ class _Holder:
         if i.op in ("F", "B", "I", "W"):
             self.leaving = 0
         return peak, self.held
+
+    def scatter(self, i: Instruction) -> int:
+        """Send a bucket's gradients, once there is one less on its way; the most bytes meanwhile."""
+        assert i.bucket is not None
+        peak = self.held
+        while len(self.scattering) >= SCATTERING:
+            peak = max(peak, self.collect())
+        states = self.shared[i.bucket]
+        whole = sum(map(self.facts.gradient_bytes, states))
+        peak = max(peak, self.held + whole)  # what is sent is a copy
+        comes = whole if self.facts.program.whole_scatter else sum(map(self.facts.gradient_piece_bytes, states))
+        self.scattering.append((i.bucket, whole + comes))
+        self.added.difference_update(states)
+        return peak
+
+    def collect(self) -> int:
+        """Add what came of the first bucket on its way to this rank's pieces; the most bytes meanwhile."""
+        number, _ = self.scattering[0]
+        pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
+        peak = self.held + (pieces if self.facts.program.whole_scatter else 0)  # the sum of the parts
+        if self.facts.program.zero >= 2 and number not in self.scattered:
+            self.scattered.add(number)
+            self.pieces += pieces
+        self.scattering.popleft()
+        return peak
 
     def fetched(self, states: Sequence[str]) -> int:
         """What a FETCH of parameters brings."""
@@ -275,7 +298,7 @@ class _Holder:
             new = [s for s in call.adds if s in self.passing] if i.op != "I" else []
             # the others come while what the call keeps goes
             self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
-            peak = max(peak, self.held + call.recomputed_bytes)
+            first = self.held + call.recomputed_bytes
             self.note(position, call.recomputed_bytes)
             if i.op != "W":
                 for value in call.keeps:
@@ -291,5 +314,7 @@ class _Holder:
                     self.release(value, i.microbatch)
                 self.saved -= call.carried_bytes
             self.added.update(new)
-            peak = max(peak, self.held)
+            if self.held > first:
+                self.note(position)
+            peak = max(peak, first, self.held)
         return peak

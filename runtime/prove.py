@@ -71,15 +71,17 @@ def prove(
     *,
     memory_limits: Sequence[int] | int | None = None,
     extra_bytes: Sequence[int] = (),
+    facts: ProgramFacts | None = None,
 ) -> Proof:
     """Prove ``program``; ``rank_programs`` are those ranks whose own list is to be taken instead of their stage's.
 
     ``memory_limits``: bytes that each rank may hold (one number for all, or one per rank); ``extra_bytes``: what each
-    stage's ranks hold besides the program's tensors (optimizer state, workspace).
+    stage's ranks hold besides the program's tensors (optimizer state, workspace). ``facts``: of ``program``, where
+    they are there already.
 
     Raises :class:`ProofError` at the first fault.
     """
-    facts = ProgramFacts(program)
+    facts = facts or ProgramFacts(program)
     try:
         check_structure(facts)
         check_wholeness(facts)

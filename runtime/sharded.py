@@ -99,11 +99,9 @@ class GatheredBucket:
             }
         for state, piece in self.pieces.items():
             piece.copy_(held[state])
-        if keep:
-            self.flat.buffer = self.flat.buffer.new_empty(0)
-        else:
+        if not keep:
             self.free()
-        if hosted:
+        if keep or hosted:
             self.flat.give()
         self._pending: Pending | None = None
 

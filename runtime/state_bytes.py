@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from passes.blocks import TensorSpec
 from passes.gradients import accumulated_in
@@ -20,15 +21,17 @@ def gradient_bytes(program: Program, state: str) -> int:
     return TensorSpec(shard_shape(program, state), accumulated_in(dtype_of(program.states[state].dtype))).nbytes
 
 
-def state_piece_bytes(program: Program, state: str) -> int:
-    """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
-    return -(-state_bytes(program, state) // _num_sharers(program, state))
+class StateSizes(NamedTuple):
+    """Bytes on one rank: of its part of a state and of that one's gradient, and of its pieces of both."""
+
+    part: int
+    gradient: int
+    piece: int
+    gradient_piece: int
 
 
-def gradient_piece_bytes(program: Program, state: str) -> int:
-    """As :func:`state_piece_bytes`, of the gradient."""
-    return -(-gradient_bytes(program, state) // _num_sharers(program, state))
-
-
-def _num_sharers(program: Program, state: str) -> int:
-    return math.prod(program.size(a) for a in program.states[state].zero_axes)
+def state_sizes(program: Program, state: str) -> StateSizes:
+    """What a state takes. Pieces are of what ranks share, padding included; all of it where none do."""
+    part, gradient = state_bytes(program, state), gradient_bytes(program, state)
+    ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)
+    return StateSizes(part, gradient, -(-part // ranks), -(-gradient // ranks))

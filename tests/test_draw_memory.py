@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
-from partitioner.draw.memory import KINDS, byte_step, fixed_sizes, stage_levels
+from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.explain_tables import host_text
+from partitioner.held import fixed_sizes
 from partitioner.timing import PlanDurations
 from runtime.facts import ProgramFacts
 from runtime.memory import memory_moments, memory_steps, state_bytes
@@ -61,7 +63,7 @@ def test_levels_fill_the_step_and_add_up_to_its_peak(plan: Plan):
 def test_states_are_those_of_the_estimate(plan: Plan):
     facts = ProgramFacts(plan.program)
     for number, stage in enumerate(plan.estimate.stages):
-        fixed = fixed_sizes(plan, facts, number)
+        fixed = fixed_sizes(facts, number, plan.optimizer)
         assert fixed == {kind: stage.memory[kind] for kind in fixed}
 
 
@@ -69,7 +71,7 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     plan = planned(pp=2, microbatch_size=8, offload="optimizer")
     facts = ProgramFacts(plan.program)
     for number, stage in enumerate(plan.estimate.stages):
-        fixed = fixed_sizes(plan, facts, number)
+        fixed = fixed_sizes(facts, number, plan.optimizer)
         assert fixed == {"optimizer": 0} | {kind: stage.memory[kind] for kind in ("parameters", "gradients")}
     assert f"not drawn: {host_text(plan)}." in draw(plan, "memory")
 
@@ -108,3 +110,24 @@ def test_lines_are_few_and_round(total: float, most: int):
     step = byte_step(total, most)
     assert total / step <= most
     assert total / step >= most / 6 or step == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-1p"])
+def test_a_plans_memory_is_its_programs_at_the_fullest(schedule: str):
+    """Also of lists that repeat, of which two repetitions are followed."""
+    plan = partition(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
+        Topology.local(4),
+        (torch.randn(64, 64),),
+        loss=lambda y: y.square().mean(),
+        constraints=Constraints(pp=2, dp=2, tp=1, zero=2, microbatch_size=1, schedule=schedule),
+    )
+    facts = ProgramFacts(plan.program)
+    for number, (stage, expected) in enumerate(zip(plan.program.stages, plan.estimate.stages, strict=True)):
+        kept = {kind: size for kind, size in expected.memory.items() if kind not in ("optimizer", "working")}
+        peak = max(most for most, _ in memory_steps(facts, number, tuple(stage.instructions)))
+        assert sum(kept.values()) <= peak <= sum(expected.memory.values()) - expected.memory["optimizer"]
+        assert plan.estimate.memory[2 * number] == sum(expected.memory.values())
+    picture = stage_levels(plan, simulate(plan.program, PlanDurations(plan), facts=facts), PlanDurations(plan), facts)
+    for levels, expected in zip(picture, plan.estimate.stages, strict=True):
+        assert max(level.total for level in levels) <= sum(expected.memory.values())

@@ -330,18 +330,17 @@ def test_what_is_planned_is_enough(zero: int, precision: str, microbatch_size: i
     """For a model that is almost all weights: what is gathered and scattered is most of what comes and goes."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     pinned = Constraints(dp=4, pp=1, tp=1, zero=zero, microbatch_size=microbatch_size)
-    plan = partition(
-        model,
-        Topology.local(4),
-        (torch.randn(16, 256),),
-        loss=lambda y: y.float().square().mean(),
-        precision=precision,
-        constraints=pinned,
-    )
-    (planned,) = (stage.memory for stage in plan.estimate.stages)
+
+    def made(estimate_only: bool) -> Plan:
+        batch = (torch.randn(16, 256),)
+        options = {"precision": precision, "constraints": pinned, "loss": lambda y: y.float().square().mean()}
+        return partition(model, Topology.local(4), batch, estimate_only=estimate_only, **options)
+
+    plan = made(estimate_only=False)
+    (planned,) = (stage.memory for stage in made(estimate_only=True).estimate.stages)  # what the search went by
     peak, _ = peak_bytes(ProgramFacts(plan.program), 0, plan.program.stages[0].instructions)
     # with one microbatch, pieces come as buckets go, of which the planner knows the calls
-    least, most = (0.0, 0.05) if microbatch_size == 2 else (-0.02, 0.09)
+    least, most = (0.0, 0.05) if microbatch_size == 2 else (-0.02, 0.12)
     assert least * peak <= sum(planned.values()) - planned["optimizer"] - peak < most * peak
 
 
@@ -354,10 +353,13 @@ def test_a_bucket_on_its_way_is_counted_once_where_stages_run_calls_of_their_own
         pinned = Constraints(dp=2, pp=1, tp=1, zero=zero)
         plan = partition(model, Topology.local(2), inputs, constraints=pinned)
         assert any(call.prologue or call.shared for call in plan.program.stages[0].calls)
-        (stage,) = plan.estimate.stages
+        searched = partition(model, Topology.local(2), inputs, constraints=pinned, estimate_only=True)
+        (stage,) = searched.estimate.stages
         working[zero] = stage.memory["working"]
     trained = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert working[1] - working[0] == pytest.approx(2 * trained, rel=1e-3)  # what is sent, and over Gloo what comes
+    assert working[1] - working[0] == pytest.approx(
+        2.5 * trained, rel=1e-3
+    )  # what is sent, over Gloo what comes, its sum
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

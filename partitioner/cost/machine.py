@@ -216,9 +216,12 @@ class Machine:
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         bucket = min(float(bucket_limit(self.replicas)), all_of_them)
         sent = _SCATTERED.get(self.zero, 0)
+        if not sent or not self.topology.whole_scatter:
+            return sent * bucket
         # what comes is there once the bucket's own gradients have gone: besides them only where another one fills
         fills = self.zero == 1 or num_microbatches > 1 or bucket < all_of_them
-        return (sent + (sent > 0 and fills and self.topology.whole_scatter)) * bucket
+        summed = 1 / self.replicas if self.zero == 1 else 0.0  # besides the pieces, which under 2 come with it
+        return (sent + fills + summed) * bucket
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

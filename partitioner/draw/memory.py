@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.etree import ElementTree as ET
 
-from partitioner.cost.states import optimizer_bytes
 from partitioner.draw.figures import capacities, key_figures, picture_title
 from partitioner.draw.svg import PALETTE, Header, draw_header, group, line, number, picture, rect, text, to_text
 from partitioner.draw.timeline import tick_step
 from partitioner.explain_tables import host_text
+from partitioner.held import fixed_sizes, moving_sizes
 from partitioner.plan import Plan
 from partitioner.timing import PlanDurations
 from partitioner.units import bytes_text, percent, ranges, seconds_text
-from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
-from runtime.memory import Moment, gradient_bytes, memory_moments, parameter_bytes
-from runtime.offload import host_states
+from runtime.memory import Moment, memory_moments
 from runtime.simulate import Span, Timeline, simulate
 
 KINDS: dict[str, tuple[str, str]] = {
@@ -73,48 +71,23 @@ def stage_levels(
     """For each stage what one of its ranks holds, without gaps from the start of the step to its end."""
     stages = []
     for stage, lane in enumerate(timeline.stages):
-        fixed = fixed_sizes(plan, facts, stage)
+        fixed = fixed_sizes(facts, stage, plan.optimizer)
         instructions = plan.program.stages[stage].instructions
         levels: list[Level] = []
         before = Moment(None, 0, 0)
         for span, (moments, after) in zip(lane.spans, memory_moments(facts, stage, instructions), strict=True):
             start = span.end - span.work
             if start > span.start:
-                levels.append(Level(span.start, start, _sizes(fixed, before, 0)))
+                levels.append(Level(span.start, start, {**fixed, **moving_sizes(before, 0)}))
             for moment, begin, end in _in_time(span, moments, durations, facts, stage):
                 working = _working(plan, durations, stage, moment)
-                levels.append(Level(begin, end, _sizes(fixed, moment, working)))
+                levels.append(Level(begin, end, {**fixed, **moving_sizes(moment, working)}))
             before = after
         last = levels[-1].end if levels else 0.0
         if last < timeline.step_time:
-            levels.append(Level(last, timeline.step_time, _sizes(fixed, before, 0)))
+            levels.append(Level(last, timeline.step_time, {**fixed, **moving_sizes(before, 0)}))
         stages.append(tuple(level for level in levels if level.end > level.start))
     return tuple(stages)
-
-
-def fixed_sizes(plan: Plan, facts: ProgramFacts, stage: int) -> dict[str, int]:
-    """Bytes of what a rank of a stage holds all the time: states, their gradients, the optimizer's states.
-
-    What is in host memory is not there.
-    """
-    program, hosted = plan.program, host_states(plan.program, stage)
-    sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
-    for name, state in program.states.items():
-        if stage not in state.stages:
-            continue
-        sizes["parameters"] += parameter_bytes(facts, name)
-        if name in facts.with_gradient:
-            itemsize = dtype_of(state.dtype).itemsize
-            sizes["gradients"] += gradient_bytes(facts, name)
-            if name not in hosted:
-                sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, plan.optimizer)
-    return sizes
-
-
-def _sizes(fixed: dict[str, int], moment: Moment, working: int) -> dict[str, int]:
-    moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
-    moving["gathered"] = moment.gathered
-    return {**fixed, **moving}
 
 
 def _working(plan: Plan, durations: PlanDurations, stage: int, moment: Moment) -> int:

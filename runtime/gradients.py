@@ -74,6 +74,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""
+        self._scattering.clear()  # what is left is of one that failed
+        self._under_way.clear()
         for sink in self._whole.values():
             sink.fresh = True
         for bucket in self.scattered.values():

@@ -43,6 +43,7 @@ class ScatteredBucket:
 
     def begin(self) -> None:
         self.fresh = True
+        self._sent.clear()  # of a step that failed
         for sink in self.sinks.values():
             sink.fresh = True
         if not self.keep:

@@ -26,6 +26,7 @@ from partitioner.verify import compare, relative_error
 from runtime.checkpoint.boxes import Piece
 from runtime.checkpoint.storage import ShardReader
 from runtime.engine import Engine
+from runtime.errors import InstructionError
 from runtime.facts import ProgramFacts
 from runtime.listing import Listing
 from runtime.memory import peak_bytes, state_bytes
@@ -294,6 +295,29 @@ def test_gradients_can_be_looked_at_after_a_step_that_failed(sharding: str):
         engine.step(tied_inputs(), accumulate=True)
         again = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
         return [first, again]
+
+    for first, again in on_every_rank(program, work):
+        assert first.keys() == again.keys()
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_a_step_that_fails_with_gradients_on_their_way_leaves_none_to_the_next(sharding: str):
+    program, weights = planned("dp4", sharding).program, tied_model()
+    sent = next(i for i, x in enumerate(program.stages[0].instructions) if x.op == "SCATTER")
+
+    def work(communicator: Any) -> list[dict[str, Tensor]]:
+        engine = Engine(program, weights, communicator=communicator)
+        engine.step(tied_inputs())
+        first = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+        whole = engine._executor.actions[:]
+        place = next(k for k, (index, _) in enumerate(whole) if index > sent)
+        engine._executor.actions[place] = (sent, lambda: 1 / 0)
+        with pytest.raises(InstructionError, match="division by zero"):
+            engine.step(tied_inputs())
+        engine._executor.actions[:] = whole
+        engine.step(tied_inputs())
+        return [first, {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}]
 
     for first, again in on_every_rank(program, work):
         assert first.keys() == again.keys()

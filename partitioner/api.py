@@ -48,7 +48,8 @@ def partition(
         constraints: what is given is fixed.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
             for products with weights; planned only.
-        estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans.
+        estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans. Memory
+            is by the search's tables, up to a tenth above what a program takes.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """

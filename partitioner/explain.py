@@ -49,7 +49,7 @@ MEMORY_KINDS = {
     "recomputed": "activations while they are recomputed",
     "working": "what operators work with",
     "flowing": "gradients of activations",
-    "gathered": "weights and gradients of other ranks' shards, for a while",
+    "gathered": "weights while they are gathered, gradients while they are scattered",
     "buffers": "buffers for what passes between stages",
 }
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind

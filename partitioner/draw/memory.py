@@ -237,12 +237,14 @@ class _Chart:
             y = ground - self.height * room / self.scale
             line(root, self.left, y, self.left + _WIDTH, y, "tied", 1.5)
         if fullest is not None:
-            text(root, right, top + 14, f"peak {bytes_text(fullest.total)}", size=12, bold=True)
+            told = self.plan.estimate.memory  # has also what is there for no time at all: copies that are sent
+            peak = max([fullest.total, *(told[r] for r in self.ranks(stage) if r < len(told))])
+            text(root, right, top + 14, f"peak {bytes_text(peak)}", size=12, bold=True)
             text(
                 root,
                 right,
                 top + 29,
-                f"{percent(fullest.total / max(1, room))} of {bytes_text(room)}",
+                f"{percent(peak / max(1, room))} of {bytes_text(room)}",
                 size=10,
                 fill="muted",
             )

@@ -7,7 +7,6 @@ each kind, which need not be there at one time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
 
 from partitioner.cost.states import optimizer_bytes
 from partitioner.plan import Estimate
@@ -72,18 +71,19 @@ def _most(facts: ProgramFacts, stage: int, instructions: Instructions, needs: Se
 
 
 def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]) -> Estimate:
-    """``estimate`` with the memory that the program takes."""
-    stages = range(len(facts.program.stages))
-    sizes = [fullest(facts, stage, optimizer, working) for stage in stages]
-    ranks = map(len, stage_ranks(facts.program.mesh))
-    memory = chain.from_iterable(repeat(sum(s.values()), n) for s, n in zip(sizes, ranks, strict=True))
-    of_stages = zip(estimate.stages, sizes, strict=True)
-    return estimate.model_copy(
-        update={
-            "memory": tuple(memory),
-            "stages": tuple(stage.model_copy(update={"memory": found}) for stage, found in of_stages),
-        }
-    )
+    """``estimate`` with the memory that the program takes: on other devices than CPUs where the tables say no less.
+
+    Graphs are differentiated with this machine's kernels, which may keep what the planned device's do not: the scores
+    of an attention that no CPU kernel fuses.
+    """
+    sizes = [fullest(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
+    memory, stages = list(estimate.memory), list(estimate.stages)
+    for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
+        total = sum(found.values())
+        if facts.program.whole_scatter or total < memory[ranks.start]:  # over Gloo: on CPUs
+            memory[ranks.start : ranks.stop] = [total] * len(ranks)
+            stages[number] = stages[number].model_copy(update={"memory": found})
+    return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
 
 
 def _total(found: tuple[Moment, int]) -> int:

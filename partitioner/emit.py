@@ -91,6 +91,7 @@ def emit(
     bucket_bytes: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
+    fused_attention: bool = True,
     whole_scatter: bool = False,
     offload: Sequence[Offload] = (),
 ) -> Program:
@@ -102,7 +103,7 @@ def emit(
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
     kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all). ``whole_scatter``: see :class:`Program`. ``offload``: what is kept in host memory.
+    ``dp`` (0: all). ``fused_attention``, ``whole_scatter``: see :class:`Program`. ``offload``: what is in host memory.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -232,6 +233,7 @@ def emit(
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=dp_shard if zero else 0,
+        fused_attention=fused_attention,
         whole_scatter=whole_scatter,
         offload=kept,
     )

@@ -69,6 +69,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         scores={name: frozenset(n.name for n in expanded(block)) for name, block in local.model.blocks.items()},
         zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
+        fused_attention=job.topology.fused_attention,
         whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,
     )

@@ -71,18 +71,12 @@ def _most(facts: ProgramFacts, stage: int, instructions: Instructions, needs: Se
 
 
 def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]) -> Estimate:
-    """``estimate`` with the memory that the program takes: on other devices than CPUs where the tables say no less.
-
-    Graphs are differentiated with this machine's kernels, which may keep what the planned device's do not: the scores
-    of an attention that no CPU kernel fuses.
-    """
+    """``estimate`` with the memory that the program takes."""
     sizes = [fullest(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
-        total = sum(found.values())
-        if facts.program.whole_scatter or total < memory[ranks.start]:  # over Gloo: on CPUs
-            memory[ranks.start : ranks.stop] = [total] * len(ranks)
-            stages[number] = stages[number].model_copy(update={"memory": found})
+        memory[ranks.start : ranks.stop] = [sum(found.values())] * len(ranks)
+        stages[number] = stages[number].model_copy(update={"memory": found})
     return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
 
 

@@ -78,12 +78,15 @@ def differentiate(
     needs_state_grad: Sequence[bool],
     output_grads: Sequence[bool],
     again: Collection[str] = (),
+    *,
+    fused: bool = False,
 ) -> Differentiated:
     """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
 
     What the nodes ``again`` of the block make is not saved: backward makes it once more.
 
-    Operators that differ between devices (fused attention) are those of ``device``. What goes from function to function
+    Operators that differ between devices (fused attention) are those of ``device``; ``fused``: as accelerators have
+    them, which ``device`` need not be for what is only looked at. What goes from function to function
     is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
     """
     needs = [*needs_state_grad, *needs_input_grad]
@@ -93,7 +96,7 @@ def differentiate(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
-            outputs = [o.contiguous() for o in _run(block.graph, leaves, device)]
+            outputs = [o.contiguous() for o in _run(block.graph, leaves, device, fused)]
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         with_grad = [i for i, o in enumerate(outputs) if output_grads[i] and o.requires_grad]
         taken[:] = with_grad
@@ -142,7 +145,7 @@ def _empty(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
-def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list[Tensor]:
+def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
     """Interpret ``graph``; operators on ``meta`` run on ``device``."""
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
@@ -156,9 +159,43 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device) -> list
             kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
             where = {k: node.meta.get(k, "") for k in ("path", "source")} | {_MADE_BY: node.name}
             with fx.traceback.annotate(where):
-                result = node.target(*args, **kwargs)
+                target: Any = _fused_attention if fused and _is_attention(node) else node.target
+                result = target(*args, **kwargs)
             env[node] = result
     raise AssertionError("a block's graph ends in an output node")
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Whether an accelerator has a fused kernel for it: for heads, and not in double precision."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    value: Tensor = node.meta["val"]
+    return value.dim() == 4 and value.dtype != torch.float64
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernels for accelerators, which can be traced without one."""
+    if attn_mask is None and q.shape[-1] == v.shape[-1]:
+        flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
+        return flash[0]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if attn_mask is not None:
+        added = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=q.dtype)
+        attn_mask = added.expand(*q.shape[:-1], k.shape[-2])
+    kernel = aten._scaled_dot_product_efficient_attention
+    efficient: Sequence[Tensor] = kernel(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)
+    return efficient[0]
 
 
 def _settle_sizes(graph: fx.Graph) -> None:

@@ -189,7 +189,10 @@ class ProgramFacts:
     def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
         graph = self.program.blocks[call.block]
         again = graph.scores if slim else ()
-        return _differentiated(_key(graph.nodes), call.block, graph.states, graph.inputs, again, *self.needs(call))
+        fused = self.program.fused_attention
+        return _differentiated(
+            _key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
+        )
 
     def _facts(self, place: tuple[int, int], index: int) -> CallFacts:
         call = self.call(place)
@@ -296,8 +299,14 @@ def _fault(
 
 @lru_cache(maxsize=256)
 def _differentiated(
-    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], again: tuple[str, ...], *needs: Flags
+    nodes: str,
+    name: str,
+    states: tuple[str, ...],
+    inputs: tuple[str, ...],
+    again: tuple[str, ...],
+    fused: bool,
+    *needs: Flags,
 ) -> Differentiated:
     of_inputs, of_states, of_outputs = needs
     block, device = _block(nodes, name, states, inputs), torch.device("cpu")
-    return differentiate(block, device, of_inputs, of_states, of_outputs, again)
+    return differentiate(block, device, of_inputs, of_states, of_outputs, again, fused=fused)

@@ -23,7 +23,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # its folder may be what has gone
         raise
     return path
 

@@ -185,6 +185,7 @@ class Program(Data):
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
+    fused_attention: bool = True  # kernels keep no scores, whatever the widths of heads
     whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()  # what is kept in host memory
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import random
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -451,6 +453,31 @@ def test_the_rank_that_could_not_write_is_the_cause(tmp_path: Path, monkeypatch:
     errors = on_every_rank(program, work)
     assert [is_secondary(error) for error in errors] == [r != rank for r in range(2)]
     assert f"rank {rank}: OSError" in str(errors[1 - rank]), "the others repeat it"
+
+
+def test_a_rank_whose_folder_the_failed_first_one_removed_is_not_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = program_of_net(tp=2)
+    real = os.replace
+
+    def late(source: Any, path: Path) -> None:
+        if path.name == ".record-1":
+            end = time.monotonic() + 10
+            while path.parent.exists() and time.monotonic() < end:  # the first rank removes what it could not write
+                time.sleep(0.002)
+        real(source, path)
+
+    def work(communicator: Any) -> CheckpointError:
+        engine = Engine(program, Net(), communicator=communicator)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            engine.save(tmp_path / "out", train(engine)).wait()
+        return caught.value
+
+    full_disk(monkeypatch, 0)
+    monkeypatch.setattr(os, "replace", late)
+    errors = on_every_rank(program, work)
+    assert [is_secondary(error) for error in errors] == [False, True]
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

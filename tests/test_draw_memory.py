@@ -131,3 +131,41 @@ def test_a_plans_memory_is_its_programs_at_the_fullest(schedule: str):
     picture = stage_levels(plan, simulate(plan.program, PlanDurations(plan), facts=facts), PlanDurations(plan), facts)
     for levels, expected in zip(picture, plan.estimate.stages, strict=True):
         assert max(level.total for level in levels) <= sum(expected.memory.values())
+
+
+class Attention(nn.Module):
+    """Heads whose values are of another width than their keys, as where keys and values come of a narrow state."""
+
+    def __init__(self, masked: bool, groups: int) -> None:
+        super().__init__()
+        self.masked, self.groups = masked, groups
+        self.read = nn.Linear(64, 4 * 24 + 4 // groups * (24 + 16), bias=False)
+        self.give = nn.Linear(4 * 16, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = 4 // self.groups
+        q, k, v = (
+            part.unflatten(-1, (-1, wide)).transpose(1, 2)
+            for part, wide in zip(self.read(x).split([4 * 24, heads * 24, heads * 16], -1), (24, 24, 16), strict=True)
+        )
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(-3) if self.masked else None
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=not self.masked, enable_gqa=self.groups > 1
+        )
+        return self.give(attended.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_are_kept_where_the_planned_devices_kernels_keep_them(masked: bool, groups: int):
+    """Accelerators fuse attention over any widths of heads; CPUs where queries and values are as wide."""
+    length = 1024
+    scores = 4 * length**2 * 4
+    saved = {}
+    for name, ranks in (("cpu", 1), ("dgx-h100", 8)):
+        one_row = Constraints(pp=1, dp=ranks, cp=1, tp=1, zero=0)
+        with torch.device("meta"):
+            model, topology = Attention(masked, groups), Topology.preset(name)
+            plan = partition(model, topology, (torch.empty(ranks, length, 64),), constraints=one_row)
+        saved[name] = plan.estimate.stages[0].memory["saved"]
+    assert saved["cpu"] > scores > 2 * saved["dgx-h100"]

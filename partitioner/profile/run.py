@@ -185,6 +185,7 @@ def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, 
         measured.overlaps,
         memory=described["memory"],
         reserved=described["reserved"],
+        fused_attention=kind != "cpu",
         whole_scatter=kind == "cpu",
     )
     errors = device_errors(measured.kernels, device)

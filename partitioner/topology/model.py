@@ -224,6 +224,11 @@ class Topology(Part):
         return np.array([self.types[device.kind].memory_bandwidth for device in self.devices])
 
     @cached_property
+    def fused_attention(self) -> bool:
+        """Whether no device keeps an attention's scores."""
+        return all(self.types[kind].fused_attention for kind, _ in self.paces[0])
+
+    @cached_property
     def whole_scatter(self) -> bool:
         """Whether what is scattered comes in whole somewhere, to be added up then."""
         return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])

@@ -30,7 +30,9 @@ class DeviceType(Part):
     and ``power_idle``: watts of one device. ``None``: not known.
     ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
     over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
-    ``whole_scatter``: whoever reduces to shards receives every rank's part before it adds them up, as over Gloo.
+    ``fused_attention``: whether its kernels keep no scores of any attention; those for CPUs keep them where heads of
+    queries and of values differ in width. ``whole_scatter``: whoever reduces to shards receives
+    every rank's part before it adds them up, as over Gloo.
     """
 
     memory: Bytes
@@ -47,6 +49,7 @@ class DeviceType(Part):
     memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
     memory_sizes: tuple[tuple[Positive, Positive], ...] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0)
+    fused_attention: bool = True
     whole_scatter: bool = False
     matches: tuple[str, ...] = ()
     price: NonNegative | None = None

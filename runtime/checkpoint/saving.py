@@ -209,6 +209,8 @@ def _write(
         if rank == 0:
             _complete(target, content, timeout)
     except BaseException as error:
+        if isinstance(error, FileNotFoundError):
+            target.check()  # the first rank has failed and removed the folder: what others miss in it is no cause
         for path in target.partial.glob(f"__{rank}_*"):
             path.unlink(missing_ok=True)  # room for the word to the others
         target.fail(rank, error)

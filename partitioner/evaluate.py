@@ -155,6 +155,7 @@ class Evaluator:
         if not self.placements.complete(point.grid):
             return None
         whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+        whole = whole and self.locals.coupled
         point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         if key not in self._floors:

@@ -17,6 +17,7 @@ from partitioner.evaluate import Evaluator
 from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point, Space, hybrids
+from partitioner.solve.room import Needs, Ranks, most_held, needs_of
 from passes.errors import PartitionError
 
 
@@ -30,11 +31,16 @@ class Floors:
     def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point], space: Space) -> None:
         self.bounds, self.evaluator, self.space = bounds, evaluator, space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
+        largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._unseen: set[Point] = set()
+        self._needs: dict[tuple[int, ...], Needs] = {}
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         for point in points:
-            self._sizes[point.tp].add(point.microbatch_size)
+            if self._is_held(point):
+                self._sizes[point.tp].add(point.microbatch_size)
+                largest[point.tp, point.pp] = max(largest[point.tp, point.pp], point.microbatch_size)
+        self._first = {tp: min(size for (of, _), size in largest.items() if of == tp) for tp in self._sizes}
         # kernels that fit in caches are faster than their share of larger ones
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
@@ -69,14 +75,25 @@ class Floors:
             return error
         return None
 
+    def _is_held(self, point: Point) -> bool:
+        """Whether some device can hold what one call of one microbatch needs."""
+        try:
+            self.bounds.check_microbatch(point)
+        except CapacityError:
+            return False
+        return True
+
     def _even(self, points: Sequence[Point], _: float) -> float:
+        self.bounds.check_microbatch(points[0])
         floor = self._of_largest(self.family(points[0]))
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
     def _leanest(self, points: Sequence[Point], enough_s: float) -> float:
         """The best stages in the least memory that any of them takes."""
         key = self.family(points[0])
-        if len(points) < 2 or not is_plain(key.schedule, key.virtual_stages):
+        if not is_plain(key.schedule, key.virtual_stages):
+            return self._roomy(points, enough_s)
+        if len(points) < 2:
             return 0.0
         plain = self._shared.get(replace(key, schedule="1f1b"))  # which holds no more
         if isinstance(plain, PartitionError):
@@ -102,12 +119,39 @@ class Floors:
 
     def _staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):
-            return 0.0
+            return self._roomy([point], enough_s)
         quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
         least = self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(point)
         return self.bounds.staged([point], least)
+
+    def _roomy(self, points: Sequence[Point], enough_s: float) -> float:
+        """Of a schedule that is followed: what must be made again for all of it to fit on all ranks together, none of
+        which computes for longer than ``enough_s``."""
+        point = min(points, key=self.bounds.state_bytes)
+        job = self.evaluator.job
+        if not job.train or point.pp == 1 or job.constraints.offload:
+            return 0.0
+        m = point.num_microbatches(job.global_batch)
+        speed, speeds = self.bounds.speeds(point)
+        ranks = Ranks(
+            most_held(point.schedule, point.pp, m, point.virtual_stages),
+            capacity=self.bounds.capacity(point),
+            states=self.bounds.state_bytes(point) * point.pp,
+        )
+        recompute = job.constraints.recompute
+        again = m / speeds * self._needs_of(point).seconds_again(ranks, recompute, enough_s / m * speed)
+        floor = self._of_largest(self.family(point))
+        known = self.bounds.with_floor(points, floor) if floor else float(self.times(points).min())
+        return min(known + again, enough_s) if again else 0.0
+
+    def _needs_of(self, point: Point) -> Needs:
+        key = point.microbatch_size, point.tp, point.cp, point.ep
+        if key not in self._needs:
+            calls = [c for c in self.evaluator.job.model.calls if not c.shared and not c.prologue]
+            self._needs[key] = needs_of([(call, self.bounds.calls(point)[call.block]) for call in calls])
+        return self._needs[key]
 
     def _thoroughly(self, point: Point, enough_s: float) -> float:
         """The same, where only stages that are far from even may fit."""
@@ -135,7 +179,11 @@ class Floors:
         return self.evaluator.floor(point, self._largest(point))
 
     def _largest(self, point: Point) -> int:
-        """The largest microbatch that says something of the point's: a multiple that, like it, can or cannot be divided
-        by ``tp``, which decides whether the batch itself may be sharded."""
+        """The largest microbatch that a device can hold and that says something of the point's: a multiple that, like
+        it, can or cannot be divided by ``tp``, which decides whether the batch itself may be sharded.
+
+        That of the fewest stages is smaller, and says more, where it says anything.
+        """
         size, tp = point.microbatch_size, point.tp
-        return max(s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0))
+        known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
+        return self._first[tp] if self._first[tp] in known else max(known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from partitioner.context import ContextModel, shard_context
 from partitioner.cost.axes import TensorCosts
@@ -17,7 +18,7 @@ from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingProblem, sharding_problem, whole_sharding
 from partitioner.topology.groups import reference_type
 from passes.blocks import Block, FoldedModel
-from passes.microbatch import split_batch
+from passes.microbatch import couples_samples, split_batch
 
 # tp, cp, parts of the batch, whether one microbatch is all, experts over tp
 LocalKey = tuple[int, int, int, bool, Split]
@@ -37,8 +38,9 @@ class LocalModels:
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
 
     def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
-        """What decides the local model of a point whose batch is split into ``parts``."""
-        return point.tp, point.cp, parts, whole, split_of(point.tp, point.ep, point.etp)
+        """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
+        its samples are one microbatch."""
+        return point.tp, point.cp, parts, whole and self.coupled, split_of(point.tp, point.ep, point.etp)
 
     def at(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         """The local model of ``key``, whose parts are of ``num_microbatches`` on each of ``dp`` ranks.
@@ -51,7 +53,13 @@ class LocalModels:
 
     def split(self, parts: int, whole: bool) -> FoldedModel:
         """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
-        return self._splits[parts, whole]
+        return self._splits[parts, whole and self.coupled]
+
+    @cached_property
+    def coupled(self) -> bool:
+        """Whether it matters if all samples of a rank are one microbatch: whether samples meet."""
+        batch, samples = self.job.batch, self.job.global_batch
+        return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, 1, samples))
 
     def reference_seat(self, tp: int, cp: int = 1) -> Seat:
         """What decides a sharding: the commonest kind of device, over the best groups that all can have."""

@@ -50,6 +50,12 @@ def split_batch(
     return split
 
 
+def couples_samples(model: FoldedModel) -> bool:
+    """Whether samples of a batch that was split meet, so that one microbatch is another model than one of several."""
+    nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
+    return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
+
+
 def _extract_totals(model: FoldedModel) -> FoldedModel:
     """Move what leads to an all-reduce over ``data``, where it is a function of inputs alone, into prologue calls."""
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}

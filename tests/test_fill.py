@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
+from partitioner.actions import held
 from partitioner.errors import CapacityError
+from partitioner.schedules import ranks_of
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import (
     Phases,
@@ -22,9 +24,10 @@ from partitioner.solve.pipelines import (
     shortened,
     stage_in_flight,
 )
+from partitioner.solve.room import Ranks, most_held, needs_of
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.virtual import solve_virtual
-from tests.test_stages import problems
+from tests.test_stages import call, problems
 
 _TURNS = 300
 _EVERY = [("interleaved", 2), ("zb-1p", 1), ("zb-1p", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
@@ -110,3 +113,38 @@ def test_what_stages_hold_is_what_the_order_holds(schedule: str):
         held = held_microbatches(schedule, p, m, 1)
         pairs = list(zip(held.most, held.halfway, strict=True))
         assert [stage_in_flight(schedule, s, p, m) for s in range(p)] == pairs, (p, m)
+
+
+@given(st.sampled_from(_EVERY), st.integers(2, 5), st.integers(1, 24), st.integers(0, 2**32 - 1))
+@settings(max_examples=200, deadline=None)
+def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
+    kind: tuple[str, int], p: int, m: int, seed: int
+) -> None:
+    """Calls are put anywhere, and made again or not; ranks have as much memory as the fullest takes."""
+    schedule, v = kind
+    m = m * p if schedule == "interleaved" else m
+    rng = np.random.default_rng(seed)
+    calls = [
+        call(k, float(rng.integers(1, 9)), float(rng.integers(0, 9)), size=float(rng.integers(1, 9)))
+        for k in range(int(rng.integers(2, 12)))
+    ]
+    place = rng.integers(0, p * v, len(calls))
+    remade = rng.random(len(calls)) < rng.random()
+    kept = [c.cost.input_bytes[0] + (0 if r else c.cost.saved_bytes) for c, r in zip(calls, remade, strict=True)]
+    sizes = np.bincount(place, kept, minlength=p * v)
+    own = held(ranks_of(schedule, p, v), p)
+    states = rng.integers(0, 20, p) * rng.integers(0, 2)
+    peaks = [
+        max(float(sizes[list(stages)] @ counts) for counts in together) + float(states[rank])
+        for rank, (stages, together) in enumerate(zip(own, held_microbatches(schedule, p, m, v).together, strict=True))
+    ]
+    shares = most_held(schedule, p, m, v)
+    for rank, stages in enumerate(own):
+        assert sizes[list(stages)].sum() <= shares[rank] * (peaks[rank] - states[rank]) * (1 + 1e-9)
+    seconds = np.array([c.cost.forward_s + c.cost.backward_s for c in calls])
+    of_rank = [float(seconds[np.isin(place, stages)].sum()) for stages in own]
+    again = float(sum(c.cost.forward_s for c, r in zip(calls, remade, strict=True) if r))
+    needs = needs_of([(c, c.cost) for c in calls])  # type: ignore[misc]
+    ranks = Ranks(shares, max(peaks), float(states.sum()))
+    for limit in (max(of_rank), 2 * max(of_rank), np.inf):
+        assert needs.seconds_again(ranks, None, limit) <= again * (1 + 1e-9) + 1e-9

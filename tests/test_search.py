@@ -27,7 +27,7 @@ from partitioner.explore import explore
 from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
-from partitioner.solve.pipelines import is_formula
+from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point, Space, baselines, hybrids, left_out, points
 from partitioner.topology import Topology
 from passes.capture import capture
@@ -403,6 +403,44 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert all(bound(floors.members([point]), np.inf) <= least for bound in floors.together), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
+    """Of schedules that are followed: what has a plan is not refused, and its time is not below the bounds, also where
+    these take for granted that it is good enough."""
+    topology = Topology.preset("dgx-h100")
+    refused = solved_too = 0
+    for memory in (200_000, 700_000, 1_500_000, 2_500_000):
+        kinds = {
+            kind: device.model_copy(update={"memory": memory, "reserved": 0, "communicator": 0})
+            for kind, device in topology.types.items()
+        }
+        small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
+        work = job(name, small, batch=32, ahead=True)
+        bounds, evaluator = ModelBounds(work), Evaluator(work)
+        space = Space(small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16)
+        candidates = points(space)
+        floors = Floors(bounds, evaluator, candidates, space)
+        for point in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
+            try:
+                solved = evaluator.solve(point)
+            except CapacityError:
+                solved = None
+            bound: list[float] | None = []
+            least = math.inf
+            if solved is not None:
+                least = solved.estimate.step_time - (solved.stages.pipeline_s - solved.stages.least_s)
+            try:
+                of_family = [step([point], limit) for step in floors.together for limit in (math.inf, 1.3 * least)]
+                bound = [*of_family, *(step(point, limit) for step in floors.steps for limit in (math.inf, least))]
+            except CapacityError:
+                bound = None
+            assert bound is not None or solved is None, point
+            assert bound is None or max(bound) <= least, point
+            refused += bound is None
+            solved_too += solved is not None
+    assert refused >= 5 <= solved_too
 
 
 @pytest.mark.parametrize("overlap", [None, False])

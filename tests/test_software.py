@@ -64,16 +64,16 @@ def test_states_that_are_gathered_one_by_one_start_more_often():
         {"x": X},
     )
     spread = Spread(shards=ACROSS, overlap=False)
-    working = call_costs(both, DEVICE, {}).working_bytes
     together = call_costs(both, DEVICE, {}, spread=spread)
     apart = call_costs(both, DEVICE, {}, spread=replace(spread, software=Software(by_parameter=True)))
     assert apart.forward_comm_s - together.forward_comm_s == pytest.approx(collective_time("all_gather", 0, ACROSS))
     # of both calls whose weights are there, and their gradients in float32, the larger one alone is whole at a time
     larger, gradients = 2 * 1024 * 1024, 2 * (2 * 1024 * 1024 + W.nbytes)
-    assert apart.working_bytes - working == 2 * (larger + 2 * larger)
-    # else of this call and of the next; what is sent comes in pieces, and gradients come as what is saved goes
+    assert apart.gathered_bytes == (2 * (larger + 2 * larger), 0, 0)
+    # else all of a call's; what is sent comes in pieces, and gradients come as what is saved goes
     coming = max(2 * larger, gradients - together.saved_bytes)
-    assert together.working_bytes - working == gradients + gradients * (1 + 1 / ACROSS.size) + coming
+    assert together.gathered_bytes == (gradients / 2 + coming, gradients / 2, gradients * (1 + 1 / ACROSS.size))
+    assert call_costs(both, DEVICE, {}).gathered_bytes == (0, 0, 0)
 
 
 def test_short_gradients_are_scattered_as_they_are():
@@ -88,7 +88,8 @@ def test_short_gradients_are_scattered_as_they_are():
     assert long.forward_comm_s == short.forward_comm_s
     sent = [collective_time("reduce_scatter", n * W.nbytes, ACROSS) for n in (2, 1)]
     assert long.backward_comm_s - short.backward_comm_s == pytest.approx(sent[0] - sent[1])
-    assert long.working_bytes - short.working_bytes == (2 + 1 / ACROSS.size) * W.nbytes
+    more = [a - b for a, b in zip(long.gathered_bytes, short.gathered_bytes, strict=True)]
+    assert more == [W.nbytes, 0, (1 + 1 / ACROSS.size) * W.nbytes]
 
 
 def test_attention_reaches_less_on_short_sequences():

@@ -5,8 +5,9 @@ A block's time is ``launches + (work that grows with the batch) b / (B tp) + (tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -86,6 +87,28 @@ class BlockWork:
             output_bytes=tuple(b * scale for b in self.output_bytes),
             output_grads=self.output_grads,
         )
+
+
+@dataclass
+class Works:
+    """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
+
+    blocks: Mapping[str, Block]
+    device: DeviceType
+    types: Sequence[DeviceType]
+    train: bool
+    fp8: bool
+
+    @cached_property
+    def best(self) -> dict[str, BlockWork]:
+        return self._on(self.device)
+
+    @cached_property
+    def paced(self) -> list[dict[str, BlockWork]]:
+        return [self._on(device) for device in self.types]
+
+    def _on(self, device: DeviceType) -> dict[str, BlockWork]:
+        return {name: block_work(block, device, self.train, self.fp8) for name, block in self.blocks.items()}
 
 
 def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool = False) -> BlockWork:

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.constraints import Constraints
-from partitioner.cost.blockwork import BlockWork, block_work
+from partitioner.cost.blockwork import BlockWork, Works
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.gathers import Floor
@@ -37,9 +37,8 @@ from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.model import Topology
-from partitioner.topology.parts import DeviceType
 from partitioner.units import bytes_text
-from passes.blocks import Block, FoldedModel
+from passes.blocks import FoldedModel
 
 Vector = NDArray[np.float64]
 
@@ -96,28 +95,6 @@ def _sharing(point: Point) -> tuple[Any, ...]:
     return point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
 
 
-@dataclass
-class _Works:
-    """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
-
-    blocks: Mapping[str, Block]
-    device: DeviceType
-    types: Sequence[DeviceType]
-    train: bool
-    fp8: bool
-
-    @cached_property
-    def best(self) -> dict[str, BlockWork]:
-        return self._on(self.device)
-
-    @cached_property
-    def paced(self) -> list[dict[str, BlockWork]]:
-        return [self._on(device) for device in self.types]
-
-    def _on(self, device: DeviceType) -> dict[str, BlockWork]:
-        return {name: block_work(block, device, self.train, self.fp8) for name, block in self.blocks.items()}
-
-
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
 
@@ -129,7 +106,7 @@ class ModelBounds:
         self._counts = np.bincount(of_device, minlength=len(paces))
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
-        self._works = _Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
+        self._works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
             job.model.states,
@@ -320,6 +297,15 @@ class ModelBounds:
                 at_least=True,
             )
 
+    def capacity(self, point: Point) -> int:
+        """The most usable bytes that a rank of any placement has."""
+        return max(self._machine(point).capacity)
+
+    def speeds(self, point: Point) -> tuple[float, float]:
+        """Of the fastest stage and of all together at best, where 1 is a stage of the best kind of device."""
+        fastest, together = self._speeds([point])
+        return float(fastest[0]), float(together[0])
+
     def _machine(self, point: Point) -> Relaxed:
         key = tuple(point.grid.values())
         if key not in self._machines:
@@ -343,15 +329,33 @@ class ModelBounds:
     def relaxed(self, point: Point, floor: Floor | None = None, **how: Unpack[How]) -> LeastTime:
         """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``how``: see
         :func:`partitioner.solve.least.least_time`."""
+        fastest = float(self._speeds([point])[0][0])
+        calls = {name: _at_speed(cost, fastest) for name, cost in self.calls(point).items()}
+        if floor:
+            calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
+        return self.least(point, self.model, calls, self.share_of_states(point), **how)
+
+    def calls(self, point: Point) -> dict[str, CallCost]:
+        """The least that a microbatch costs in each block, on the best kind of device."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
             self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
-        fastest = float(self._speeds([point])[0][0])
-        calls = {name: _at_speed(cost, fastest) for name, cost in self._calls[key].items()}
-        if floor:
-            calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
-        return self.least(point, self.model, calls, self.share_of_states(point), **how)
+        return self._calls[key]
+
+    def check_microbatch(self, point: Point) -> None:
+        """Raise :class:`CapacityError`, quickly, where one call of one microbatch needs more than any rank has."""
+        away = "activations" in (self.job.constraints.offload or ())
+        calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
+        needed = max((cost.working_bytes + (0 if away else cost.saved_bytes) for cost in calls), default=0.0)
+        room = self.capacity(point)
+        if (missing := math.ceil(needed - room)) > 0:
+            raise CapacityError(
+                f"one layer of one microbatch takes {bytes_text(needed)} of the {bytes_text(room)} usable on a device: "
+                f"{bytes_text(missing)} too much",
+                missing_bytes=missing,
+                at_least=True,
+            )
 
     def least(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,18 @@ from passes.blocks import Block
 from passes.factors import needs_gradient
 
 
+class GatheredBytes(NamedTuple):
+    """What of a call's weights is not in shards: ``whole`` while it runs, gradients included; ``weights`` while a call
+    beside it runs; ``sent``, gradients on their way to their shards, while the next backward runs."""
+
+    whole: float = 0.0
+    weights: float = 0.0
+    sent: float = 0.0
+
+
+_NONE_GATHERED = GatheredBytes()
+
+
 @dataclass(frozen=True)
 class CallCost:
     """One microbatch through one call, on one rank. Seconds without (``_s``) and of (``_comm_s``) collectives.
@@ -34,8 +47,9 @@ class CallCost:
     ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
-    states that the call reads. ``selective_bytes`` of what is saved are attention scores, which take ``selective_s`` to
-    make again; ``slim`` is then the cost, where it is not plain to see. ``host_bytes``: what is kept in host memory.
+    states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``selective_bytes`` of what is
+    saved are attention scores, which take ``selective_s`` to make again; ``slim`` is then the cost, where it is not
+    plain to see. ``host_bytes``: what is kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -51,6 +65,7 @@ class CallCost:
     output_bytes: tuple[float, ...] = ()
     output_grads: tuple[bool, ...] = ()
     state_bytes: float = 0.0
+    gathered_bytes: GatheredBytes = _NONE_GATHERED
     selective_bytes: float = 0.0
     selective_s: float = 0.0
     host_bytes: float = 0.0
@@ -179,11 +194,12 @@ class CallWork:
             backward_flops=computed.flops[1],
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
-            working_bytes=kept.working + _gathered_bytes(sizes, spread, kept.inside),
+            working_bytes=kept.working,
             input_bytes=self._sizes[0],
             output_bytes=self._sizes[1],
             output_grads=self._output_grads,
             state_bytes=sum(size for size, _ in sizes),
+            gathered_bytes=_gathered_bytes(sizes, spread, kept.inside),
             selective_bytes=kept.inside - slim.inside,
             selective_s=computed.again,
         )
@@ -273,22 +289,21 @@ def _read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
     return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
-def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> float:
-    """Bytes of weights that are gathered, and of gradients that are whole, at a time; ``sizes``: of each state's both.
+def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
+    """Bytes of weights that are gathered under ZeRO-3, and of gradients; ``sizes``: of each state's both.
 
-    Under ZeRO-3 the weights of a call and of the next; backward the gradients of the call before on their way to their
-    shards, with what comes of them, and the call's own: at first the largest, the others while ``saved`` bytes, which
-    are counted elsewhere, go.
+    Of a call's own gradients the largest is whole at first, the others while ``saved`` bytes, which are counted
+    elsewhere, go. Those that are sent come with what the shards are of.
     """
     ranks = spread.shards.size
-    if ranks == 1:
-        return 0.0
+    if ranks == 1 or not sizes:
+        return _NONE_GATHERED
     if spread.software.by_parameter:
-        return 2 * max((weight + gradient for weight, gradient in sizes), default=0.0)
-    weights, gradients = (sum(of) for of in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
+        return GatheredBytes(2 * max(weight + gradient for weight, gradient in sizes))
+    weights, gradients = (sum(of) for of in zip(*sizes, strict=True))
+    largest = max(gradient for _, gradient in sizes)
     sent = gradients * (2 if spread.whole_scatter else 1 + 1 / ranks)
-    largest = max((gradient for _, gradient in sizes), default=0.0)
-    return 2 * weights + sent + max(largest, gradients - saved)
+    return GatheredBytes(weights + max(largest, gradients - saved), weights, sent)
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

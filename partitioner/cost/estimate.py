@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
-from partitioner.cost.calls import CallCost
+from partitioner.cost.calls import CallCost, GatheredBytes
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
@@ -56,8 +56,10 @@ def stage_problem(
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead = _together([costs[call.block] for call in everywhere])
+    beside = _gathered_beside([costs[call.block].gathered_bytes for _, call in placed], in_turns=bool(ranks))
     calls = tuple(
-        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i) for i, call in placed
+        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered)
+        for (i, call), gathered in zip(placed, beside, strict=True)
     )
     paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
     if offload:
@@ -99,13 +101,35 @@ def _paces(
     return tuple(made[id(costs)] for costs in by_stage)
 
 
+def _gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
+    """Of each of consecutive calls, the bytes of weights that are gathered and of gradients that are whole meanwhile:
+    its own, forward the next call's weights, backward those of the call before and the next one's gradients.
+
+    ``in_turns``: a rank goes from one run of calls to another, whose calls are taken to be like these.
+    """
+    none = GatheredBytes()
+    if not any(map(any, calls)):
+        return [0.0] * len(calls)
+    result = []
+    for before, own, after in zip([none, *calls], calls, [*calls[1:], none], strict=False):
+        if in_turns:
+            weights = max(before.weights, own.weights, after.weights)
+            result.append(own.whole + weights + max(own.sent, after.sent))
+        else:
+            result.append(own.whole + max(before.weights + after.sent, after.weights))
+    return result
+
+
 def _together(costs: Sequence[CallCost]) -> CallCost:
     """Small calls run one after the other."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
         forward_comm_s=sum(c.forward_comm_s for c in costs),
         flops=sum(c.flops for c in costs),
-        working_bytes=sum(c.working_bytes + sum(c.output_bytes) + c.state_bytes for c in costs),
+        working_bytes=sum(
+            c.working_bytes + c.gathered_bytes.whole + c.gathered_bytes.sent + sum(c.output_bytes) + c.state_bytes
+            for c in costs
+        ),
     )
 
 

@@ -59,14 +59,15 @@ def _peak(
     ``coming``: bytes of gradients that are not there before their first reduction.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
-    parts["working"] = max(c.cost.working_bytes for c in calls) + problem.overhead.working_bytes
+    again = problem.train and stage.recompute > 0
+    fullest = max(calls, key=lambda c: c.working_bytes + c.cost.saved_bytes * again)
+    parts["working"] = fullest.working_bytes + problem.overhead.working_bytes
     if problem.train:
-        again = stage.recompute > 0
         inputs: dict[str, float] = {}
         for call in calls:
             kept = zip(call.inputs, call.cost.input_bytes, call.cost.saved_inputs, strict=True)
             inputs |= {name: size for name, size, saved in kept if saved or again}
-        parts["recomputed"] = max(c.cost.saved_bytes for c in calls) if again else 0.0
+        parts["recomputed"] = fullest.cost.saved_bytes if again else 0.0
         if stage.parts:  # as many microbatches of each as there are at the fullest moment: what is left
             parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
         else:

@@ -275,7 +275,7 @@ def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | No
 
 
 def _infeasible(row: _Row, error: PartitionError) -> None:
-    row.status, row.error = "infeasible", error
+    row.status, row.error = "infeasible", error.with_traceback(None)  # which holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 

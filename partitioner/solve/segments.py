@@ -44,7 +44,7 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
             call.outputs,
             call.states,
             call.cost.saved_bytes,
-            call.cost.working_bytes,
+            call.working_bytes,
             call.cost.saved_inputs,
             call.cost.input_bytes,
             call.cost.output_bytes,
@@ -68,9 +68,9 @@ class Segments:
         return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
-    def largest_saved(self) -> Table:
-        """The most bytes that one call keeps."""
-        return self._largest([c.saved_bytes for c in self.calls])
+    def largest_again(self) -> Table:
+        """The most bytes that one call, made again, keeps and works with."""
+        return self._largest([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:

@@ -17,7 +17,8 @@ Recompute = Literal["none", "selective", "full"]
 @dataclass(frozen=True)
 class StageCall:
     """A call that is to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, by the
-    places of ``cost``; ``states``: names. ``index`` is its place among the model's calls."""
+    places of ``cost``; ``states``: names. ``index`` is its place among the model's calls. ``gathered_bytes``: of its
+    own weights and of those of the calls beside it, gradients included, while it runs."""
 
     path: str
     cost: CallCost
@@ -25,6 +26,12 @@ class StageCall:
     outputs: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     index: int = 0
+    gathered_bytes: float = 0.0
+
+    @property
+    def working_bytes(self) -> float:
+        """What is there for a moment, besides what is kept."""
+        return self.cost.working_bytes + self.gathered_bytes
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ class StageTables:
     @cached_property
     def _fixed_again(self) -> Table:
         """Bytes besides inputs where calls are recomputed: one at a time keeps what it saves."""
-        return self.fixed_memory + self.segments.largest_saved
+        return self.fixed_memory - self.segments.largest_working + self.segments.largest_again
 
     @cached_property
     def _kept(self) -> Table:

@@ -1,0 +1,128 @@
+"""What the ranks of a schedule can hold together: no cut of the calls leaves more room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.calls import CallCost
+from partitioner.errors import CapacityError
+from partitioner.schedules import ScheduleTable
+from partitioner.solve.pipelines import held_microbatches
+from partitioner.units import bytes_text
+from passes.blocks import Call
+
+_ROUNDS = 64  # of the game below
+_STEP = 0.3
+_TINY_S = 1e-15
+
+
+class Bytes:
+    """Bytes of one microbatch in calls that take some seconds at least."""
+
+    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
+        self.total = sum(sizes)
+        pairs = np.array([sizes, seconds], dtype=np.float64)
+        order = np.argsort(-pairs[0] / np.maximum(pairs[1], _TINY_S), kind="stable")
+        self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
+
+    def within(self, seconds: float) -> float:
+        """The most bytes of calls that take so long together, or of parts of them."""
+        return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one microbatch through all calls takes at least: ``whole`` if nothing is made again, ``inputs`` if all is;
+    ``again``: (seconds for each byte that a call makes again, bytes), the quickest first."""
+
+    whole: Bytes
+    inputs: Bytes
+    again: tuple[tuple[float, float], ...]
+
+    def seconds_again(self, ranks: Ranks, recompute: str | None, limit_s: float) -> float:
+        """What it takes to make so much again that the rest fits on ``ranks``, each of which computes for ``limit_s``
+        at most; infinite where nothing fits then. Raises :class:`CapacityError` where nothing does without a limit.
+        """
+        needed = self.inputs if recompute in (None, "full") else self.whole
+        room = ranks.room(needed, math.inf)
+        if (missing := math.ceil(needed.total - room)) > 0:
+            raise CapacityError(
+                f"the schedule leaves {bytes_text(max(0.0, room))} on all ranks for each microbatch on its way, which "
+                f"takes {bytes_text(needed.total)}: {bytes_text(missing)} too much",
+                missing_bytes=missing,
+                at_least=True,
+            )
+        if needed.total > ranks.room(needed, limit_s):
+            return math.inf
+        left, seconds = self.whole.total - ranks.room(self.whole, limit_s), 0.0
+        for rate, size in self.again:
+            seconds += rate * min(max(0.0, left), size)
+            left -= size
+        return seconds
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks of ``capacity`` bytes that share ``states``, each with so many bytes of a microbatch for each byte that is
+    left (``shares``)."""
+
+    shares: NDArray[np.float64]
+    capacity: float
+    states: float
+
+    def room(self, needed: Bytes, limit_s: float) -> float:
+        """Bytes of one microbatch, in calls that take ``limit_s`` on each rank at most. States are best where time
+        leaves memory over, then where that is worth least."""
+        most = needed.within(limit_s)
+        over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
+        rest = max(0.0, self.states - over) * float(self.shares.min())
+        return float(np.minimum(self.capacity * self.shares, most).sum()) - rest
+
+
+def needs_of(calls: Sequence[tuple[Call, CallCost]]) -> Needs:
+    """Of calls with the least that each costs; what several read is kept once."""
+    seen: set[str] = set()
+    kept_before: set[str] = set()
+    whole, inputs, again = [], [], []
+    for call, cost in calls:
+        sizes = list(zip(call.inputs, cost.input_bytes, cost.saved_inputs, strict=True))
+        inputs.append(sum({n: size for n, size, _ in sizes if n not in seen}.values()))
+        kept = {n: size for n, size, is_kept in sizes if is_kept and n not in kept_before}
+        saved = cost.saved_bytes - cost.selective_bytes  # the rest may be made again alone, in next to no time
+        whole.append(saved + sum(kept.values()))
+        again += [(cost.forward_s / cost.saved_bytes, saved)] if saved > 0 else []
+        seen.update(call.inputs)
+        kept_before.update(kept)
+    seconds = [cost.forward_s + cost.backward_s for _, cost in calls]
+    return Needs(Bytes(whole, seconds), Bytes(inputs, seconds), tuple(sorted(again)))
+
+
+@lru_cache(maxsize=1024)
+def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
+    """By rank, the most bytes that one microbatch can take on it, for each byte of its memory.
+
+    A rank whose virtual stages take ``x_k`` bytes of one microbatch holds ``sum c_k x_k`` at each of the counts ``c``
+    of microbatches that it has at one time. As all of these fit, so does any mean of them, and with it
+    ``sum x_k min_k (mean c)_k``.
+    """
+    return np.array([1 / _least_mean(counts) for counts in held_microbatches(schedule, p, m, v).together])
+
+
+def _least_mean(counts: Sequence[Sequence[int]]) -> float:
+    """A large minimum of a mean of ``counts``: the value of a game, from below, by multiplicative weights."""
+    rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
+    scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
+    total = np.zeros(len(rows))
+    for _ in range(_ROUNDS if len(rows) > 1 else 1):
+        total += weights / weights.sum()
+        mean = total @ rows / total.sum()
+        best = max(best, float(mean.min()))
+        weights = weights * np.exp(_STEP * scaled[:, int((weights @ rows).argmin())])
+        weights /= weights.max()
+    return best

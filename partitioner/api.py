@@ -35,6 +35,7 @@ def partition(
     optimizer: str = "adamw",
     progress: Callable[[Progress], None] | None = None,
     estimate_only: bool = False,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
 
@@ -50,6 +51,8 @@ def partition(
             for products with weights; planned only.
         estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans. Memory
             is by the search's tables, up to a tenth above what a program takes.
+        time_limit_s: seconds after which the search ends with the best plan that it has found; ``certificate.gap``
+            says how far that may be from the best there is. ``None``: until it is proven.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
@@ -65,7 +68,7 @@ def partition(
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer)
         job = job_of(topology, constraints, global_batch)
-        chosen, certificate = explore(job, progress, compare=not estimate_only)
+        chosen, certificate = explore(job, progress, compare=not estimate_only, time_limit_s=time_limit_s)
     beyond = planned_only(chosen.point, constraints, job.precision)
     beyond += ("estimate_only=True",) if estimate_only else ()
     program, estimate = (None, chosen.estimate) if beyond else emit_program(job, chosen)

@@ -45,7 +45,6 @@ Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to
 Layout = Annotated[
     Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
 ]
-
 Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
 
 
@@ -125,6 +124,7 @@ def plan(
     objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
     optimizer: Annotated[str, typer.Option(help="Whose state is to fit in memory.")] = "adamw",
     meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds; then the best plan so far is taken.")] = None,
     svg: Picture = None,
     timeline: Chart = None,
     memory: Memory = None,
@@ -137,9 +137,8 @@ def plan(
 
     given = {
         "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "dp_shard": dp_shard,
-        "microbatch_size": microbatch,
-        "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute, "overlap": overlap,
-        "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
+        "microbatch_size": microbatch, "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute,
+        "overlap": overlap, "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip
     asked = constraints_of(more) if more is not None else {}
     constraints = Constraints(**asked | {name: value for name, value in given.items() if value is not None})
@@ -158,6 +157,7 @@ def plan(
             constraints=constraints,
             precision=precision,
             optimizer=optimizer,
+            time_limit_s=time_limit,
             progress=lambda seen: say(f"{doing}: {_so_far(seen)}"),
         )
     _print_summary(found)

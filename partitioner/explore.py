@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from partitioner.job import Job
 from partitioner.plan import Certificate, ContextWay
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
+from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload
 from passes.errors import PartitionError
 from runtime.offload import OFFLOADS, Offload
@@ -42,9 +44,14 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
 
 
 def explore(
-    job: Job, progress: Callable[[Progress], None] | None = None, *, compare: bool = True
+    job: Job,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    compare: bool = True,
+    time_limit_s: float | None = None,
 ) -> tuple[Solved, Certificate]:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
+    ``time_limit_s``: for the search, see :func:`partitioner.partition`.
 
     Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better.
 
@@ -62,7 +69,7 @@ def explore(
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
         try:
-            return _explore(asked, evaluator, bounds, progress, compare)
+            return _explore(asked, evaluator, bounds, progress, compare, time_limit_s)
         except CapacityError as error:
             short = error if asked is job else short  # without offload, which is no less short
     assert short is not None
@@ -85,14 +92,17 @@ def _explore(
     bounds: ModelBounds,
     progress: Callable[[Progress], None] | None,
     compare: bool,
+    time_limit_s: float | None,
 ) -> tuple[Solved, Certificate]:
     space = space_of(job, bounds)
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
+    siblings = Siblings(bounds.state_bytes)
+
     def evaluate(point: Point) -> Evaluated:
-        found = evaluated(evaluator.solve(point))
+        found = evaluated(siblings.tried(point, evaluator.solve))
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
             found = replace(found, least=min(least, bounds.refine(point)))
@@ -105,6 +115,7 @@ def _explore(
         always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
         progress=progress,
+        time_limit_s=math.inf if time_limit_s is None else time_limit_s,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))

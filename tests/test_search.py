@@ -17,6 +17,7 @@ from models import CASES
 from numpy.typing import NDArray
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from partitioner import partition
 from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
@@ -29,6 +30,7 @@ from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point, Space, baselines, hybrids, left_out, points
+from partitioner.solve.siblings import Siblings
 from partitioner.topology import Topology
 from passes.capture import capture
 from passes.fold import fold
@@ -515,3 +517,42 @@ def test_points_of_one_kind_may_reduce_their_gradients_over_other_axes():
     second = Point(pp=2, dp=2, tp=1, microbatch_size=2, cp=2)
     together.solve(first)
     assert together.solve(second).estimate == alone.solve(second).estimate
+
+
+def test_what_does_not_fit_is_not_tried_with_more_states():
+    """Of schedules that are followed; under ZeRO-3 there is more besides states."""
+    tried: list[Point] = []
+    fewest = {0: 40.0, 1: 30.0, 2: 20.0, 3: 10.0}
+    siblings = Siblings(lambda point: fewest[point.zero] - point.dp_shard)
+
+    def solve(point: Point) -> str:
+        tried.append(point)
+        if point.microbatch_size == 1:
+            raise CapacityError("too much", missing_bytes=5)
+        return "a plan"
+
+    def outcome(point: Point) -> str:
+        try:
+            return siblings.tried(point, solve)
+        except CapacityError as error:
+            return "refused without trying" if error.at_least else "refused"
+
+    base = Point(pp=2, dp=2, tp=1, microbatch_size=1, schedule="interleaved", virtual_stages=2, zero=2)
+    assert outcome(base) == "refused"
+    assert outcome(replace(base, zero=1)) == "refused without trying"
+    assert outcome(replace(base, zero=2, dp_shard=2)) == "refused", "with fewer bytes"
+    assert outcome(replace(base, zero=3)) == "refused", "which gathers besides"
+    assert outcome(replace(base, zero=1, microbatch_size=2)) == "a plan"
+    assert outcome(replace(base, zero=1, virtual_stages=1, schedule="1f1b")) == "refused"
+    assert outcome(replace(base, zero=0, virtual_stages=1, schedule="1f1b")) == "refused", "quick as it is"
+    assert len(tried) == 6
+
+
+def test_a_time_limit_returns_the_best_so_far_with_its_gap():
+    model, inputs = small_experts(8)
+    topology = Topology.preset("dgx-h100", 2)
+    proven = partition(model, topology, inputs, global_batch=64, estimate_only=True)
+    hurried = partition(model, topology, inputs, global_batch=64, time_limit_s=1e-9)
+    assert proven.certificate.gap == 0
+    assert hurried.certificate.gap > 0
+    assert hurried.certificate.bound <= proven.certificate.objective <= hurried.certificate.objective

@@ -197,7 +197,6 @@ class Machine:
             expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
-            by_rows=self.by_rows,
             num_experts=self.num_experts,
             overlap=self.overlap,
             fp8=self.precision == "fp8",

@@ -39,8 +39,8 @@ EXECUTED = Software()  # as this project's runtime does
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
-    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``); ``by_rows``:
-    the graph has a part of the rows. ``num_experts``: in all, of the layer that has most.
+    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
+    ``num_experts``: in all, of the layer that has most.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8. ``whole_scatter``:
     what gradients are scattered by receives all parts of them.
@@ -51,7 +51,6 @@ class Spread:
     expert_shards: Group = _ALONE
     expert_tensor: float = 1.0
     tp: int = 1
-    by_rows: bool = False
     num_experts: int = 0
     overlap: bool = True
     fp8: bool = False
@@ -65,7 +64,7 @@ class Spread:
     @property
     def without_experts(self) -> Spread:
         """What of it concerns a call that has none."""
-        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, by_rows=False, num_experts=0)
+        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0)
 
     @property
     def of_experts(self) -> float:
@@ -155,8 +154,7 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    part = 1 if spread.by_rows else spread.tp  # a rank sends the tokens of its own part of the sequence
-    values = [n.meta["val"].nbytes / part for n in (*region.entries, *region.exits)]
+    values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]
     return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
 
 

@@ -17,7 +17,7 @@ from partitioner.evaluate import Evaluator
 from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point, Space, hybrids
-from partitioner.solve.room import Needs, Ranks, most_held, needs_of
+from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
 from passes.errors import PartitionError
 
 
@@ -128,7 +128,7 @@ class Floors:
 
     def _roomy(self, points: Sequence[Point], enough_s: float) -> float:
         """Of a schedule that is followed: what must be made again for all of it to fit on all ranks together, none of
-        which computes for longer than ``enough_s``."""
+        which computes for longer than the step takes."""
         point = min(points, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or point.pp == 1 or job.constraints.offload:
@@ -140,11 +140,15 @@ class Floors:
             capacity=self.bounds.capacity(point),
             states=self.bounds.state_bytes(point) * point.pp,
         )
-        recompute = job.constraints.recompute
-        again = m / speeds * self._needs_of(point).seconds_again(ranks, recompute, enough_s / m * speed)
-        floor = self._of_largest(self.family(point))
+        floor, needs = self._of_largest(self.family(point)), self._needs_of(point)
         known = self.bounds.with_floor(points, floor) if floor else float(self.times(points).min())
-        return min(known + again, enough_s) if again else 0.0
+
+        def of_steps(limit_s: float) -> float:
+            """What no step that takes ``limit_s`` at most can go below."""
+            again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / m * speed)
+            return known + m / speeds * again
+
+        return least_of(of_steps, known, enough_s)
 
     def _needs_of(self, point: Point) -> Needs:
         key = point.microbatch_size, point.tp, point.cp, point.ep

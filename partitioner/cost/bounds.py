@@ -32,7 +32,7 @@ from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, st
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
 from partitioner.errors import CapacityError
 from partitioner.solve.least import LeastTime, least_time
-from partitioner.solve.pipelines import is_formula, is_plain, least_fill
+from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.topology.hosts import BOUNDLESS
@@ -193,8 +193,8 @@ class ModelBounds:
         whole = ahead + back
         slowest = np.maximum(whole / (pp if together is None else together), largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
-        pipelines: Vector = np.where(formula, (m - 1) * slowest + whole, np.maximum(filled, m * slowest))
-        return pipelines
+        alone = ahead + back * np.array([least_alone(p.schedule) for p in points])
+        return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
         """For each point the speed of the fastest stage, and of all stages together, at best.
@@ -345,9 +345,9 @@ class ModelBounds:
 
     def check_microbatch(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where one call of one microbatch needs more than any rank has."""
-        away = "activations" in (self.job.constraints.offload or ())
+        kept = "activations" not in (self.job.constraints.offload or ())
         calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
-        needed = max((cost.working_bytes + (0 if away else cost.saved_bytes) for cost in calls), default=0.0)
+        needed = max((cost.working_bytes + kept * cost.saved_bytes for cost in calls), default=0.0)
         room = self.capacity(point)
         if (missing := math.ceil(needed - room)) > 0:
             raise CapacityError(

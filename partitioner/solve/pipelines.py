@@ -27,8 +27,9 @@ _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[int, int]]
     "1f1b": lambda s, p, m: (min(p - s, m), 0),
     "zb-1p": lambda s, p, m: (min(p, m), min(s + 1, m) if s else 0),
 }
-# Of forward and backward, to be divided by the virtual stages, of two microbatches and more for each rank. The value of
-# a game for the least of a step's longest path, whoever cuts the calls; rounded down from those of two to four ranks.
+# Of forward and backward, to be divided by the virtual stages. The value of a game for the least of a step's longest
+# path, whoever cuts the calls; rounded down from those of two to six ranks. Interleaved: of as many microbatches as
+# ranks or fewer, and of whole rounds from the second on.
 _LEAST_FILL = {
     "interleaved": (0.5, 0.5),
     "zb-1p": (0.7, 0.0),
@@ -36,6 +37,7 @@ _LEAST_FILL = {
     "zb-v": (0.4, 0.0),
     "dualpipe-v": (0.3, 0.0),
 }
+_FEW = 0.7  # of that, ZB-1P with several virtual stages on a rank and fewer than two microbatches for each rank
 _MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on as it did
 
 
@@ -73,7 +75,16 @@ def least_fill(schedule: str | ScheduleTable, p: int, m: int, v: int) -> tuple[f
     if schedule == "zb-1p" and v == 1:
         return (0.75 if m == p else 1.0), 0.0
     ahead, back = _LEAST_FILL.get(schedule, (0.0, 0.0)) if isinstance(schedule, str) else (0.0, 0.0)
-    return (ahead / v, back / v) if m >= 2 * p and (schedule != "interleaved" or m % p == 0) else (0.0, 0.0)
+    if schedule == "interleaved" and m > p and (m < 2 * p or m % p):
+        return 0.0, 0.0
+    some = _FEW if schedule == "zb-1p" and m < 2 * p else 1.0
+    return some * ahead / v, some * back / v
+
+
+def least_alone(schedule: str | ScheduleTable) -> float:
+    """What of its backward a microbatch takes at least, from its first forward on: the half for weights may run later
+    than it goes through the stages."""
+    return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[int, int]:

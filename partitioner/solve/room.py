@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from passes.blocks import Call
 _ROUNDS = 64  # of the game below
 _STEP = 0.3
 _TINY_S = 1e-15
+_HALVINGS = 20
 
 
 class Bytes:
@@ -112,6 +113,18 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
     ``sum x_k min_k (mean c)_k``.
     """
     return np.array([1 / _least_mean(counts) for counts in held_microbatches(schedule, p, m, v).together])
+
+
+def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
+    """What nothing goes below, but for what is above ``high``: ``bound(t)``, which falls, holds for all up to ``t``."""
+    if math.isinf(high) or bound(low) <= low:
+        return bound(high)
+    if bound(high) >= high:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bound(middle) > middle else (low, middle)
+    return low
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:

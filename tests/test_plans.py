@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,14 @@ def test_a_plan_says_what_each_rank_does(tmp_path: Path) -> None:
     schema = plan_schema()
     written = json.loads(plan.save(tmp_path / "plan.json").read_text())
     assert set(schema["required"]) <= set(written) <= set(schema["properties"])
+
+
+def test_the_schema_in_the_docs_is_that_of_plans() -> None:
+    """By what has which properties: libraries differ in how they say it."""
+
+    def properties(schema: dict[str, Any]) -> dict[str, set[str]]:
+        kinds = {"": schema, **schema["$defs"]}
+        return {name: set(kind.get("properties", ())) for name, kind in kinds.items()}
+
+    written = json.loads((Path(__file__).parents[1] / "docs" / "plan.schema.json").read_text())
+    assert properties(written) == properties(plan_schema()), "partitioner schema > docs/plan.schema.json"

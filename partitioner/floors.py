@@ -37,7 +37,7 @@ class Floors:
         self._needs: dict[tuple[int, ...], Needs] = {}
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         for point in points:
-            if self._is_held(point):
+            if bounds.layer_bytes(point) <= bounds.capacity(point):
                 self._sizes[point.tp].add(point.microbatch_size)
                 largest[point.tp, point.pp] = max(largest[point.tp, point.pp], point.microbatch_size)
         self._first = {tp: min(size for (of, _), size in largest.items() if of == tp) for tp in self._sizes}
@@ -74,14 +74,6 @@ class Floors:
         except CapacityError as error:
             return error
         return None
-
-    def _is_held(self, point: Point) -> bool:
-        """Whether some device can hold what one call of one microbatch needs."""
-        try:
-            self.bounds.check_microbatch(point)
-        except CapacityError:
-            return False
-        return True
 
     def _even(self, points: Sequence[Point], _: float) -> float:
         self.bounds.check_microbatch(points[0])

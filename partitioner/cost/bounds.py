@@ -80,6 +80,12 @@ def _at_speed(cost: CallCost, speed: float) -> CallCost:
     return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
 
 
+def _check(takes: str, needed: float, room: float) -> None:
+    if (missing := math.ceil(needed - room)) > 0:
+        text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
+        raise CapacityError(text, missing_bytes=missing, at_least=True)
+
+
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
     return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
 
@@ -118,6 +124,7 @@ class ModelBounds:
             offload=job.constraints.offload or (),
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
+        self._layer_bytes: dict[tuple[int, ...], float] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
@@ -287,15 +294,8 @@ class ModelBounds:
     def check_states(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
         lacks is more than it says."""
-        needed = self.state_bytes(point)
-        room = sum(self._machine(point).capacity) / point.pp
-        if (missing := math.ceil(needed - room)) > 0:
-            raise CapacityError(
-                f"parameters, gradients and optimizer states take {bytes_text(needed)} on average of the "
-                f"{bytes_text(room)} usable on a device: {bytes_text(missing)} too much",
-                missing_bytes=missing,
-                at_least=True,
-            )
+        needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
+        _check(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, point: Point) -> int:
         """The most usable bytes that a rank of any placement has."""
@@ -345,17 +345,17 @@ class ModelBounds:
 
     def check_microbatch(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where one call of one microbatch needs more than any rank has."""
+        needed = self.layer_bytes(point)
+        _check(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
+
+    def layer_bytes(self, point: Point) -> float:
+        """What a rank needs at least for the call of one microbatch that needs most."""
         kept = "activations" not in (self.job.constraints.offload or ())
-        calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
-        needed = max((cost.working_bytes + kept * cost.saved_bytes for cost in calls), default=0.0)
-        room = self.capacity(point)
-        if (missing := math.ceil(needed - room)) > 0:
-            raise CapacityError(
-                f"one layer of one microbatch takes {bytes_text(needed)} of the {bytes_text(room)} usable on a device: "
-                f"{bytes_text(missing)} too much",
-                missing_bytes=missing,
-                at_least=True,
-            )
+        key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
+        if key not in self._layer_bytes:
+            calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
+            self._layer_bytes[key] = max((c.working_bytes + kept * c.saved_bytes for c in calls), default=0.0)
+        return self._layer_bytes[key]
 
     def least(
         self,

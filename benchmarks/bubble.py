@@ -1,7 +1,8 @@
 """The bubble of each schedule, measured on two Gloo ranks, against the simulator's for the same durations.
 
-Each rank times what it computes in its steps; the medians are the durations of the simulator, which says what share of
-a step the ranks would compute nothing. With fewer free cores than ranks the operating system makes ranks wait, too.
+Each rank times its computations, its messages and what it takes to start these; the simulator is given the same for
+every step and says what share of it the ranks would compute nothing. What is compared is thus who waits for whom, and
+that nothing else is waited for. With fewer free cores than ranks the operating system makes ranks wait, too.
 
     python benchmarks/bubble.py [--model mlp256] [--steps 40] [--check]
 """
@@ -12,6 +13,8 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,32 +27,53 @@ import runtime
 from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.timing import PlanDurations
-from runtime.bubble import Times, timed
+from runtime.bubble import StepTimes, Times, timed
+from runtime.facts import ProgramFacts
 from runtime.simulate import Part, simulate
+from runtime.transfers import SENDING
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "dualpipe-v": 2}
 ALLOWED = 0.1  # of the simulator's
+WAITED_S = 50e-6  # less is what it takes to look
+Transfers = dict[tuple[int, int], deque[float]]  # by source and target, in order
 
 
 class MeasuredDurations:
-    """What the simulator asks for, from what two ranks measured; transfers as the plan expects them."""
+    """What the simulator asks for in one step, as two ranks measured it in that step."""
 
-    def __init__(self, plan: Plan, ranks: list[Times]) -> None:
+    def __init__(self, plan: Plan, facts: ProgramFacts, ranks: Sequence[StepTimes], transfers: Transfers) -> None:
         self.expected = PlanDurations(plan)
-        self.parts: list[dict[tuple[str, int], float]] = []
-        for times in ranks:
-            found: dict[tuple[str, int], float] = {}
-            # the longest runs of calls last: those of the last microbatch are cut where gradients are complete
-            for (op, calls), seconds in sorted(times.work.items(), key=lambda item: item[0][1][1] - item[0][1][0]):
-                for place in range(*calls):
-                    found[op, place] = statistics.median(seconds) / (calls[1] - calls[0])
-            self.parts.append(found)
+        self.transfers = transfers
+        self.parts: list[dict[tuple[str, int], deque[float]]] = []
+        self.posts: list[dict[str, deque[float]]] = []
+        for stage, times in enumerate(ranks):
+            parts: dict[tuple[str, int], deque[float]] = defaultdict(deque)
+            posts: dict[str, deque[float]] = defaultdict(deque)
+            instructions, calls = plan.program.stages[stage].instructions, facts.stages[stage]
+            for index, seconds in times.work:
+                i = instructions[index]
+                if i.calls is None:
+                    run = [place for place, call in enumerate(calls) if call.data.prologue]
+                else:
+                    run = [place for place in range(*i.calls) if i.op == "F" or calls[place].has_backward]
+                for place in run:
+                    parts["F" if i.op == "TOTAL_F" else i.op, place].append(seconds / len(run))
+            for index, i in enumerate(instructions):
+                posts[i.op].append(times.posted.get(index, 0.0))
+            self.parts.append(parts)
+            self.posts.append(posts)
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        return self.parts[stage].get((part, call), 0.0)
+        return self.parts[stage][part, call].popleft()
+
+    def posting(self, stage: int, op: str) -> float:
+        return self.posts[stage][op].popleft()
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        return self.expected.transfer(source, target, nbytes)
+        return self.transfers[source, target].popleft()
+
+    def host(self, stage: int, nbytes: int) -> float:
+        return self.expected.host(stage, nbytes)
 
     def share(
         self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
@@ -58,6 +82,40 @@ class MeasuredDurations:
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         return self.expected.all_reduce(axes, nbytes, stages)
+
+
+def _arrivals(ranks: Sequence[StepTimes]) -> Iterator[tuple[int, int, str, int, float, float, bool]]:
+    """Every message of a step: source, target, channel, its number, the seconds from the start of its send to when its
+    receiver began to wait and to when it had it, and whether that was what it waited for."""
+    for source, target in ((0, 1), (1, 0)):
+        for channel in "FB":
+            starts = ranks[source].sent.get((target, channel), ())
+            waits = ranks[target].received.get((source, channel), ())
+            for number, (start, (begun, done)) in enumerate(zip(starts, waits, strict=True)):
+                yield source, target, channel, number, begun - start, done - start, done - begun > WAITED_S
+
+
+def _transfers(plan: Plan, steps: Sequence[Sequence[StepTimes]]) -> list[Transfers]:
+    """By step, how long each message took; of those that nobody waited for it is known that they did not take longer
+    than until they were read: the mean of the others at most."""
+    every = [list(_arrivals(ranks)) for ranks in steps]
+    awaited = [done for messages in every for *_, done, waited in messages if waited]
+    usual = statistics.mean(awaited) if awaited else 0.0
+    found = []
+    for messages in every:
+        taken = {
+            (source, target, channel, number): done if waited else max(0.0, min(usual, begun))
+            for source, target, channel, number, begun, done, waited in messages
+        }
+        transfers: Transfers = defaultdict(deque)
+        for source, stage in enumerate(plan.program.stages):
+            sent: Counter[tuple[int, str]] = Counter()
+            for i in stage.instructions:
+                if i.op in SENDING and i.peer is not None:
+                    transfers[source, i.peer].append(taken[source, i.peer, i.op[-1], sent[i.peer, i.op[-1]]])
+                    sent[i.peer, i.op[-1]] += 1
+        found.append(transfers)
+    return found
 
 
 def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Times]:
@@ -91,8 +149,13 @@ def run(workload: str, steps: int) -> dict[str, tuple[float, float]]:
     found = {}
     for name, plan in plans.items():
         times = [rank[name] for rank in ranks]
-        expected = simulate(plan.program, MeasuredDurations(plan, times)).bubble
-        found[name] = statistics.mean(statistics.median(t.bubbles) for t in times), expected
+        facts, bubbles = ProgramFacts(plan.program), []
+        of_steps = list(zip(*(rank.steps for rank in times), strict=True))
+        for of_step, transfers in zip(of_steps, _transfers(plan, of_steps), strict=True):
+            expected = simulate(plan.program, MeasuredDurations(plan, facts, of_step, transfers), facts=facts)
+            bubbles.append((statistics.mean(step.bubble for step in of_step), expected.bubble))
+        measured, simulated = (statistics.median(shares) for shares in zip(*bubbles, strict=True))
+        found[name] = measured, simulated
     return found
 
 

@@ -87,6 +87,9 @@ class PlanDurations:
     ) -> float:
         return collective_time(op, nbytes, self._groups(axes)[stage])
 
+    def posting(self, stage: int, op: str) -> float:
+        return 0.0  # a device computes on while its host starts what comes next
+
     def _groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
         """By stage, over axes of the mesh, of the experts' mesh, or of what these are split into."""
         if any(axis in HYBRID_AXES for axis in axes):

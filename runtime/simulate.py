@@ -51,6 +51,11 @@ class Durations(Protocol):
         """Adding up ``nbytes`` over mesh axes, within the one of ``stages``; or (no axes) over several ``stages``."""
         ...
 
+    def posting(self, stage: int, op: str) -> float:
+        """What a rank of the stage is kept from computing by an instruction that only starts or ends something: by a
+        send that goes on beside the next computation, or by taking a microbatch out of the batch."""
+        ...
+
 
 @dataclass(frozen=True)
 class Span:
@@ -201,7 +206,8 @@ class _Simulation:
                 arrived = self.arrivals.get((i.peer, lane.stage, i.op[-1]))
                 if not arrived:
                     return False
-                lane.spend(arrived.popleft(), 0.0)
+                posted = lane.clock + self.durations.posting(lane.stage, i.op)
+                lane.spend(max(posted, arrived.popleft()), 0.0)
             case "TOTAL":
                 axes = split_axes(self.program, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
@@ -222,7 +228,7 @@ class _Simulation:
                 lane.spend(max(lane.reducing, lane.leaving if self.program.offload else 0.0), 0.0)
                 lane.scattering.clear()
             case _:
-                lane.spend(lane.clock, 0.0)
+                lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
         return True
 
     def compute(self, stage: int, i: Instruction) -> float:
@@ -250,7 +256,7 @@ class _Simulation:
         self.busy_until[channel] = end
         self.arrivals.setdefault(channel, deque()).append(end)
         lane.background.append(Background(start, end, lane.position, i, nbytes))
-        lane.spend(lane.clock, 0.0)
+        lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def reduce(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None

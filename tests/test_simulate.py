@@ -25,6 +25,7 @@ class Even:
     program: Program
     hop: float = 0.0
     reduction: float = 0.0
+    post: float = 0.0
 
     def call(self, stage: int, call: int, part: Part) -> float:
         calls = self.program.stages[stage].calls
@@ -43,6 +44,9 @@ class Even:
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         assert len(stages) == 1 if axes else len(stages) > 1
         return self.reduction
+
+    def posting(self, stage: int, op: str) -> float:
+        return self.post if op[:4] in ("SEND", "RECV") else 0.0
 
 
 def times(program: Program, **options: float) -> Timeline:
@@ -73,6 +77,18 @@ def test_transfers_delay_those_who_wait_for_them():
     sent = [b for b in times(program, hop=0.25).stages[0].background if b.instruction.op == "SEND_F"]
     assert [(b.start, b.end) for b in sent] == [(1.0, 1.25)]
     assert sent[0].nbytes == 2 * value_bytes(program.values["h0"])
+
+
+def test_a_rank_computes_nothing_while_it_starts_a_transfer():
+    """A transfer starts with its post; that of a receive is over before what it waits for comes."""
+    program = tiny_program(2, num_microbatches=1)
+    timeline = times(program, hop=0.25, post=0.125)
+    assert timeline.step_time == pytest.approx(2 * (STAGE_F + STAGE_B) + 2 * 0.25)
+    (sent,) = [s for s in timeline.stages[0].spans if s.instruction.op == "SEND_F"]
+    assert (sent.start, sent.end) == (1.0, 1.125)
+    late = times(program, hop=0.25, post=3.0)  # the first stage: forward, a send and a receive, backward
+    assert late.step_time == pytest.approx(STAGE_F + 3.0 + 3.0 + STAGE_B)
+    assert all(stage.busy == pytest.approx(STAGE_F + STAGE_B) for stage in late.stages)
 
 
 def test_reductions_hide_behind_the_last_backward():

@@ -15,12 +15,11 @@ from partitioner.actions import held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ranks_of
 from partitioner.solve.least import LeastTime, least_time
+from partitioner.solve.longest import Phases, longest_path
 from partitioner.solve.pipelines import (
-    Phases,
     held_microbatches,
     least_alone,
     least_fill,
-    longest_path,
     pipeline_seconds,
     shortened,
     stage_in_flight,

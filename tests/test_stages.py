@@ -16,7 +16,8 @@ from partitioner.constraints import pinned_calls
 from partitioner.cost.calls import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.solve.least import least_time
-from partitioner.solve.pipelines import Phases, held_microbatches, pipeline_seconds
+from partitioner.solve.longest import Phases
+from partitioner.solve.pipelines import held_microbatches, pipeline_seconds
 from partitioner.solve.segments import segments_of
 from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
 from partitioner.solve.stages import SLACK, StageSplit, solve_stages

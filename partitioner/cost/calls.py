@@ -73,8 +73,10 @@ class CallCost:
 
     def selective(self) -> CallCost:
         """The same call, if attention scores are made again for their backward."""
-        if self.slim is not None:
-            return self.slim
+        return self.slim if self.slim is not None else self._selective
+
+    @cached_property
+    def _selective(self) -> CallCost:
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,

@@ -300,10 +300,9 @@ def _certificate(state: _State) -> Certificate:
     """Rows best first, and the least of all bounds that are not refuted."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     objective = state.best_time
-    open_bounds = [row.bound for row in state.rows.values() if row.status == "bounded"]
-    solved = [row.evaluated for row in state.rows.values() if row.evaluated is not None]
-    open_bounds += [e.least for e in solved if e.least is not None]
-    bound = min([objective, *open_bounds])
+    loose = (row for row in state.rows.values() if row.evaluated is not None and row.evaluated.least is not None)
+    open_rows = [*loose, *(row for row in state.rows.values() if row.status == "bounded")]
+    bound = min([objective, *(row.bound for row in open_rows)])
     rows = sorted(state.rows.values(), key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
     shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
     return Certificate(

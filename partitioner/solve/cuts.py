@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
-from partitioner.solve.pipelines import Phases, follow, longest_path
+from partitioner.solve.longest import Phases, follow, longest_path
 from partitioner.solve.tables import TINY, StageTables
 
 Table = NDArray[np.float64]

@@ -7,6 +7,7 @@ looked at: with many stages few are left.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.shortage import capacity_error
-from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stage_problem import Pace, StageProblem
 from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import ROUNDING_BYTES, TINY, StageTables
 from partitioner.units import bytes_text, plural
@@ -30,13 +31,15 @@ _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatch
 class LeastTime:
     """Seconds of a microbatch that no split can go below: on the slowest stage, and on all together; ``forward_s``: the
     forwards of ``total_s``; ``backward_s``: of a single stage, with what it recomputes. ``unseen``: the same two of the
-    splits that were not looked at, which may be all."""
+    splits that were not looked at, which may be all. ``step_s``: of a whole step, of those that were, see
+    :func:`_after_others`."""
 
     slowest_s: float
     total_s: float
     forward_s: float
     backward_s: float = 0.0
     unseen: tuple[float, float] = (np.inf, np.inf)
+    step_s: float = 0.0
 
     @property
     def is_seen(self) -> bool:
@@ -45,7 +48,8 @@ class LeastTime:
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int) -> float:
         """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
-        return min(self._pipeline_s(schedule, p, m, *of) for of in ((self.slowest_s, self.total_s), self.unseen))
+        seen = max(self.step_s, self._pipeline_s(schedule, p, m, self.slowest_s, self.total_s))
+        return min(seen, self._pipeline_s(schedule, p, m, *self.unseen))
 
     def _pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, slowest: float, total: float) -> float:
         if total == np.inf:
@@ -94,31 +98,76 @@ def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool =
         plan = stage_plan(tables, 0, 0, len(problem.calls))
         backward = plan.backward_s + plan.recompute_s
     limit = min(limit, enough)
-    return LeastTime(*found, forward, backward, (limit, max(work, limit)))
+    most, total, step = found
+    return LeastTime(most, total, forward, backward, (limit, max(work, limit)), step)
 
 
-def _over_runs(tables: StageTables, limit: float) -> tuple[float, float] | None:
-    """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds; ``None``
-    if there are none, or longer runs might be better."""
+def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
+    """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds, and the
+    least step of :func:`_after_others`; ``None`` if there are none, or longer runs might be better."""
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
-    stages = np.arange(tables.problem.num_stages)
+    problem = tables.problem
+    stages = np.arange(problem.num_stages)
     times = tables.run_times(stages, start, stop)
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
-        times = slim if tables.problem.recompute == "selective" else np.minimum(times, slim)
-    ends, values = stop[firsts], np.empty((2, len(start)))
-    least = np.full((2, len(tables.problem.calls) + 1), np.inf)  # the least maximum, and the least sum, up to each call
+        times = slim if problem.recompute == "selective" else np.minimum(times, slim)
+    followed = not is_formula(problem.schedule)  # of others a formula says more
+    of_pace: dict[int, Others] = {}
+    ends, values = stop[firsts], np.empty((2 + followed, len(start)))
+    # the least maximum, the least sum and the least step, up to each call
+    least = np.full((len(values), len(problem.calls) + 1), np.inf)
     least[:, 0] = 0.0
-    for time in times:
+    for stage, time in enumerate(times):
         before = least[:, start]
         np.maximum(before[0], time, out=values[0])
         np.add(before[1], time, out=values[1])
+        if followed:
+            pace = problem.pace(stage)
+            if id(pace) not in of_pace:
+                of_pace[id(pace)] = _others(problem, pace)
+            others = of_pace[id(pace)]
+            np.maximum(before[2], _after_others(problem, stage, others, start, stop, time), out=values[2])
         least.fill(np.inf)
         least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
-    most, total = least[:, -1].tolist()
-    return (most, total) if most <= limit and most < np.inf else None
+    most, total, *step = least[:, -1].tolist()
+    return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
+
+
+class Others(NamedTuple):
+    """Seconds of a microbatch, by call up to which: its forward through all calls at least, its backward for inputs,
+    and its backward for weights on the devices of one stage."""
+
+    ahead: Vector
+    back: Vector
+    weights: Vector
+
+
+def _after_others(
+    problem: StageProblem, stage: int, others: Others, start: Places, stop: Places, times: Vector
+) -> Vector:
+    """Seconds of a step in which ``stage`` runs the calls from ``start`` to ``stop``, ``times`` each microbatch.
+
+    It begins when the first microbatch has been through all calls before, and ends with the last one's backward; which
+    goes on through all calls before, while no more than so many of the stage's backwards for weights are left.
+    """
+    ahead, back, weights = others
+    late = problem.half_done(stage) * (weights[stop] - weights[start])
+    through: Vector = ahead[start] + problem.num_microbatches * times + np.maximum(0.0, back[start] - late)
+    return through
+
+
+def _others(problem: StageProblem, pace: Pace) -> Others:
+    """``pace``: of the stage's devices."""
+    paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+    ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
+    train = problem.train
+    halves = ([(c.backward_total_s - c.backward_s / 2) * train for c in p.costs] for p in paces)
+    back = [min(costs) for costs in zip(*halves, strict=True)]
+    weights = [c.backward_s / 2 * train for c in pace.costs]
+    return Others(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
 
 
 def _check_memory(tables: StageTables) -> None:

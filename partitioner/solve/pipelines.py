@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
-
 from partitioner.actions import Timetable, in_flight
 from partitioner.schedule_table import ScheduleTable, table_of
 from partitioner.schedules import timetable
+from partitioner.solve.longest import Phases, follow
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
 # Microbatches that stage ``s`` of ``p`` holds at a time, of ``m``, one stage on each rank; and those of them whose
@@ -39,19 +37,6 @@ _LEAST_FILL = {
 }
 _FEW = 0.7  # of that, ZB-1P with several virtual stages on a rank and fewer than two microbatches for each rank
 _MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on as it did
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Seconds of a microbatch in a virtual stage: forward, backward for inputs, backward for weights."""
-
-    forward: float = 0.0
-    inputs: float = 0.0
-    weights: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.inputs + self.weights
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
@@ -152,67 +137,3 @@ def shortened(
     if table_of(schedule) is not None or m <= fewer + p:
         return timetable(schedule, p, m, v), None
     return timetable(schedule, p, fewer, v), (timetable(schedule, p, fewer + p, v), p, m - fewer)
-
-
-def follow(table: Timetable, phases: Sequence[Phases], train: bool = True) -> float:
-    """Seconds until all ranks have ended their orders."""
-    return _follow(table, phases, train)[0]
-
-
-def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True) -> tuple[float, NDArray[np.float64]]:
-    """The seconds, and the actions that no time lies between: how often each virtual stage's forward, backward for
-    inputs and backward for weights is among them, shape ``[stages, 3]``."""
-    seconds, end, before = _follow(table, phases, train)
-    often = np.zeros((len(phases), 3))
-    place: tuple[int, int] | None = end
-    while place is not None:
-        rank, at = place
-        action = table.orders[rank][at]
-        if train or action.kind == "F":
-            often[table.held[rank][action.chunk], _PARTS[action.kind]] += 1
-        place = before[rank][at]
-    return seconds, often
-
-
-_PARTS = {"F": [0], "I": [1], "W": [2], "B": [1, 2]}
-Place = tuple[int, int]  # a rank, and where in its order
-
-
-def _follow(table: Timetable, phases: Sequence[Phases], train: bool) -> tuple[float, Place, list[list[Place | None]]]:
-    """Seconds, the last action, and for each rank's actions that which it waited for."""
-    done: dict[tuple[str, int, int], tuple[float, Place]] = {}  # when a microbatch has left a virtual stage, and where
-    seconds = {
-        kind: [getattr(phase, name) for phase in phases]
-        for kind, name in (("F", "forward"), ("I", "inputs"), ("W", "weights"))
-    }
-    seconds["B"] = [phase.inputs + phase.weights for phase in phases]
-    last = len(table.ranks) - 1
-    clock = [0.0] * len(table.orders)
-    before: list[list[Place | None]] = [[] for _ in table.orders]
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(table.orders):
-            stages, now, waited = table.held[rank], clock[rank], before[rank]
-            for at in range(len(waited), len(order)):
-                action = order[at]
-                kind, k, i = action.kind, stages[action.chunk], action.microbatch
-                source: Place | None = (rank, at - 1) if at else None
-                needed = ("F", i, k - 1) if kind == "F" and k else None
-                if train and kind in "BI" and k < last:
-                    needed = "B", i, k + 1
-                if needed is not None:
-                    if needed not in done:
-                        break
-                    arrived, place = done[needed]
-                    if arrived > now:
-                        now, source = arrived, place
-                if train or kind == "F":
-                    now += seconds[kind][k]
-                if kind != "W":
-                    done["F" if kind == "F" else "B", i, k] = now, (rank, at)
-                waited.append(source)
-                moved = True
-            clock[rank] = now
-    slowest = max(range(len(clock)), key=clock.__getitem__)
-    return clock[slowest], (slowest, len(table.orders[slowest]) - 1), before

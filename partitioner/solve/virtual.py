@@ -18,7 +18,8 @@ from partitioner.actions import held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable, ranks_of
 from partitioner.solve.cuts import better_cuts
-from partitioner.solve.pipelines import Held, Phases, held_microbatches, pipeline_seconds, shortened
+from partitioner.solve.longest import Phases
+from partitioner.solve.pipelines import Held, held_microbatches, pipeline_seconds, shortened
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_plan
 from partitioner.solve.tables import StageTables

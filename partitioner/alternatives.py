@@ -1,45 +1,71 @@
-"""Schedules of several virtual stages for the plan that the search has found: same mesh, same microbatches.
+"""Schedules of several virtual stages on a rank, for the best plans that the search has found.
 
-The search and its bounds are those of schedules with one stage on each rank. Which other fills the pipeline that it has
-found best is then tried: there are few, and each is followed action by action. Where devices are alike, ranks stay
-where they are; elsewhere they are placed anew.
+The search and its bounds are those of schedules with one stage on each rank: bounds of the others are loose where
+memory is short, as what a rank holds depends on the order of its actions. Which of them fills the pipelines that were
+found best is tried then, for the same mesh and microbatch.
 """
 
 from __future__ import annotations
 
-from partitioner.constraints import Constraints
-from partitioner.evaluate import Evaluator, Solved
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from partitioner.evaluate import Solved
 from partitioner.plan import Candidate, Certificate
-from partitioner.solve.bestfirst import Evaluated, candidate, refused
-from partitioner.solve.points import Space, points_beside
+from partitioner.solve.bestfirst import Bounds, Evaluated, candidate, refused
+from partitioner.solve.points import Point, Space, several_stages
 from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
+PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
+_BEST, _NEAR = 6, 1.2  # meshes and microbatches, that take no longer than this times the best
 
 
-def asks_for(constraints: Constraints) -> bool:
+def leaves_schedule(space: Space) -> bool:
     """Whether the constraints leave the schedule open, and do not have all of them searched."""
-    return constraints.schedule is None and constraints.virtual_stages is None and not constraints.ahead
+    pinned = space.constraints
+    return space.train and pinned.schedule is None and pinned.virtual_stages is None and not pinned.ahead
+
+
+def schedules_of_several(space: Space, solved: Mapping[Point, float], found: Point) -> list[Point]:
+    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``."""
+    best: dict[Point, Point] = {}
+    for point, seconds in sorted(solved.items(), key=lambda item: item[1]):
+        if len(best) < _BEST and seconds <= _NEAR * solved[found]:
+            best.setdefault(replace(point, schedule="", zero=0, dp_shard=0), point)
+    return [other for point in best.values() if point.pp > 1 for other in several_stages(space, point)]
 
 
 def best_schedule(
-    space: Space, evaluator: Evaluator, found: Solved, certificate: Certificate
+    evaluate: Callable[[Point], Evaluated],
+    bounds: Bounds,
+    several: Sequence[Point],
+    found: Solved,
+    certificate: Certificate,
+    deadline: float,
 ) -> tuple[Solved, Certificate]:
-    """``found``, or the same under the schedule that takes least; and the certificate, with what was tried."""
-    if not (space.train and found.point.pp > 1 and asks_for(space.constraints)):
-        return found, certificate
+    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline``."""
     best, rows = found, []
-    devices = found.devices if evaluator.placements.nested(found.point.grid) else None
-    for point in points_beside(space, found.point):
+    for point in several:
+        enough = min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN))
+        if time.monotonic() > deadline:
+            break
+        least = float(bounds.times([point])[0])
+        if least >= enough:
+            continue
         try:
-            solved = evaluator.solve(point, devices)
+            least = max([least, *(bound([point], enough) for bound in bounds.together)])
+            if least >= enough:
+                continue
+            told = evaluate(point)
         except PartitionError as error:
             rows.append(refused(point, error))
             continue
-        told = evaluated(solved)
-        rows.append(candidate(point, told).model_copy(update={"bound": told.least}))
-        if told.step_time < min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN)):
-            best = solved
+        least = min(max(least, told.least or 0.0), told.step_time)
+        rows.append(candidate(point, told).model_copy(update={"bound": least}))
+        if told.step_time < enough:
+            best = told.payload
     return best, _with(certificate, rows, best, found)
 
 
@@ -51,19 +77,25 @@ def evaluated(solved: Solved) -> Evaluated:
     return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
 
 
-def _with(certificate: Certificate, rows: list[Candidate], best: Solved, found: Solved) -> Certificate:
-    """The rows come behind those of the search; the bound is that of the schedule that is used."""
+def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, found: Solved) -> Certificate:
+    """The rows come behind those of the search; the bound is that of the schedules of one stage on each rank, and of
+    the plan that is used."""
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
-    step = best.estimate.step_time
+    step, chosen = best.estimate.step_time, candidate(best.point)
     solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
-    name, chunks = str(best.point.schedule), best.point.virtual_stages
-    rows = [
-        row.model_copy(update={"status": "chosen"}) if (row.schedule, row.virtual_stages) == (name, chunks) else row
-        for row in rows
-    ]
+    rows = [row.model_copy(update={"status": "chosen"}) if _same(row, chosen) else row for row in rows]
     bound = min([certificate.bound, *(row.bound for row in rows if row.status == "chosen")])
     gap = (step - bound) / step if step else 0.0
     return certificate.model_copy(
         update={"objective": step, "bound": bound, "gap": gap, "candidates": (*solved, *rows)}
     )
+
+
+def _same(row: Candidate, other: Candidate) -> bool:
+    """Whether two rows are of one point."""
+    names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
+    return all(getattr(row, name) == getattr(other, name) for name in names)
+
+
+__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "evaluated", "leaves_schedule", "schedules_of_several"]

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from partitioner.alternatives import best_schedule, evaluated
+from partitioner.alternatives import (
+    PATIENCE,
+    best_schedule,
+    evaluated,
+    leaves_schedule,
+    schedules_of_several,
+)
 from partitioner.baselines import compared, standards, unpinned
 from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
 from partitioner.cost.bounds import ModelBounds
@@ -31,6 +39,7 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
     """What the job's points are drawn from."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
+    often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
     return Space(
         job.topology,
         job.global_batch,
@@ -40,6 +49,7 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
         job.train,
         experts=job.common_experts,
         length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
+        repeated=sum(times for times in often.values() if times > 1),
     )
 
 
@@ -96,6 +106,7 @@ def _explore(
 ) -> tuple[Solved, Certificate]:
     space = space_of(job, bounds)
     candidates = points(space)
+    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
@@ -115,12 +126,21 @@ def _explore(
         always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
         progress=progress,
-        time_limit_s=math.inf if time_limit_s is None else time_limit_s,
+        time_limit_s=deadline - time.monotonic(),
+        patience=PATIENCE,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
+    found, certificate = result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+    if result.interrupted or not leaves_schedule(space):
+        return found, certificate
     return best_schedule(
-        space, evaluator, result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
+        evaluate,
+        Floors(bounds, evaluator, candidates, space),
+        schedules_of_several(space, result.solved, found.point),
+        found,
+        certificate,
+        deadline,
     )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
 from partitioner.plan import Candidate, Certificate
 from partitioner.schedules import schedule_name
-from partitioner.solve.pipelines import is_formula
+from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point
 from passes.errors import PartitionError
 
@@ -85,13 +85,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``point`` and ``best`` are the plan found; the certificate has a row for every point."""
+    """``point`` and ``best`` are the plan found, ``solved`` all points that have one, by step time; the certificate has
+    a row for every point."""
 
     point: Point
     best: Evaluated
     certificate: Certificate
     num_evaluated: int
     interrupted: bool = False
+    solved: Mapping[Point, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -115,6 +117,7 @@ class _State:
     best: Point | None = None
     num_evaluated: int = 0
     num_bounded: int = 0
+    in_vain: set[Hashable] = field(default_factory=set)  # families of several virtual stages, since the best was found
     told: float = field(default_factory=time.monotonic)  # when progress was told of last
 
     @property
@@ -133,6 +136,7 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     time_limit_s: float = float("inf"),
     tolerance: float = 0.0,
+    patience: int | None = None,
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -141,6 +145,8 @@ def search(
         always: points that are evaluated whatever their bounds, first.
         left_out: points that are no candidates but are to be reported, and why.
         tolerance: stop when no bound is better than the best plan by more than this share.
+        patience: so many families of schedules of several virtual stages on a rank, one after the other, may have no
+            better plan; then no more of these are looked at, and their bounds stay as they are.
         progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
@@ -156,7 +162,7 @@ def search(
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, progress, deadline, tolerance)
+        interrupted = _best_first(state, bounds, evaluate, progress, deadline, tolerance, patience)
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -168,7 +174,9 @@ def search(
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
-    return SearchResult(state.best, best.evaluated, _certificate(state), state.num_evaluated, interrupted)
+    times = {p: row.evaluated.step_time for p, row in state.rows.items() if row.evaluated is not None}
+    solved = dict(sorted(times.items(), key=lambda item: item[1]))
+    return SearchResult(state.best, best.evaluated, _certificate(state), state.num_evaluated, interrupted, solved)
 
 
 def _best_first(
@@ -178,6 +186,7 @@ def _best_first(
     progress: Callable[[Progress], None] | None,
     deadline: float,
     tolerance: float,
+    patience: int | None,
 ) -> bool:
     """Runs until nothing beats the best plan; whether it stopped before.
 
@@ -192,7 +201,9 @@ def _best_first(
     while heap:
         later, bound, number, step = heapq.heappop(heap)
         members = nodes[number]
-        if bound >= state.best_time * (1 - tolerance):
+        several = not is_plain(members[0].schedule, members[0].virtual_stages)
+        enough = several and patience is not None and state.best is not None and len(state.in_vain) >= patience
+        if enough or bound >= state.best_time * (1 - tolerance):
             continue
         if time.monotonic() > deadline:
             return True
@@ -206,6 +217,8 @@ def _best_first(
             continue
         last = state.best is None and not heap  # which no bound can spare
         if alone and (last or step == shared + len(bounds.steps)):
+            if several:
+                state.in_vain.add(bounds.family(members[0]))
             _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
             continue
         state.num_bounded += 1
@@ -264,6 +277,7 @@ def _evaluate(
     row.bound = min(max(row.bound, row.evaluated.least or 0.0), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
+        state.in_vain.clear()
 
 
 def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:

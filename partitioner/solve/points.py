@@ -14,12 +14,16 @@ from partitioner.topology.model import Topology
 from runtime.program import hybrid_mesh
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
-_CHOICES = {"interleaved": (2, 3, 4, 6, 8, 12), "zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
+_FEWEST_TOKENS = 2048  # the same, where the ranks would be more than the batch has parts for
+_CHOICES = {"zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
+_UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank may have
+_MORE_CHUNKS = 1.4  # times the last number of virtual stages, the next one
+_MOST_CHUNKS = 16
 
 _PART_GROWS = 4  # from one part of dp that shares states to the next
 
 _SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
-_BESIDE = {"interleaved": (2, 4), "zb-1p": (2,), "zb-v": (2,)}  # tried for what was found under those
+_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
 
 
 @dataclass(frozen=True, order=True)
@@ -99,7 +103,7 @@ class Point:
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens."""
+    sample's tokens; ``repeated``: calls of blocks that repeat (0: all)."""
 
     topology: Topology
     global_batch: int
@@ -109,6 +113,7 @@ class Space:
     train: bool = True
     experts: int = 0
     length: int = 0
+    repeated: int = 0
 
     @property
     def world_size(self) -> int:
@@ -174,22 +179,27 @@ def meshes(space: Space) -> list[tuple[int, int, int, int]]:
     for tp in divisors(world):
         if not (pinned.tp in (None, tp) and _tensor_axis_fits(space, tp)):
             continue
-        for cp in _context_axes(space, world // tp):
-            for pp in divisors(world // tp // cp):
-                dp = world // tp // cp // pp
-                if pinned.pp not in (None, pp) or pinned.dp not in (None, dp):
-                    continue
-                if pp <= space.num_calls and space.global_batch % dp == 0:
+        for pp in divisors(world // tp):
+            if pinned.pp not in (None, pp) or pp > space.num_calls:
+                continue
+            for cp in _context_axes(space, world // tp // pp):
+                dp = world // tp // pp // cp
+                if pinned.dp in (None, dp) and space.global_batch % dp == 0:
                     found.append((pp, dp, tp, cp))
     return found
 
 
 def _context_axes(space: Space, room: int) -> list[int]:
-    """Each rank gets two pieces of the sequence, one from either end, so that causal work is even."""
+    """The ``cp`` of ``room`` ranks. Each gets two pieces of the sequence, one from either end, so that causal work is
+    even. Where the batch does not split over as many ranks as are left, fewer tokens may be on each."""
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
-    return [cp for cp in divisors(room) if cp == 1 or (length >= _LEAST_TOKENS * cp and length % (2 * cp) == 0)]
+    even = [cp for cp in divisors(room) if cp == 1 or length % (2 * cp) == 0]
+    usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
+    if any(space.global_batch % (room // cp) == 0 for cp in usual):
+        return usual
+    return [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.global_batch % (room // cp) == 0][:1]
 
 
 def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
@@ -225,7 +235,7 @@ def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
         elif pinned.virtual_stages is not None:
             choices = [pinned.virtual_stages]
         else:
-            choices = list((_CHOICES if pinned.schedule or pinned.ahead else _SEARCHED)[name])
+            choices = _chunk_choices(space, pp, name)
         found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
     return found
 
@@ -240,9 +250,30 @@ def _searched(space: Space) -> list[str]:
     return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(_SEARCHED)
 
 
-def points_beside(space: Space, point: Point) -> list[Point]:
-    """``point`` under the other schedules, but for those that are as fast as one of them in more memory."""
-    found = [(name, v) for name, choices in _BESIDE.items() for v in choices if v * point.pp <= space.num_calls]
+def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
+    """The virtual stages on a rank that are tried for a schedule that may have any number of them."""
+    if schedule == "interleaved":
+        return even_chunks(space, pp)
+    pinned = space.constraints
+    return list((_CHOICES if pinned.schedule or pinned.ahead else _SEARCHED)[schedule])
+
+
+def even_chunks(space: Space, pp: int) -> list[int]:
+    """Numbers of virtual stages on a rank that let all of them have about as many layers; two, where none does."""
+    layers, found = space.repeated or space.num_calls, list[int]()
+    for chunks in range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1):
+        stages = chunks * pp
+        even = -(-layers // stages) * stages <= _UNEVEN * layers
+        if even and (not found or chunks >= _MORE_CHUNKS * found[-1]):
+            found.append(chunks)
+    return found or [2]
+
+
+def several_stages(space: Space, point: Point) -> list[Point]:
+    """``point`` under the schedules of several virtual stages, but for those that are as fast as one of them in more
+    memory."""
+    choices = {"interleaved": even_chunks(space, point.pp), **_BESIDE}
+    found = [(name, v) for name, several in choices.items() for v in several if v * point.pp <= space.num_calls]
     return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
 
 

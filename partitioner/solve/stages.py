@@ -12,6 +12,7 @@ The limits that matter are few: above the least one that is feasible, the sum ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,13 +184,20 @@ class _Splitter:
         return StageSplit(stages, self.cost(cuts), least_s, microbatch)
 
 
-def stage_plan(tables: StageTables, stage: int, start: int, stop: int) -> StagePlan:
-    """The stage ``stage`` if it has the calls ``start:stop``."""
+def stage_plan(
+    tables: StageTables, stage: int, start: int, stop: int, recompute: int | Literal["selective"] | None = None
+) -> StagePlan:
+    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: of how many calls, or of attention scores,
+    where that is not to be the least that its memory allows."""
     problem = tables.problem
     here = np.array([start]), np.array([stop])
-    way = tables.way(stage, start, stop)
+    if recompute is None:
+        way = tables.way(stage, start, stop)
+        recomputed = way.recomputed(stage, *here)
+    else:
+        scores = tables.slim if recompute == "selective" else None
+        way, recomputed = scores or tables, np.array([recompute if isinstance(recompute, int) else 0])
     selective = way is not tables
-    recomputed = way.recomputed(stage, *here)
     forward, backward = tables.seconds(stage)
     slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])
     before, after = tables.transfers(stage)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from partitioner.actions import held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ScheduleTable, ranks_of
+from partitioner.solve.again import fitted
 from partitioner.solve.cuts import better_cuts
 from partitioner.solve.longest import Phases
 from partitioner.solve.pipelines import Held, held_microbatches, pipeline_seconds, shortened
@@ -42,27 +44,34 @@ def solve_virtual(
     if problem.train:
         problem = replace(problem, flying=flying.most, halfway=flying.halfway)
     capacity = [problem.capacity[stages[0]] for stages in own]
-    limits: Sequence[float] = problem.capacity
+    whole = tables = StageTables(problem)
+    split = solve_stages(problem, tables)  # raises where one of the stages does not fit on a rank of its own
+    found: list[StageSplit] = []
     lacking: tuple[int, float] = 0, np.inf
     for attempt in range(_ROUNDS):
+        taken = [_memory(tables, split.stages, stages, flying, s) for s, stages in enumerate(own)]
+        excess = [t - c for t, c in zip(taken, capacity, strict=True)]
+        if max(excess) <= 0:
+            found.append(split)
+            break
+        lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda lacks: lacks[1])
+        if attempt == 0 and (made := _made_again(whole, split, own, flying, capacity)) is not None:
+            found.append(made)
+        if attempt == _ROUNDS - 1:
+            break
+        needs = [float(stage.memory) for stage in split.stages]
+        limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
         limited = replace(problem, capacity=tuple(int(limit) for limit in limits))
         try:
             tables = StageTables(limited)
             split = solve_stages(limited, tables)
         except CapacityError:
-            if attempt == 0:  # one of the stages does not fit on a rank of its own
-                raise
             break
-        taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
-        excess = [t - c for t, c in zip(taken, capacity, strict=True)]
-        if max(excess) <= 0:
-            whole = StageTables(problem) if attempt else tables
-            split, bound = _improved(whole, split, schedule, own, flying, chunks)
-            taken = [_memory(tables, split, stages, flying, s) for s, stages in enumerate(own)]
-            return _joined(split, problem, schedule, own, taken, chunks, bound)
-        lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda found: found[1])
-        needs = [float(stage.memory) for stage in split.stages]
-        limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
+    if found:
+        split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
+        split, bound = _improved(whole, split, schedule, own, flying, chunks)
+        taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
+        return _joined(split, problem, schedule, own, taken, chunks, bound)
     stage, missing = lacking
     raise CapacityError(
         f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
@@ -71,6 +80,24 @@ def solve_virtual(
         stage=stage,
         missing_bytes=round(missing),
     )
+
+
+def _made_again(
+    tables: StageTables, split: StageSplit, own: Sequence[Sequence[int]], flying: Held, capacity: Sequence[float]
+) -> StageSplit | None:
+    """The same cuts, of which each rank makes so much again that it fits; ``None`` where one does not."""
+    stages = list(split.stages)
+    for rank, virtual in enumerate(own):
+        taken = partial(_taken, tables, virtual, flying, rank)
+        plans = [stages[k] for k in virtual]
+        if taken(plans) <= capacity[rank]:
+            continue
+        made = fitted(tables, plans, taken, capacity[rank])
+        if made is None:
+            return None
+        for k, plan in zip(virtual, made, strict=True):
+            stages[k] = plan
+    return replace(split, stages=tuple(stages))
 
 
 def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
@@ -83,10 +110,14 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
     return limits
 
 
-def _memory(tables: StageTables, split: StageSplit, stages: Sequence[int], flying: Held, rank: int) -> float:
+def _memory(tables: StageTables, every: Sequence[StagePlan], stages: Sequence[int], flying: Held, rank: int) -> float:
+    """Peak bytes of a rank, see :func:`_taken`."""
+    return _taken(tables, stages, flying, rank, [every[k] for k in stages])
+
+
+def _taken(tables: StageTables, stages: Sequence[int], flying: Held, rank: int, plans: Sequence[StagePlan]) -> float:
     """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
     problem = tables.problem
-    plans = [split.stages[k] for k in stages]
     ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
     places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
     working = [
@@ -139,7 +170,7 @@ def _improved(
     for _, cuts in found.cuts:
         stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
         faster = replace(split, stages=stages)
-        taken = [_memory(tables, faster, virtual, flying, s) for s, virtual in enumerate(own)]
+        taken = [_memory(tables, faster.stages, virtual, flying, s) for s, virtual in enumerate(own)]
         if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
             return faster, bound
     return split, bound
@@ -155,13 +186,18 @@ def _joined(
     bound: float,
 ) -> StageSplit:
     """The stages by rank, and the seconds that the schedule takes with them."""
-    phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
-    p, m = len(own), problem.num_microbatches
-    seconds = pipeline_seconds(schedule, p, m, chunks, phases, problem.train)
+    seconds = _seconds(problem, split, schedule, len(own), chunks)
     stages = tuple(
         _together([split.stages[k] for k in virtual], round(taken)) for virtual, taken in zip(own, memory, strict=True)
     )
     return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
+
+
+def _seconds(
+    problem: StageProblem, split: StageSplit, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+) -> float:
+    phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
+    return pipeline_seconds(schedule, num_ranks, problem.num_microbatches, chunks, phases, problem.train)
 
 
 def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:

@@ -1,0 +1,81 @@
+"""What a rank of several virtual stages makes again, where it is known which calls each of them has.
+
+Calls are made again one after the other, those first that free most bytes for each second, until what the virtual
+stages hold together fits: the same call frees the more, the more microbatches its virtual stage has on their way. Or
+attention scores are, of one virtual stage after the other. The quicker way is taken, for each rank by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from partitioner.solve.stages import StagePlan, stage_plan
+from partitioner.solve.tables import StageTables
+
+Taken = Callable[[Sequence[StagePlan]], float]
+
+
+def fitted(tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float) -> list[StagePlan] | None:
+    """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
+    ``taken`` says; ``None`` where too much is left, whatever is made again."""
+    found = [ways for ways in (_by_calls(tables, plans), _by_scores(tables, plans)) if ways is not None]
+    fits = [best for ways in found if (best := _shortest(list(ways), taken, capacity)) is not None]
+    return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
+
+
+def _shortest(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
+    """The first of ``ways``, each of which makes more again than the one before it, that fits."""
+    low, high = 0, len(ways) - 1
+    if taken(ways[high]) > capacity:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if taken(ways[middle]) <= capacity else (middle + 1, high)
+    return ways[high]
+
+
+def _by_calls(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]] | None:
+    most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
+    if tables.problem.recompute == "full" or not any(most):
+        return None
+    return _more_calls(tables, plans, most)
+
+
+def _more_calls(tables: StageTables, plans: Sequence[StagePlan], most: Sequence[int]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with one call more each time."""
+    problem = tables.problem
+
+    def worth(chunk: int, place: int) -> tuple[float, int, int]:
+        cost, stage = problem.calls[place].cost, plans[chunk].number
+        seconds = problem.pace(stage).costs[place].forward_total_s
+        return -problem.in_flight(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
+
+    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
+    yield list(now)
+    heap = [worth(chunk, plan.start) for chunk, plan in enumerate(plans) if most[chunk]]
+    heapq.heapify(heap)
+    while heap:
+        _, chunk, place = heapq.heappop(heap)
+        plan, count = plans[chunk], place + 1 - plans[chunk].start
+        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, count)
+        yield list(now)
+        if count < most[chunk]:
+            heapq.heappush(heap, worth(chunk, place + 1))
+
+
+def _by_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]] | None:
+    if tables.slim is None or tables.problem.recompute == "selective":
+        return None
+    return _more_scores(tables, plans)
+
+
+def _more_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with the scores of one more each time, the longest kept first."""
+    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
+    yield list(now)
+    order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.in_flight(plans[chunk].number))
+    for chunk in order:
+        plan = plans[chunk]
+        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, "selective")
+        yield list(now)

@@ -240,6 +240,7 @@ class Evaluator:
                 sharded=machine.sharded(job.experts),
                 short_gradients=bool(job.constraints.short_gradients),
                 offload=job.constraints.offload or (),
+                complete=local.complete,
             )
         return self._held[held]
 

@@ -20,6 +20,8 @@ from partitioner.topology.groups import reference_type
 from passes.blocks import Block, FoldedModel
 from passes.microbatch import couples_samples, split_batch
 
+_LEAST_ROUNDS = 2
+
 # tp, cp, parts of the batch, whether one microbatch is all, experts over tp
 LocalKey = tuple[int, int, int, bool, Split]
 
@@ -79,26 +81,25 @@ class LocalModels:
             batch = self.job.batch
             self._splits[parts, whole] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
         model = self._splits[parts, whole]
-        context = self._context(model, key, num_microbatches) if cp > 1 else None
+        context = self._context(model, key) if cp > 1 else None
         model = model if context is None else context.model
         if tp == 1:
-            solution = whole_sharding(model, "tp", self._costs(model, "tp", tp, cp, num_microbatches))
+            solution = whole_sharding(model, "tp", self._costs(model, "tp", key))
         else:
-            problem = self._problem(model, key, num_microbatches)
+            problem = self._problem(model, key)
             solution = problem.solve(allowed_strategies(model, experts))
         return localized(model, solution, None if context is None else context.sharding, self._blocks)
 
-    def _problem(self, model: FoldedModel, key: LocalKey, num_microbatches: int) -> ShardingProblem:
+    def _problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
         """One for all ways of spreading experts, which differ in the strategies that they allow."""
-        tp, cp, *_ = key
         if key[:4] not in self._problems:
-            problem = sharding_problem(model, "tp", tp, self._costs(model, "tp", tp, cp, num_microbatches))
+            problem = sharding_problem(model, "tp", key[0], self._costs(model, "tp", key))
             if not self.job.experts:
                 return problem
             self._problems[key[:4]] = problem
         return self._problems[key[:4]]
 
-    def _context(self, model: FoldedModel, key: LocalKey, num_microbatches: int) -> ContextModel:
+    def _context(self, model: FoldedModel, key: LocalKey) -> ContextModel:
         """``model`` with its sequence shared over ``cp``."""
         tp, cp, *_ = key
         if key[:4] not in self._contexts:
@@ -106,20 +107,30 @@ class LocalModels:
                 model,
                 self.job.batch,
                 cp,
-                replace(self._costs(model, "cp", tp, cp, num_microbatches), state_price=0.0),
+                replace(self._costs(model, "cp", key), state_price=0.0, complete=True),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
             )
         return self._contexts[key[:4]]
 
-    def _costs(self, model: FoldedModel, axis: str, tp: int, cp: int, num_microbatches: int) -> TensorCosts:
+    def _rounds(self, key: LocalKey) -> int:
+        """The microbatches of a step over which a sharding's price spreads what happens once in it.
+
+        The fewest that a point of ``key`` may have, so that it does not depend on which of them asks first. Two at
+        least: a gradient that is reduced once a step may go in a bucket and to shards, one inside a graph may not.
+        """
+        tp, cp, parts, *_ = key
+        return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
+
+    def _costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
+        tp, cp, *_ = key
         job, seat = self.job, self.reference_seat(tp, cp)
         device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
         return replace(
             divided_costs(model, axis, device, group, job.precision),
             train=job.train,
-            num_microbatches=num_microbatches,
+            num_microbatches=self._rounds(key),
             sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
             short_gradients=bool(pinned.short_gradients),
         )

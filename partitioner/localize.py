@@ -25,6 +25,13 @@ class LocalModel:
     experts: dict[str, Layout] = field(default_factory=dict)  # experts' states over ep
     by_rows: bool = False  # whether ranks along tp have rows of their own for the experts, and other experts
 
+    @property
+    def complete(self) -> frozenset[str]:
+        """States whose gradients every rank of ``cp`` has whole, without adding anything up."""
+        if self.context is None:
+            return frozenset()
+        return frozenset(name for name, layout in self.context.states.items() if layout.kind != "R'")
+
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
         """With its experts spread over ``ep`` ranks, each over ``etp`` of them (0: ``tp``). Raises ``PlanError``."""
         if ep == 1:

@@ -40,7 +40,8 @@ class TensorCosts:
     held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
     repeats, ``repeated`` for each byte that every rank makes.
-    ``short_gradients``: those of parameters are of their type, rather than in float32.
+    ``short_gradients``: those of parameters are of their type, rather than in float32. ``complete``: a gradient that
+    all ranks have whole costs as much as one that is added up, for ZeRO shares only the states of the latter.
     """
 
     device: DeviceType
@@ -53,6 +54,7 @@ class TensorCosts:
     undivided: float = 0.0
     repeated: float = 0.0
     short_gradients: bool = False
+    complete: bool = False
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
@@ -124,7 +126,7 @@ class TensorCosts:
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
         seconds = local * self.update_bytes / self.device.memory_bandwidth
-        if layout.kind == "R'":
+        if layout.kind == "R'" or (self.complete and layout.kind == "R"):
             seconds += collective_time("all_reduce", gradient_bytes(spec, self.short_gradients), self.group)
         return seconds / self.num_microbatches + local * self.state_price
 

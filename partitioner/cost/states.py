@@ -200,13 +200,14 @@ def state_costs(
     sharded: Sharded = WHOLE,
     short_gradients: bool = False,
     offload: Collection[str] = (),
+    complete: Collection[str] = (),
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
-    ``offload``: what is kept in host memory.
-    ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
+    ``offload``: what is kept in host memory. ``complete``: states whose gradients all ranks of ``cp`` have whole, so
+    that these do not share them. ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
     known: dict[Hashable, StateCost] = {}  # states that are alike have one and the same object
@@ -214,11 +215,14 @@ def state_costs(
     def find(name: str, state: State) -> StateCost:
         layout, expert = layouts.get(name, REPLICATED), name in sharded.experts
         trained = train and state.requires_grad
-        key = state.spec, state.kind, layout, trained, expert
+        apart = name in complete and trained and not expert
+        key = state.spec, state.kind, layout, trained, expert, apart
         if key not in known:
-            cost = _cost(state.spec, layout, ranks, mesh, optimizer, trained, short_gradients)
+            own = {**mesh, "cp": 1} if apart else mesh
+            cost = _cost(state.spec, layout, ranks, own, optimizer, trained, short_gradients)
             cost = cost.scaled(sharded.of_experts) if expert else cost
             replicas = sharded.expert_replicas if expert else sharded.replicas
+            replicas = replicas // mesh.get("cp", 1) if apart else replicas
             stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
             known[key] = replace(
                 cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),

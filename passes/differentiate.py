@@ -159,18 +159,27 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: 
             kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
             where = {k: node.meta.get(k, "") for k in ("path", "source")} | {_MADE_BY: node.name}
             with fx.traceback.annotate(where):
-                target: Any = _fused_attention if fused and _is_attention(node) else node.target
-                result = target(*args, **kwargs)
+                result = (_fused(node) if fused else node.target)(*args, **kwargs)
             env[node] = result
     raise AssertionError("a block's graph ends in an output node")
 
 
-def _is_attention(node: fx.Node) -> bool:
-    """Whether an accelerator has a fused kernel for it: for heads, and not in double precision."""
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return False
-    value: Tensor = node.meta["val"]
-    return value.dim() == 4 and value.dtype != torch.float64
+def _fused(node: fx.Node) -> Any:
+    """The kernel that an accelerator has for an operator: attention of heads and norms, not in double precision."""
+    value, target = node.meta["val"], node.target
+    if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
+        return _fused_attention
+    weights = [o.meta["val"].dtype for o in node.all_input_nodes[1:]]
+    if target is aten.rms_norm.default and value.dtype != torch.float64 and set(weights) <= {value.dtype}:
+        return _fused_rms_norm
+    return target
+
+
+def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """What keeps as much as the kernel for accelerators does, which cannot be traced without one: its operand, and two
+    numbers for each row. To be looked at, not to be run."""
+    alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
+    return alike[0]
 
 
 def _fused_attention(

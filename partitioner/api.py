@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.export import ExportedProgram
 from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
 from partitioner.explore import context_ways, explore
-from partitioner.finish import emit_program, planned_only
+from partitioner.finish import plan_to_fit
 from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
@@ -68,17 +69,16 @@ def partition(
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer)
         job = job_of(topology, constraints, global_batch)
-        chosen, certificate = explore(job, progress, compare=not estimate_only, time_limit_s=time_limit_s)
-    beyond = planned_only(chosen.point, constraints, job.precision)
-    beyond += ("estimate_only=True",) if estimate_only else ()
-    program, estimate = (None, chosen.estimate) if beyond else emit_program(job, chosen)
+        find = partial(explore, progress=progress, compare=not estimate_only, time_limit_s=time_limit_s)
+        found = plan_to_fit(job, find, estimate_only=estimate_only)
+    chosen = found.chosen
     return Plan(
-        program=program,
+        program=found.program,
         topology=topology,
         devices=chosen.devices,
         constraints=constraints,
-        estimate=estimate,
-        certificate=certificate,
+        estimate=found.estimate,
+        certificate=found.certificate,
         shares=operator_share(job.batch, chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,
         precision=prepared.precision,
@@ -87,5 +87,5 @@ def partition(
         context=() if estimate_only else context_ways(job, chosen),
         objective=prepared.objective,
         global_batch=job.global_batch,
-        planned_only=beyond,
+        planned_only=found.beyond,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from partitioner.constraints import Constraints
@@ -9,18 +11,76 @@ from partitioner.cost.offload import check_hosts
 from partitioner.cost.saved import expanded, kept_by
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
+from partitioner.errors import CapacityError
 from partitioner.evaluate import Solved
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
-from partitioner.plan import Estimate
+from partitioner.plan import Certificate, Estimate
 from partitioner.solve.points import Point
-from partitioner.topology.groups import stage_ranks
+from partitioner.topology.groups import stage_capacity, stage_ranks
+from partitioner.units import bytes_text
 from runtime.facts import ProgramFacts
 from runtime.memory import host_bytes
 from runtime.offload import host_states
 from runtime.program import Program
 from runtime.prove import prove
+
+_TRIES = 3  # to leave so much free that the program fits
+Find = Callable[[Job], tuple[Solved, Certificate]]
+
+
+def plan_to_fit(job: Job, find: Find, *, estimate_only: bool) -> Finished:
+    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free, where that
+    takes more than the search's tables said and than there is.
+
+    Raises as ``find`` does, and :class:`CapacityError` where no program fits.
+    """
+    lacking: CapacityError | None = None
+    for _ in range(_TRIES):
+        try:
+            chosen, certificate = find(job)
+        except CapacityError as error:
+            raise lacking or error from None
+        beyond = planned_only(chosen.point, job.constraints, job.precision)
+        beyond += ("estimate_only=True",) if estimate_only else ()
+        if beyond:
+            return Finished(chosen, certificate, None, chosen.estimate, beyond)
+        program, estimate = emit_program(job, chosen)
+        short = _short(job, chosen, estimate)
+        if short is None:
+            return Finished(chosen, certificate, program, estimate, ())
+        lacking = lacking or short
+        job = replace(job, reserve=job.reserve + short.missing_bytes)
+    assert lacking is not None
+    raise lacking
+
+
+def _short(job: Job, chosen: Solved, estimate: Estimate) -> CapacityError | None:
+    """What the fullest rank lacks for its program."""
+    mesh = chosen.point.grid
+    rooms = stage_capacity(job.topology, mesh, chosen.devices)
+    needs = [max(estimate.memory[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)]
+    missing, stage = max((need - room, stage) for stage, (need, room) in enumerate(zip(needs, rooms, strict=True)))
+    if missing <= 0:
+        return None
+    return CapacityError(
+        f"the program of stage {stage} takes {bytes_text(needs[stage])} at its fullest, of the "
+        f"{bytes_text(rooms[stage])} usable on a device: {bytes_text(missing)} too much",
+        stage=stage,
+        missing_bytes=missing,
+    )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A plan's parts. ``beyond``: what of it is planned and not executed; then there is no program."""
+
+    chosen: Solved
+    certificate: Certificate
+    program: Program | None
+    estimate: Estimate
+    beyond: tuple[str, ...]
 
 
 def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from passes.blocks import FoldedModel
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned. ``model`` is the folded model of the whole batch, marked with its gradients."""
+    """What is to be planned. ``model`` is the folded model of the whole batch, marked with its gradients; ``reserve``:
+    bytes of every rank that are to stay free."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -29,6 +30,7 @@ class Job:
     train: bool
     optimizer: str
     precision: str  # of most of the work: "bf16", "fp32", ...
+    reserve: int = 0
 
     def dressed(self, machine: Machine, point: Point) -> Machine:
         """``machine``, over which the point's mesh is laid, with what else the point says."""
@@ -48,6 +50,7 @@ class Job:
                 short_gradients=bool(self.constraints.short_gradients),
             ),
             num_experts=self.num_experts,
+            reserve=self.reserve,
         )
 
     @cached_property

@@ -54,8 +54,8 @@ class Machine:
     ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
     (0: ``tp``); ``zero``: the stage of state sharding, over ``dp_shard`` of ``dp`` (0: all); ``gradient_bytes``: of all
     gradients of the model; ``overlap``: whether collectives of gradients and weights run behind computation;
-    ``num_experts``: of the layer that has most; ``software``: how what runs it communicates. All but ``device``,
-    ``group``, ``groups`` and ``spread`` are by pipeline stage.
+    ``num_experts``: of the layer that has most; ``software``: how what runs it communicates; ``reserve``: bytes of
+    every rank that stay free. All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
     """
 
     topology: Topology
@@ -70,6 +70,7 @@ class Machine:
     overlap: bool = True
     num_experts: int = 0
     software: Software = EXECUTED
+    reserve: int = 0
     nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
@@ -229,7 +230,8 @@ class Machine:
     @property
     def capacity(self) -> tuple[int, ...]:
         """Bytes that a rank may use."""
-        return self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
+        whole = self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
+        return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:

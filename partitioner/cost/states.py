@@ -207,7 +207,8 @@ def state_costs(
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
     ``offload``: what is kept in host memory. ``complete``: states whose gradients all ranks of ``cp`` have whole, so
-    that these do not share them. ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
+    that these do not share them. ``short_gradients``: they are of their parameter's type, even where that is shorter
+    than float32.
     """
     ranks = mesh.get("tp", 1)
     known: dict[Hashable, StateCost] = {}  # states that are alike have one and the same object

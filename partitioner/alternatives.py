@@ -19,7 +19,7 @@ from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
-_BEST, _NEAR = 6, 1.2  # meshes and microbatches, that take no longer than this times the best
+_BEST = 3  # meshes and microbatches
 
 
 def leaves_schedule(space: Space) -> bool:
@@ -28,13 +28,16 @@ def leaves_schedule(space: Space) -> bool:
     return space.train and pinned.schedule is None and pinned.virtual_stages is None and not pinned.ahead
 
 
-def schedules_of_several(space: Space, solved: Mapping[Point, float], found: Point) -> list[Point]:
-    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``."""
+def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found: Point) -> list[Point]:
+    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, which comes by
+    step time, and would be better than ``found`` without the pipeline's bubble."""
+    enough = solved[found].step_time * (1 - LEAST_GAIN)
     best: dict[Point, Point] = {}
-    for point, seconds in sorted(solved.items(), key=lambda item: item[1]):
-        if len(best) < _BEST and seconds <= _NEAR * solved[found]:
+    for point, known in solved.items():
+        bubble = (known.breakdown or {}).get("bubble", 0.0)
+        if point.pp > 1 and known.step_time - bubble < enough and len(best) < _BEST:
             best.setdefault(replace(point, schedule="", zero=0, dp_shard=0), point)
-    return [other for point in best.values() if point.pp > 1 for other in several_stages(space, point)]
+    return [other for point in best.values() for other in several_stages(space, point)]
 
 
 def best_schedule(

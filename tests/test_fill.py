@@ -27,7 +27,7 @@ from partitioner.solve.pipelines import (
 from partitioner.solve.room import Ranks, most_held, needs_of
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.virtual import solve_virtual
-from tests.test_stages import call, problems
+from tests.test_stages import call, problem, problems
 
 _TURNS = 300
 _EVERY = [("interleaved", 2), ("zb-1p", 1), ("zb-1p", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
@@ -151,3 +151,38 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     ranks = Ranks(shares, max(peaks), float(states.sum()))
     for limit in (max(of_rank), 2 * max(of_rank), np.inf):
         assert needs.seconds_again(ranks, None, limit) <= again * (1 + 1e-9) + 1e-9
+
+
+@given(problems(), st.sampled_from([("interleaved", 2), ("zb-1p", 2), ("zb-v", 2), ("zb-1p", 1)]))
+@settings(max_examples=200, deadline=None)
+def test_virtual_stages_hold_together_what_their_rank_has(given_problem: StageProblem, kind: tuple[str, int]):
+    schedule, v = kind
+    ranks = given_problem.num_stages // v
+    if given_problem.num_stages % v or ranks < 2 or given_problem.pinned:
+        return
+    m = given_problem.num_microbatches * (ranks if schedule == "interleaved" else 1)
+    p = replace(given_problem, num_microbatches=m, chunks=v)
+    try:
+        solved = solve_virtual(p, schedule, ranks, v)
+    except CapacityError:
+        return
+    own = held(ranks_of(schedule, ranks, v), ranks)
+    for stage, virtual in zip(solved.stages, own, strict=True):
+        assert stage.memory <= p.capacity[virtual[0]] + 1
+    assert solved.least_s <= solved.pipeline_s
+
+
+@pytest.mark.parametrize("v", [2, 4])
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+def test_as_much_is_made_again_as_memory_asks_for(v: int, share: float):
+    """Of layers that are alike: no more than a rank's fullest moment needs, by one call for each virtual stage."""
+    schedule, ranks, layers, saved = "interleaved", 2, 16, 20.0
+    plain = problem([call(k, 1.0, saved) for k in range(layers)], ranks * v, 8)
+    most = max(stage.memory for stage in solve_virtual(plain, schedule, ranks, v).stages)
+    tight = replace(plain, capacity=(round(share * most),) * (ranks * v))
+    solved = solve_virtual(tight, schedule, ranks, v)
+    assert all(stage.memory <= share * most + 1 for stage in solved.stages)
+    for stage in solved.stages:
+        flying = min(plan.in_flight for plan in stage.parts)
+        needed = (most - share * most) / saved / max(1.0, flying)
+        assert sum(plan.recompute for plan in stage.parts) <= 2 * needed + v, (stage.recompute, needed)

@@ -29,7 +29,16 @@ from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.points import Point, Space, baselines, hybrids, left_out, points
+from partitioner.solve.points import (
+    Point,
+    Space,
+    baselines,
+    even_chunks,
+    hybrids,
+    left_out,
+    points,
+    several_stages,
+)
 from partitioner.solve.siblings import Siblings
 from partitioner.topology import Topology
 from passes.capture import capture
@@ -290,6 +299,46 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
     assert {"zb-1p", "interleaved", "1f1b"} <= {p.schedule for p in ahead}
     pinned = points(space(cp=2, zero=3))
     assert {(p.cp, p.zero) for p in pinned} == {(2, 3)}
+
+
+def test_virtual_stages_are_even():
+    """As many as let stages have about as many layers each, ever more of them."""
+    deep = replace(space(calls=128), repeated=126)
+    assert even_chunks(deep, 9) == [2, 5, 14]  # five within a tenth
+    assert even_chunks(replace(deep, repeated=96), 8) == [2, 4, 12]
+    assert even_chunks(replace(deep, num_calls=9, repeated=7), 4) == [2]  # no number is even
+    found = several_stages(deep, Point(9, 4, 1, 1))
+    assert {(p.schedule, p.virtual_stages) for p in found if p.schedule == "interleaved"} == {
+        ("interleaved", v) for v in (2, 5, 14)
+    }
+    assert all(p.virtual_stages * p.pp <= deep.num_calls for p in found)
+
+
+def test_a_sequence_is_shared_where_the_batch_has_too_few_parts():
+    """288 nodes, of which 16 x 9 x 8 take 2,016 samples: ``dp`` of 32 does not divide 1,008, 16 does."""
+    wide = replace(space("dgx-h100:288", batch=1008, calls=128, pp=9, tp=8), length=8192)
+    assert {(p.dp, p.cp) for p in points(wide)} == {(16, 2)}
+    assert {p.cp for p in points(replace(wide, global_batch=1024))} == {1}
+    with pytest.raises(PlanError, match="dp must divide the global batch"):
+        points(replace(wide, length=2048))  # too few tokens for each
+
+
+def test_points_of_several_stages_that_are_in_vain_are_left_with_their_bounds():
+    """The search gives up on them, not on others, and says how far it is from proven."""
+    several = [Point(2, 1, 1, size, "interleaved", virtual_stages=2) for size in (1, 2, 3, 4, 5)]
+    plain = Point(2, 1, 1, 8)
+    table = Table({plain: 3.0, **dict.fromkeys(several, 4.0)}, share=0.5)
+    found = run(table, patience=2)
+    assert (found.point, table.evaluated) == (plain, [plain, *several[:2]])
+    assert found.certificate.bound == 2.0
+    assert run(Table(table.real, share=0.5)).certificate.gap == 0.0
+
+
+def test_a_certificate_keeps_the_best_bound_of_a_point():
+    """What an evaluation says of its point may be less than what was known before."""
+    table = Table(dict(zip(grid(2), [6.0, 9.0], strict=True)), share=0.9)
+    found = run(table, lambda p: replace(table.evaluate(p), least=1.0))
+    assert found.certificate.bound == pytest.approx(0.9 * 6.0)
 
 
 def test_no_point_is_explained():

@@ -93,7 +93,7 @@ class SearchResult:
     certificate: Certificate
     num_evaluated: int
     interrupted: bool = False
-    solved: Mapping[Point, float] = field(default_factory=dict)
+    solved: Mapping[Point, Evaluated] = field(default_factory=dict)
 
 
 @dataclass
@@ -174,8 +174,8 @@ def search(
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
-    times = {p: row.evaluated.step_time for p, row in state.rows.items() if row.evaluated is not None}
-    solved = dict(sorted(times.items(), key=lambda item: item[1]))
+    known = {p: row.evaluated for p, row in state.rows.items() if row.evaluated is not None}
+    solved = dict(sorted(known.items(), key=lambda item: item[1].step_time))
     return SearchResult(state.best, best.evaluated, _certificate(state), state.num_evaluated, interrupted, solved)
 
 

@@ -17,7 +17,7 @@ _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for th
 _FEWEST_TOKENS = 2048  # the same, where the ranks would be more than the batch has parts for
 _CHOICES = {"zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
 _UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank may have
-_MORE_CHUNKS = 1.4  # times the last number of virtual stages, the next one
+_MORE_CHUNKS = 1.8  # times the last number of virtual stages, the next one
 _MOST_CHUNKS = 16
 
 _PART_GROWS = 4  # from one part of dp that shares states to the next

@@ -1,0 +1,103 @@
+"""The memory that the search counts with is the program's; and a plan whose program needs more is no plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from partitioner import CapacityError, Constraints, Plan, Topology, finish, partition, prepare
+from tests.test_infeasible import Tower, cluster
+
+WIDTH, LAYERS = 256, 4
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norm(WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x.float().sum()
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_accelerators_keep_their_operand_alone(norm: type[nn.Module]) -> None:
+    """Fused kernels keep it and a number or two for each row; taken apart they keep several tensors of its size."""
+    with torch.device("meta"):
+        model, x = Normed(norm).to(torch.bfloat16), torch.empty(8, 512, WIDTH, dtype=torch.bfloat16)
+    pinned = Constraints(dp=8, zero=0, recompute="none")
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=pinned)
+    size = 512 * WIDTH * 2
+    saved = plan.estimate.stages[0].memory["saved"]
+    assert 2 * LAYERS * size <= saved <= (2 * LAYERS + 0.5) * size
+
+
+def _llama() -> tuple[nn.Module, dict[str, Any]]:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=16384, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        ids = torch.zeros(1, 512, dtype=torch.int64)
+        return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_states_are_shared_over_the_ranks_of_a_sequence(zero: int) -> None:
+    """With one microbatch, too, where adding up gradients at once, in the graph, would cost no more."""
+    model, inputs = _llama()
+    pinned = Constraints(cp=8, zero=zero)
+    tables, whole = (
+        partition(model, Topology.preset("dgx-h100"), inputs, constraints=pinned, estimate_only=only)
+        for only in (True, False)
+    )
+    assert whole.program is not None
+    trained = [s for s in whole.program.states.values() if s.kind == "parameter" and s.requires_grad]
+    assert all("cp" in state.grad_axes for state in trained)
+    assert whole.estimate.stages[0].memory["optimizer"] == pytest.approx(
+        tables.estimate.stages[0].memory["optimizer"], rel=1e-3
+    )
+
+
+def test_what_is_pinned_to_what_was_chosen_costs_what_that_did() -> None:
+    """Whoever asks for a sharding first: nothing that is searched besides changes it."""
+    model, inputs = _llama()
+    prepared = prepare(model, inputs)
+    ask: dict[str, Any] = dict(global_batch=12, estimate_only=True)
+    free = partition(prepared, Topology.parse("dgx-h100"), constraints=Constraints(dp=4, tp=2), **ask)
+    chosen = free.chosen
+    pins = dict(dp=4, tp=2, microbatch_size=chosen.microbatch_size, zero=chosen.zero)
+    pinned = partition(prepared, Topology.parse("dgx-h100"), constraints=Constraints(**pins), **ask)
+    assert pinned.estimate.step_time == free.estimate.step_time
+    assert pinned.certificate.bound == pytest.approx(free.certificate.bound)
+
+
+def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float) -> Plan:
+    """As if every program took ``extra`` bytes more than the tables know of."""
+    followed = finish.followed
+
+    def more(*arguments: Any) -> Any:
+        estimate = followed(*arguments)
+        return estimate.model_copy(update={"memory": tuple(m + extra for m in estimate.memory)})
+
+    monkeypatch.setattr(finish, "followed", more)
+    return partition(Tower(256, 8), cluster(memory), (torch.zeros(64, 256),), constraints=Constraints(dp=4))
+
+
+def test_a_program_that_takes_more_than_the_tables_say_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = max(_planned_with(0, monkeypatch, 64).estimate.memory)
+    room = tight / 2**20 + 0.2
+    plan = _planned_with(2**19, monkeypatch, room)
+    assert max(plan.estimate.memory) <= room * 2**20
+
+
+def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapacityError, match=r"the program of stage 0 takes .* at its fullest, of the .* too much"):
+        _planned_with(2**26, monkeypatch, 64)

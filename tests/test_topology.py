@@ -183,6 +183,41 @@ def test_what_contradicts_itself_is_refused_with_its_line(text: str, message: st
         loads(text, "cluster.yaml")
 
 
+PAIR = "nodes: [{type: h100-sxm, devices: 2}]\nlevels:\n  - {like: nvlink4}\n"
+MINE = "nodes: [{type: mine}]\ntypes:\n  mine: {like: h100-sxm, %s}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (PAIR + "  - {name: a, bandwidth: 5 us}", "line 4.*bandwidth: '5 us' measures time; expected bytes per second"),
+        (
+            PAIR + "  - {name: a, bandwidth: 1, latency: 1 GB/s}",
+            "line 4.*latency.*measures bytes per second; expected t",
+        ),
+        (MINE % "memory: 80 TFLOP/s", "line 3.*measures operations per second; expected bytes, like 80 GB"),
+        (MINE % "price: 3 EUR/h", "line 3.*unknown unit 'EUR/h'; write it like 2.80 USD/h, the one unit of money"),
+        (MINE % "matmul_efficiency: [[1 GB, 1]]", "line 3.*measures bytes; expected a number"),
+        (MINE % "peak: {BF16: 1 TFLOP/s}", "line 3.*unknown precision 'BF16'; expected fp8, fp16, bf16"),
+        (MINE % "peak: {bf17: 1 TFLOP/s}", "line 3.*unknown precision 'bf17'"),
+        (MINE % "memory: 1 GB, reserved: 2 GB", "line 3.*nothing is left"),
+        (MINE % "memory: .inf", "line 3.*inf is no size of a memory"),
+        (MINE % "memory: 1e400 GB", "line 3.*inf is no size of a memory"),
+        (MINE % "memory: 1e9999999999 GB", "line 3.*too large"),
+        (MINE % "memory: .nan", "line 3.*nan is no size of a memory"),
+        (MINE % "memory: true", "line 3.*true is not a number"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {network: 5}", r"line 3.*network.*1 \(got 5\)"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {dead_nics: -1}", "line 3.*how many cards are gone.*got -1"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {dead_nics: some}", "line 3.*dead_nics: expected how many cards"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {speed: .inf}", r"line 3.*finite number \(got inf\)"),
+        ("nodes:\n  - {type: h100-sxm, devices: true}", "line 2.*true is not a number"),
+    ],
+)
+def test_quantities_that_cannot_be_are_refused(text: str, message: str):
+    with pytest.raises(TopologyError, match="(?s)cluster.yaml.*" + message):
+        loads(text, "cluster.yaml")
+
+
 def test_the_page_on_topologies_is_true():
     page = (Path(__file__).parent.parent / "docs" / "topology.md").read_text()
     whole, machine = (loads(text, "topology.md") for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))

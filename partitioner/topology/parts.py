@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from partitioner.topology.quantities import Bytes, BytesOrNone, NonNegative, Positive
+from partitioner.topology.quantities import (
+    Bytes,
+    BytesOrNone,
+    Count,
+    Flops,
+    Number,
+    Power,
+    PowerOrNone,
+    Price,
+    Rate,
+    Seconds,
+    Size,
+)
 
 
 class Part(BaseModel):
     """Frozen, strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PRECISIONS = ("fp8", "fp16", "bf16", "fp32", "fp64")
 
 
 class DeviceType(Part):
@@ -38,30 +53,44 @@ class DeviceType(Part):
     memory: Bytes
     reserved: BytesOrNone = 0
     communicator: BytesOrNone = 0
-    peak: dict[str, Positive]
-    memory_bandwidth: Positive
-    launch: NonNegative = 0.0
-    dispatch: NonNegative = 0.0
-    matmul_efficiency: tuple[tuple[Positive, Positive], ...] = ((1.0, 1.0),)
+    peak: dict[str, Flops]
+    memory_bandwidth: Rate
+    launch: Seconds = 0.0
+    dispatch: Seconds = 0.0
+    matmul_efficiency: tuple[tuple[Number, Number], ...] = ((1.0, 1.0),)
     unaligned: float = Field(default=1.0, gt=0, le=1)
-    attention_efficiency: Positive = 1.0
-    attention_lengths: tuple[tuple[Positive, Positive], ...] = ()
-    memory_efficiency: dict[str, Positive] = Field(default_factory=lambda: {"default": 1.0})
-    memory_sizes: tuple[tuple[Positive, Positive], ...] = ()
-    overlap_slowdown: float = Field(default=1.0, ge=1.0)
+    attention_efficiency: Number = 1.0
+    attention_lengths: tuple[tuple[Number, Number], ...] = ()
+    memory_efficiency: dict[str, Number] = Field(default_factory=lambda: {"default": 1.0})
+    memory_sizes: tuple[tuple[Size, Number], ...] = ()
+    overlap_slowdown: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     fused_attention: bool = True
     whole_scatter: bool = False
     matches: tuple[str, ...] = ()
-    price: NonNegative | None = None
-    power_busy: Positive | None = None
-    power_idle: NonNegative | None = None
+    price: Price | None = None
+    power_busy: Power | None = None
+    power_idle: PowerOrNone | None = None
 
     @field_validator("peak")
     @classmethod
     def _some_peak(cls, peak: dict[str, float]) -> dict[str, float]:
         if not peak:
             raise ValueError("give the peak of at least one precision, like {bf16: 989 TFLOP/s}")
+        for name in peak:
+            if name not in PRECISIONS:
+                raise ValueError(
+                    f"unknown precision {name!r}; expected {', '.join(PRECISIONS)}, like bf16: 989 TFLOP/s"
+                )
         return peak
+
+    @model_validator(mode="after")
+    def _some_memory(self) -> Self:
+        if self.reserved >= self.memory:
+            raise ValueError(
+                f"memory of {self.memory} bytes, of which {self.reserved} are reserved: nothing is left; expected "
+                "reserved below memory"
+            )
+        return self
 
     def peak_of(self, precision: str) -> float:
         """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
@@ -74,7 +103,11 @@ class DeviceType(Part):
 _STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
 
 
-Measured = tuple[tuple[int, NonNegative, Positive], ...]
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+Measured = tuple[tuple[Count, Seconds, Rate], ...]
 
 
 class Level(Part):
@@ -88,12 +121,12 @@ class Level(Part):
     """
 
     name: str
-    devices: int | None = Field(default=None, gt=0)
-    nodes: int | None = Field(default=None, gt=0)
-    bandwidth: Positive
-    latency: NonNegative = 0.0
-    step: NonNegative | None = None
-    base: NonNegative = 0.0
+    devices: Count | None = None
+    nodes: Count | None = None
+    bandwidth: Rate
+    latency: Seconds = 0.0
+    step: Seconds | None = None
+    base: Seconds = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
     oversubscription: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     only: tuple[str, ...] = ()
@@ -127,7 +160,15 @@ class PatternLink(Part):
     """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of places in a node, or between ``all``."""
 
     pairs: Literal["all"] | tuple[tuple[int, int], ...]
-    bandwidth: Positive
+    bandwidth: Rate
+
+    @field_validator("pairs", mode="before")
+    @classmethod
+    def _all_or_pairs(cls, pairs: Any) -> Any:
+        listed = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
+        if pairs != "all" and not (listed and all(_is_whole(place) for pair in pairs for place in pair)):
+            raise ValueError(f"expected all, or pairs of places like [[0, 1], [2, 3]]; got {pairs!r}")
+        return pairs
 
 
 class Pattern(Part):
@@ -138,11 +179,11 @@ class Pattern(Part):
     """
 
     links: tuple[PatternLink, ...] = Field(min_length=1)
-    latency: NonNegative = 0.0
-    step: NonNegative | None = None
-    base: NonNegative = 0.0
+    latency: Seconds = 0.0
+    step: Seconds | None = None
+    base: Seconds = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    starts: tuple[tuple[int, NonNegative], ...] = ()
+    starts: tuple[tuple[Count, Seconds], ...] = ()
 
 
 class Host(Part):
@@ -155,12 +196,12 @@ class Host(Part):
     """
 
     memory: Bytes
-    bandwidth: Positive
-    latency: NonNegative = 0.0
-    memory_bandwidth: Positive | None = None
+    bandwidth: Rate
+    latency: Seconds = 0.0
+    memory_bandwidth: Rate | None = None
     shared: bool = False
     disk: BytesOrNone = 0
-    disk_bandwidth: Positive | None = None
+    disk_bandwidth: Rate | None = None
 
     @model_validator(mode="after")
     def _disk_has_a_rate(self) -> Self:
@@ -179,13 +220,13 @@ class NodeGroup(Part):
     """
 
     type: str
-    devices: int = Field(default=1, gt=0)
-    count: int = Field(default=1, gt=0)
-    concurrent: float | None = Field(default=None, gt=0)
+    devices: Count = 1
+    count: Count = 1
+    concurrent: Number | None = None
     names: tuple[str, ...] = ()
     island: str = ""
     pattern: str | None = None
-    nics: int | None = Field(default=None, gt=0)
+    nics: Count | None = None
     host: Host | None = None
 
     @property
@@ -205,7 +246,7 @@ class DeviceOverride(Part):
 
     type: str | None = None
     memory: Bytes | None = None
-    speed: float = Field(default=1.0, gt=0)
+    speed: Number = 1.0
 
 
 class NodeOverride(Part):
@@ -215,10 +256,18 @@ class NodeOverride(Part):
     nearest living one. ``memory`` and ``speed``: of each of its devices.
     """
 
-    network: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    network: Number = Field(default=1.0, le=1)
     dead_nics: int | tuple[int, ...] = 0
     memory: Bytes | None = None
-    speed: float = Field(default=1.0, gt=0)
+    speed: Number = 1.0
+
+    @field_validator("dead_nics", mode="before")
+    @classmethod
+    def _how_many_or_which(cls, dead: Any) -> Any:
+        cards = dead if isinstance(dead, list | tuple) else [dead]
+        if not all(_is_whole(card) and card >= 0 for card in cards):
+            raise ValueError(f"expected how many cards are gone, like 1, or which, like [0, 3]; got {dead!r}")
+        return dead
 
     def dead(self, nics: int) -> frozenset[int]:
         """The dead ones among ``nics`` cards."""
@@ -231,8 +280,8 @@ class LinkOverride(Part):
     """A link between two devices, by name, in place of what the levels give; both directions."""
 
     between: tuple[str, str]
-    bandwidth: Positive
-    latency: NonNegative = 0.0
+    bandwidth: Rate
+    latency: Seconds = 0.0
 
 
 class Link(Part):

@@ -4,45 +4,89 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-UNITS: dict[str, float] = {
-    **{f"{prefix}B": scale for prefix, scale in {**_PREFIXES, **_BINARY}.items()},
-    **{f"{prefix}B/s": scale for prefix, scale in {**_PREFIXES, **_BINARY}.items()},
-    **{f"{prefix}b/s": scale / 8 for prefix, scale in _PREFIXES.items()},
-    **{f"{prefix}bit/s": scale / 8 for prefix, scale in _PREFIXES.items()},
-    **{f"{prefix}FLOP/s": scale for prefix, scale in _PREFIXES.items()},
-    **{f"{prefix}W": _PREFIXES[prefix] for prefix in ("", "k")},
-    "USD/h": 1.0,
-    **_TIMES,
+
+# What is measured -> its units, and how it is written.
+_DIMENSIONS: dict[str, tuple[dict[str, float], str]] = {
+    "bytes": ({f"{prefix}B": scale for prefix, scale in {**_PREFIXES, **_BINARY}.items()}, "80 GB or 80 GiB"),
+    "bytes per second": (
+        {
+            **{f"{prefix}B/s": scale for prefix, scale in {**_PREFIXES, **_BINARY}.items()},
+            **{f"{prefix}b/s": scale / 8 for prefix, scale in _PREFIXES.items()},
+            **{f"{prefix}bit/s": scale / 8 for prefix, scale in _PREFIXES.items()},
+        },
+        "50 GB/s or 400 Gbit/s",
+    ),
+    "operations per second": ({f"{prefix}FLOP/s": s for prefix, s in _PREFIXES.items()}, "989 TFLOP/s"),
+    "watts": ({"W": 1.0, "kW": 1e3}, "700 W or 0.7 kW"),
+    "dollars per hour": ({"USD/h": 1.0}, "2.80 USD/h, the one unit of money"),
+    "time": ({"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}, "5 us or 2 ms"),
+    "a number": ({}, "0.9, without a unit"),
 }
+UNITS: dict[str, float] = {unit: scale for units, _ in _DIMENSIONS.values() for unit, scale in units.items()}
+_KINDS = {unit: kind for kind, (units, _) in _DIMENSIONS.items() for unit in units}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+_MOST_BYTES = 1 << 60  # sums over all devices stay within 64 bits
 
 
-def quantity(value: Any) -> Any:
-    """``value`` in the base unit (bytes, seconds, FLOP/s, watts, ...) if it is text with one; else as it is."""
+def quantity(value: Any, kind: str | None = None) -> Any:
+    """``value`` in the base unit (bytes, seconds, FLOP/s, watts, ...) if it is text with one; else as it is.
+
+    ``kind``: what it must measure, as the table has it.
+    """
+    like = "'80 GB', '50 GB/s', '5 us'" if kind is None else _DIMENSIONS[kind][1]
+    if isinstance(value, bool):  # which Python takes for 0 or 1
+        raise ValueError(f"{str(value).lower()} is not a number; write it like {like}")
     if not isinstance(value, str):
         return value
     match = _NUMBER.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} is not a number with a unit; write it like '80 GB', '50 GB/s', '5 us'")
+        raise ValueError(f"{value!r} is not a number with a unit; write it like {like}")
     number, unit = match.groups()
     if unit and unit not in UNITS:
-        raise ValueError(f"{value!r} has the unknown unit {unit!r}; use one like GB, GiB, GB/s, Gbit/s, us, TFLOP/s")
-    return float(Decimal(number) * Decimal(repr(UNITS[unit]))) if unit else float(number)  # 7.6 us is 7.6e-06
+        units = f"; write it like {like}" if kind else "; use one like GB, GiB, GB/s, Gbit/s, us, TFLOP/s"
+        raise ValueError(f"{value!r} has the unknown unit {unit!r}{units}")
+    if unit and kind is not None and _KINDS[unit] != kind:
+        raise ValueError(f"{value!r} measures {_KINDS[unit]}; expected {kind}, like {like}")
+    try:
+        return float(Decimal(number) * Decimal(repr(UNITS[unit]))) if unit else float(number)  # 7.6 us is 7.6e-06
+    except ArithmeticError as error:
+        raise ValueError(f"{value!r} is too large or too small a number; write it like {like}") from error
 
 
-def _whole(value: Any) -> Any:
-    value = quantity(value)
-    return round(value) if isinstance(value, float) and value == value else value
+def whole(value: Any) -> Any:
+    """``value``, where it may be a number of things: truth values are not."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number; expected a whole number, like 2")
+    return value
 
 
-Positive = Annotated[float, BeforeValidator(quantity), Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, BeforeValidator(quantity), Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
-BytesOrNone = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+def _whole_bytes(value: Any) -> Any:
+    value = quantity(value, "bytes")
+    if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
+        raise ValueError(f"{value:g} is no size of a memory; expected at most 2**60 bytes, written like 80 GB")
+    return round(value) if isinstance(value, float) else value
+
+
+def _of(kind: str) -> BeforeValidator:
+    return BeforeValidator(partial(quantity, kind=kind))
+
+
+_POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
+Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
+Number = Annotated[float, _of("a number"), _POSITIVE]
+Rate = Annotated[float, _of("bytes per second"), _POSITIVE]
+Flops = Annotated[float, _of("operations per second"), _POSITIVE]
+Seconds = Annotated[float, _of("time"), _NOT_NEGATIVE]
+Price = Annotated[float, _of("dollars per hour"), _NOT_NEGATIVE]
+Power = Annotated[float, _of("watts"), _POSITIVE]
+PowerOrNone = Annotated[float, _of("watts"), _NOT_NEGATIVE]
+Size = Annotated[float, _of("bytes"), _POSITIVE]  # of what need not be whole
+Bytes = Annotated[int, BeforeValidator(_whole_bytes), Field(gt=0)]
+BytesOrNone = Annotated[int, BeforeValidator(_whole_bytes), Field(ge=0)]

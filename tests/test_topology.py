@@ -218,6 +218,49 @@ def test_quantities_that_cannot_be_are_refused(text: str, message: str):
         loads(text, "cluster.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("machine: dgx-h100\nnodes: true", "line 2.*their number, like 4; got True"),
+        ("machine: dgx-h100\nnode_overrides:\n  0: {memory: 1 GB}", "line 3.*nothing is left"),
+        ("machine: dgx-h100\noverrides:\n  node0/1: {memory: 1 GB}", "line 3.*nothing is left"),
+        (
+            "nodes: [{type: l40s, devices: 2, count: 2}]\nlevels:\n  - {like: ib-ndr}\n  - {like: nvlink4, nodes: 1}",
+            "line 4.*'nvlink4' is never used: 'ib-ndr', listed before it.*from the inside out",
+        ),
+        ("nodes:\n  - {type: l40s, count: 100000000}", "100,000,000 devices; expected at most 1,048,576"),
+        ("machine: dgx-h100\nnodes: 1000000", "8,000,000 devices; expected at most 1,048,576"),
+        ("nodes: &x [*x]", "line 1: what stands here contains itself"),
+        ("nodes: " + "[" * 3000, "nested too deeply"),
+        ("name: \x00", r"not valid YAML: the character .* at place 6"),
+        ("name: 2026-13-45", "not valid YAML: month must be in 1..12"),
+        ("nodes:\n  - {type: H100}", "line 2: nodes.0.type: .*did you mean h100-sxm or h100-pcie.*one of v100-32gb"),
+        ("nodes:\n  - {typ: l40s}", "line 2: nodes.0.typ: unknown key; did you mean type.*expected type, devices"),
+        (PAIR + "links:\n  - {between: 3, bandwidth: 1}", r"line 5: links.0.between: expected a list.*got 3"),
+        (PAIR + "node_overrides:\n  x: {speed: 1}", r"line 5: node_overrides.x: expected a whole number \(got 'x'\)"),
+        (PAIR + "node_overrides:\n  0: 3", r"line 5: node_overrides.0: expected a mapping, like \{name: value\}"),
+        (
+            "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p: {links: [{bandwidth: 1, pairs: some}]}",
+            "line 3: patterns.p.links.0.pairs: expected all, or pairs of places like",
+        ),
+    ],
+)
+def test_files_that_cannot_be_are_refused_in_plain_words(text: str, message: str):
+    with pytest.raises(TopologyError, match="(?s)cluster.yaml.*" + message):
+        loads(text, "cluster.yaml")
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path):
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes("name: \u00e9\nmachine: dgx-h100".encode("latin-1"))
+    with pytest.raises(TopologyError, match=r"not UTF-8 text \(byte 6\); save it as UTF-8"):
+        Topology.load(file)
+    with pytest.raises(TopologyError, match=r"2\.5 nodes; expected at least 1, a whole number"):
+        Topology.preset("dgx-h100", 2.5)  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match="expected a number after the colon"):
+        Topology.parse("dgx-h100:\u00b2")
+
+
 def test_the_page_on_topologies_is_true():
     page = (Path(__file__).parent.parent / "docs" / "topology.md").read_text()
     whole, machine = (loads(text, "topology.md") for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))

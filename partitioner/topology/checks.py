@@ -1,17 +1,19 @@
-"""What must hold between the parts of a topology, and how complaints are told: what, where, what to do."""
+"""What must hold between the parts of a topology."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from partitioner.topology.fabric import MOST_PLACES
-from partitioner.topology.parts import NodeGroup, NodeOverride
+from partitioner.topology.parts import Level, NodeGroup, NodeOverride
 
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
+
+
+MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
 
 
 class MisplacedError(ValueError):
@@ -24,6 +26,10 @@ class MisplacedError(ValueError):
 
 def check_parts(topology: Topology) -> None:
     """Raises :class:`MisplacedError` for names that are not described or given twice, and for what cannot be."""
+    if topology.num_devices > MOST_DEVICES:  # before each is named
+        raise MisplacedError(
+            f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
+        )
     _check_types(topology)
     _check_names(topology)
     _check_levels(topology)
@@ -32,6 +38,8 @@ def check_parts(topology: Topology) -> None:
             _check_pattern(topology, group, number)
     for node, override in topology.node_overrides.items():
         _check_node(topology, node, override)
+    if topology.overrides or topology.node_overrides:
+        _check_memory(topology)
 
 
 def _check_types(topology: Topology) -> None:
@@ -71,6 +79,20 @@ def _check_levels(topology: Topology) -> None:
                     "(their island, else their type)",
                     *("levels", i, "only"),
                 )
+        for outer in topology.levels[:i]:
+            if _extent(outer) > _extent(level) and set(level.only or islands) <= set(outer.only or islands):
+                raise MisplacedError(
+                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins, "
+                    "and more; list levels from the inside out",
+                    *("levels", i),
+                )
+
+
+def _extent(level: Level) -> tuple[float, float]:
+    """How far ``level`` reaches: nodes, and devices of one."""
+    if level.devices is not None:
+        return 0, level.devices
+    return level.nodes or math.inf, 0
 
 
 def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
@@ -117,22 +139,26 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
         )
 
 
+def _check_memory(topology: Topology) -> None:
+    """What the overrides leave of a device's memory."""
+    kinds = [g.type for g in topology.nodes for _ in range(g.count)]
+    given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
+        (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()
+    ]
+    for name, override in topology.overrides.items():
+        kind = override.type or kinds[topology.node_of[topology.index[name]]]
+        given.append((kind, override.memory, ("overrides", name, "memory")))
+    for kind, memory, path in given:
+        reserved = topology.types[kind].reserved
+        if memory is not None and memory <= reserved:
+            raise MisplacedError(
+                f"memory of {memory} bytes, of which {reserved} are reserved on {kind!r}: nothing is left; give more",
+                *path,
+            )
+
+
 def _duplicates(names: Sequence[str]) -> list[str]:
     if len(set(names)) == len(names):
         return []
     seen: set[str] = set()
     return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
-
-
-def explain(
-    error: ValidationError, what: str, line_of: Callable[[Sequence[int | str]], int | None] | None = None
-) -> str:
-    """The first of ``error``'s complaints as one sentence; ``line_of`` maps a path of keys to a line of a file."""
-    first = error.errors()[0]
-    place: Sequence[int | str] = getattr(first.get("ctx", {}).get("error"), "path", None) or first["loc"]
-    path = ".".join(str(p) for p in place)
-    message = first["msg"].removeprefix("Value error, ")
-    line = line_of(place) if line_of is not None else None
-    got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r})"
-    where = f", line {line}" if line else ""
-    return f"{what}{where}: {path + ': ' if path else ''}{message}{got}"

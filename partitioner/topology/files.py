@@ -33,8 +33,9 @@ import yaml
 from pydantic import ValidationError
 
 from partitioner.errors import TopologyError
-from partitioner.topology.checks import MisplacedError, explain
+from partitioner.topology.checks import MisplacedError
 from partitioner.topology.model import Topology
+from partitioner.topology.wording import explain, nearest
 
 _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "links", "patterns")
 
@@ -56,8 +57,8 @@ def preset(name: str, nodes: int = 1) -> Topology:
     machines = catalogue("machines")
     if name not in machines:
         raise TopologyError(f"unknown preset {name!r}; known are {', '.join(machines)}, and local:<ranks>")
-    if nodes < 1:
-        raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1")
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
+        raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1, a whole number")
     return topology_of({"name": name if nodes == 1 else f"{nodes} x {name}", **machine_fields(name, nodes)}, name)
 
 
@@ -96,6 +97,8 @@ def load(path: str | os.PathLike[str]) -> Topology:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"cannot read the topology {os.fspath(path)!r}: {error.strerror}; give YAML") from error
+    except UnicodeDecodeError as error:
+        raise TopologyError(f"{os.fspath(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     return loads(text, os.fspath(path))
 
 
@@ -103,11 +106,20 @@ def loads(text: str, source: str = "topology") -> Topology:
     """Read YAML text; ``source`` names it in errors."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(tree, source)
+        _refuse_odd(tree, source)
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise TopologyError(f"{source}{line}: not valid YAML: {error.problem or error}") from error
+    except yaml.reader.ReaderError as error:
+        what = f"the character {error.character!r} at place {error.position}"
+        raise TopologyError(f"{source}: not valid YAML: {what}; give plain text") from error
+    except RecursionError as error:
+        raise TopologyError(f"{source}: nested too deeply; a topology takes five levels at most") from error
+    except TopologyError:
+        raise
+    except ValueError as error:  # values that look like dates and are none
+        raise TopologyError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")
     try:
@@ -119,7 +131,7 @@ def loads(text: str, source: str = "topology") -> Topology:
     except TopologyError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError):
-            raise TopologyError(explain(cause, source, lambda path: _line(tree, path))) from error
+            raise TopologyError(explain(cause, Topology, source, lambda path: _line(tree, path))) from error
         raise
 
 
@@ -133,7 +145,7 @@ def parse(text: str) -> Topology:
     """``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path."""
     head, _, tail = text.partition(":")
     if head in known_presets() or head in ("local", "detect"):
-        if tail and not tail.isdigit():
+        if tail and not tail.isdecimal():
             raise TopologyError(f"{text!r}: expected a number after the colon, got {tail!r}")
         if head == "detect":
             return Topology.detect()
@@ -156,8 +168,8 @@ def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | 
 
 def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
     machine, nodes = data["machine"], data.get("nodes", 1)
-    if not isinstance(nodes, int):
-        raise MisplacedError(f"with 'machine', 'nodes' is their number; got {type(nodes).__name__}", "nodes")
+    if not isinstance(nodes, int) or isinstance(nodes, bool):
+        raise MisplacedError(f"with 'machine', 'nodes' is their number, like 4; got {nodes!r}", "nodes")
     try:
         base = preset(str(machine), nodes).model_dump(exclude_defaults=True)
     except TopologyError as error:
@@ -186,10 +198,25 @@ def _expand(data: dict[str, Any]) -> dict[str, Any]:
     overrides = [o for o in _listed(fields.get("overrides")) if isinstance(o, dict)]
     if isinstance(types, dict):
         fields["types"] = _filled(fields["types"], "devices", [each.get("type") for each in (*groups, *overrides)])
+        _check_kinds(fields)
     if isinstance(patterns := fields.get("patterns", {}), dict):
         patterns = _filled(patterns, "patterns", [g.get("pattern") for g in groups])
         fields |= {"patterns": patterns} if patterns else {}
     return fields
+
+
+def _check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raises :class:`MisplacedError` for a type that neither the file nor the catalogue has."""
+    known = [*map(str, {**fields["types"], **catalogue("devices")})]
+    for key in ("nodes", "overrides"):
+        given = fields.get(key)
+        entries = given.items() if isinstance(given, dict) else enumerate(_listed(given))
+        for place, each in entries:
+            name = each.get("type") if isinstance(each, dict) else None
+            if isinstance(name, str) and name not in known:
+                said = f"{key}.{place}.type: device type {name!r} is not described; {nearest(name, known)}"
+                said += f"describe it under types, or take one of {', '.join(known)}"
+                raise MisplacedError(said, key, place, "type")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -216,18 +243,23 @@ def _expand_group(group: Any, number: int) -> Any:
     return {**group, "host": _resolve(host, catalogue("hosts"), "nodes", number, "host")}
 
 
-def _refuse_duplicates(node: Any, source: str) -> None:
+def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
+    """Refuses names that are given twice, and what contains itself: is one of the nodes ``around`` it."""
+    if any(node is outer for outer in around):
+        line = node.start_mark.line + 1
+        raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
+    around = (*around, node)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            if key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 line = key.start_mark.line + 1
                 raise TopologyError(f"{source}, line {line}: duplicate name {key.value!r}; each may be given once")
-            seen.add(key.value)
-            _refuse_duplicates(value, source)
+            seen.add(str(key.value))
+            _refuse_odd(value, source, around)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_duplicates(value, source)
+            _refuse_odd(value, source, around)
 
 
 def _line(node: Any, path: Sequence[int | str]) -> int | None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
-from partitioner.topology.checks import check_parts, explain
+from partitioner.topology.checks import check_parts
 from partitioner.topology.fabric import (
     Floats,
     Storey,
@@ -46,6 +46,7 @@ from partitioner.topology.parts import (
     Part,
     Pattern,
 )
+from partitioner.topology.wording import explain
 
 
 class Topology(Part):
@@ -64,7 +65,7 @@ class Topology(Part):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise TopologyError(explain(error, f"topology {data.get('name', '')!r}")) from error
+            raise TopologyError(explain(error, Topology, f"topology {data.get('name', '')!r}")) from error
 
     def __eq__(self, other: object) -> bool:
         """By what describes it; what was derived (arrays among it) does not count."""

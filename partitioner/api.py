@@ -17,7 +17,7 @@ from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, prepare
-from partitioner.requests import check_request, precision_of
+from partitioner.requests import check_request, check_seconds, precision_of
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 
@@ -57,6 +57,7 @@ def partition(
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
+    check_seconds("time_limit_s", time_limit_s)
     constraints = constraints or Constraints()
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
     train = prepared.objective == "train"

@@ -20,7 +20,7 @@ from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
-from partitioner.errors import CapacityError, InfeasibleError
+from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import OFFLOAD_SETS, space_of
 from partitioner.finish import planned_only
@@ -78,7 +78,7 @@ def advised(asked: Asked) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        if error.advise is None:
+        if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
             error.advise = partial(advice, asked, isinstance(error, CapacityError))
         raise
 

@@ -60,6 +60,10 @@ class PlanError(InfeasibleError):
     """No plan can do what was asked, or this version cannot execute it."""
 
 
+class TimeLimitError(PlanError):
+    """The time limit passed before any plan was found; there may be one."""
+
+
 class CapacityError(PlanError):
     """No plan fits in memory.
 

@@ -73,13 +73,14 @@ def explore(
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
     evaluator = Evaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
+    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     short: CapacityError | None = None
     for asked in _rooms(job):
         if asked is not evaluator.job:
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
         try:
-            return _explore(asked, evaluator, bounds, progress, compare, time_limit_s)
+            return _explore(asked, evaluator, bounds, progress, compare, deadline)
         except CapacityError as error:
             short = error if asked is job else short  # without offload, which is no less short
     assert short is not None
@@ -102,11 +103,10 @@ def _explore(
     bounds: ModelBounds,
     progress: Callable[[Progress], None] | None,
     compare: bool,
-    time_limit_s: float | None,
+    deadline: float,
 ) -> tuple[Solved, Certificate]:
     space = space_of(job, bounds)
     candidates = points(space)
-    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 

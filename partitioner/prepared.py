@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -40,8 +41,11 @@ class PreparedModel:
 
     def at(self, global_batch: int | None) -> Work:
         """The folded model for this batch; ``None``: that of the inputs. Raises :class:`InputsError` for no batch."""
-        if global_batch is not None and global_batch < 1:
-            raise InputsError(f"global_batch must be a number of samples, 1 or more, or None; got {global_batch}")
+        whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
+        if global_batch is not None and (not whole or global_batch < 1):
+            raise InputsError(
+                f"global_batch must be a whole number of samples, 1 or more, or None; got {global_batch!r}"
+            )
         if global_batch not in self._known:
             captured = capture(
                 self.model,

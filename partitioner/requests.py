@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from numbers import Real
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str) -> No
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
             "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"
         )
+
+
+def check_seconds(name: str, seconds: Any) -> None:
+    """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:  # nan is not
+        raise InputsError(f"{name} must be a positive number of seconds, or None; got {seconds!r}")
 
 
 def check_work(model: FoldedModel, train: bool) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 from partitioner.api import partition
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
+from partitioner.requests import check_seconds
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 
@@ -67,13 +69,15 @@ def size_cluster(
         nodes: the sizes to try.
         more: as :func:`partitioner.partition` takes them.
 
-    Raises :class:`ConstraintError` for arguments that cannot be, :class:`PlanError` where no size has a plan that is
-    fast enough: the nearest, or why there is none.
+    Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`PlanError` where no
+    size has a plan that is fast enough: the nearest, or why there is none.
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
-    if not nodes or any(n < 1 for n in nodes):
-        raise ConstraintError(f"nodes must be positive numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
+    if not nodes or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in nodes):
+        raise ConstraintError(f"nodes must be positive whole numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
+    check_seconds("step_time", step_time)
+    check_seconds("time_limit_s", more.get("time_limit_s"))
     own = ("loss", "objective", "precision")
     prepared = prepare(model, inputs, **{name: more.pop(name) for name in own if name in more})
     tried: list[Size] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -63,8 +65,8 @@ def test_an_estimate_alone_has_the_same_figures() -> None:
         plan.rank(0)
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_no_batch_is_refused(size: int) -> None:
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
+def test_no_batch_is_refused(size: Any) -> None:
     prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss)
     with pytest.raises(InputsError, match="global_batch must be"):
         partition(prepared, Topology.local(2), global_batch=size)

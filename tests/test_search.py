@@ -22,7 +22,7 @@ from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.gathers import Gathers
-from partitioner.errors import CapacityError, ConstraintError, PlanError
+from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
 from partitioner.floors import Floors
@@ -42,6 +42,7 @@ from partitioner.solve.points import (
 from partitioner.solve.siblings import Siblings
 from partitioner.topology import Topology
 from passes.capture import capture
+from passes.errors import InputsError
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.normalize import normalize
@@ -605,3 +606,13 @@ def test_a_time_limit_returns_the_best_so_far_with_its_gap():
     assert proven.certificate.gap == 0
     assert hurried.certificate.gap > 0
     assert hurried.certificate.bound <= proven.certificate.objective <= hurried.certificate.objective
+    with pytest.raises(TimeLimitError) as late:  # with no layout to compare with, nothing is known yet
+        partition(model, topology, inputs, global_batch=64, time_limit_s=1e-9, estimate_only=True)
+    assert "the time limit passed" in str(late.value)
+    assert late.value.advise is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "1", True])
+def test_a_time_limit_is_a_length_of_time(seconds: Any):
+    with pytest.raises(InputsError, match="time_limit_s must be a positive number of seconds, or None; got "):
+        partition(small_experts(8)[0], Topology.local(2), time_limit_s=seconds)

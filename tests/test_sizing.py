@@ -9,6 +9,7 @@ from models import CASES
 from partitioner import PlanError, Topology, size_cluster
 from partitioner.errors import ConstraintError
 from partitioner.sizing import energy_of, money_of
+from passes.errors import InputsError
 
 CASE = next(case for name, case in CASES.items() if "mlp" in name)
 
@@ -62,5 +63,12 @@ def test_what_cannot_be_asked():
         size_cluster(model, machines, inputs, loss=CASE.loss, minimise="speed")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match="nodes must be positive"):
         size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(0, 1))
+    for wrong in (2.5, True, "2"):
+        with pytest.raises(ConstraintError, match="nodes must be positive whole numbers of machines"):
+            size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(wrong,))  # type: ignore[arg-type]
+    for name in ("step_time", "time_limit_s"):
+        for seconds in (0, -1.0, float("nan"), "1"):
+            with pytest.raises(InputsError, match=f"{name} must be a positive number of seconds, or None; got "):
+                size_cluster(model, machines, inputs, loss=CASE.loss, **{name: seconds})  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match="has no price; give it in dollars"):
         size_cluster(model, Topology.local, inputs, loss=CASE.loss, minimise="money", nodes=(1, 2))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError
+from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError, TimeLimitError
 from partitioner.plan import Candidate, Certificate
 from partitioner.schedules import schedule_name
 from partitioner.solve.pipelines import is_formula, is_plain
@@ -295,14 +295,16 @@ def _infeasible(row: _Row, error: PartitionError) -> None:
 
 def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
     """Why no point has a plan."""
+    if interrupted:  # those that were tried say nothing of the others
+        return TimeLimitError(
+            "the time limit passed before any plan was found; allow more time or fix more constraints"
+        )
     short = {row.point: row.error for row in state.rows.values() if isinstance(row.error, CapacityError)}
     while short:
         point, error = min(short.items(), key=lambda item: (item[1].missing_bytes, item[1].at_least))
         if not error.at_least:
             return error
         short[point] = bounds.shortage(point) or CapacityError(error.shortage, missing_bytes=error.missing_bytes)
-    if interrupted:
-        return PlanError("the time limit passed before any plan was found; allow more time or fix more constraints")
     errors = [row.error for row in state.rows.values()]
     if all(isinstance(error, ConstraintError) for error in errors):
         return ConstraintError(str(errors[0]))

@@ -89,4 +89,5 @@ def partition(
         objective=prepared.objective,
         global_batch=job.global_batch,
         planned_only=found.beyond,
+        in_host=chosen.offload,
     )

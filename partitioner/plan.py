@@ -135,6 +135,7 @@ class Plan(Data):
     objective: Literal["train", "infer"] = "train"
     global_batch: int = 0
     planned_only: tuple[str, ...] = ()
+    in_host: tuple[str, ...] = ()  # kinds of what is kept in host memory, of a plan without a program
 
     @property
     def program(self) -> Program:
@@ -159,7 +160,9 @@ class Plan(Data):
     @property
     def offload(self) -> tuple[str, ...]:
         """What is kept in host memory."""
-        return self.constraints.offload or () if self.written is None else self.written.offload
+        if self.written is None:
+            return self.in_host or self.constraints.offload or ()
+        return self.written.offload
 
     @property
     def world_size(self) -> int:

@@ -393,6 +393,15 @@ def test_it_is_tried_where_nothing_fits_without():
     assert smaller.estimate.step_time > plan.estimate.step_time
 
 
+def test_an_estimate_says_what_is_in_host_memory(tmp_path: Path):
+    where = with_host(cluster(9.5, devices=1))
+    plan = partition(Wide(), where, (torch.zeros(4, 512),), estimate_only=True)
+    assert plan.offload == ("optimizer", "activations", "parameters")
+    assert "optimizer + activations + parameters" in plan.summary()
+    assert "In host memory are optimizer, activations and parameters" in plan.explain()
+    assert Plan.load(plan.save(tmp_path / "plan.json")).offload == plan.offload
+
+
 def test_a_host_that_is_too_small_is_said():
     with pytest.raises(PlanError, match=r"the host of node 0 has .* is to hold .* too much"):
         partition(

@@ -22,7 +22,7 @@ from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.evaluate import Evaluator
-from partitioner.explore import OFFLOAD_SETS, space_of
+from partitioner.explore import OFFLOAD_SETS, rooms, space_of
 from partitioner.finish import planned_only
 from partitioner.job import Job
 from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
@@ -271,7 +271,7 @@ class _Search:
         try:
             job = self._job(variant, pins)
             job.constraints.check_offload()
-            bounds = self._bound(job)
+            bounds, least = self._bound(job), self._bound(_roomiest(job))
             choices = self._choices(job, bounds)
         except PartitionError:
             return []
@@ -281,7 +281,7 @@ class _Search:
         far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
         ranked = sorted(zip(far, bounds.times(changed).tolist(), changed, strict=True))
         room = max(d.usable for d in job.topology.devices)
-        return [choice for choice in ranked if bounds.state_bytes(choice[2]) <= room]
+        return [choice for choice in ranked if least.state_bytes(choice[2]) <= room]
 
     def _choices(self, job: Job, bounds: ModelBounds) -> list[Point]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
@@ -294,27 +294,33 @@ class _Search:
     def _allowed(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
         """Whether the bounds allow a plan at ``point``."""
         try:
-            self._bound(self._job(variant, pins)).refine(point)
+            self._bound(_roomiest(self._job(variant, pins))).refine(point)
         except PartitionError:
             return False
         return True
 
     def _has_plan(self, variant: _Variant, pins: Sequence[str], point: Point) -> bool:
-        job = self._job(variant, pins)
-        key = _basis(job)
-        if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(job)
-        try:
-            replace(self._evaluators[key], job=job).solve(point)
-        except PartitionError:
-            return False
-        return True
+        for job in rooms(self._job(variant, pins)):  # as partition does
+            key = _basis(job)
+            if point.zero in (1, 2) and "parameters" in key[-1]:
+                continue  # which that keeps whole
+            if key not in self._evaluators:
+                self._evaluators[key] = Evaluator(job)
+            try:
+                self._bound(job).refine(point)
+                replace(self._evaluators[key], job=job).solve(point)
+            except CapacityError:
+                continue
+            except PartitionError:
+                return False
+            return True
+        return False
 
     def _possible(self, constraints: Constraints) -> bool:
         """Whether the bounds allow a plan."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
-            bounds = self._bound(job)
+            bounds = self._bound(_roomiest(job))
             choices = self._choices(job, bounds)
         except PartitionError:
             return False
@@ -342,6 +348,11 @@ class _Search:
         ]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+def _roomiest(job: Job) -> Job:
+    """``job`` with as much in host memory as ``partition`` would try: what its bounds refuse has no plan."""
+    return list(rooms(job))[-1]
 
 
 def _kinds_text(kinds: Sequence[str]) -> str:

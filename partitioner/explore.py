@@ -75,7 +75,7 @@ def explore(
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     short: CapacityError | None = None
-    for asked in _rooms(job):
+    for asked in rooms(job):
         if asked is not evaluator.job:
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
@@ -87,7 +87,7 @@ def explore(
     raise short
 
 
-def _rooms(job: Job) -> Iterator[Job]:
+def rooms(job: Job) -> Iterator[Job]:
     """The job as it is, then with more and more kinds in host memory."""
     pinned = job.constraints
     yield job
@@ -164,4 +164,4 @@ def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
     return tuple(ways)
 
 
-__all__ = ["OFFLOAD_SETS", "Point", "explore", "space_of"]
+__all__ = ["OFFLOAD_SETS", "Point", "explore", "rooms", "space_of"]

@@ -209,6 +209,16 @@ def test_the_pins_that_conflict_are_named() -> None:
     assert "in conflict: pp=2, tp=1, zero=0" in str(caught.value)
 
 
+def test_changes_may_need_host_memory_as_plans_do() -> None:
+    """Four layers of 1 MiB with their states, on devices of 3 MiB each: what dp=1 needs is in host memory in part."""
+    job = Infeasible(PlanError, "dp=", cluster(3, 1, host=64), pins={"dp": 3})
+    with pytest.raises(InfeasibleError) as raised:
+        job.plan(job.topology, Constraints(dp=3))
+    change = raised.value.changes[0]
+    assert change.text == "dp=1 instead of 3"
+    assert job.plan(change.topology, change.constraints, change.global_batch).offload == ("optimizer",)
+
+
 def test_errors_of_no_job_have_no_changes() -> None:
     with pytest.raises(ConstraintError) as caught:
         Constraints(tp=0)

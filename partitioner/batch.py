@@ -51,11 +51,13 @@ def shard_batch(model: FoldedModel, batch: int) -> ShardingSolution:
         for o in model.outputs
         if o.value is not None and o.value != model.loss
     }
+    alone = _without_samples(model, batch)
+    samples = frozenset(i.spec for i in model.inputs if batch in i.spec.shape)
     return solve_sharding(
         model,
         DATA,
         batch,
-        BatchCosts(_work(model), frozenset(i.spec for i in model.inputs if batch in i.spec.shape)),
+        BatchCosts(_work(model, alone), samples, alone),
         input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
         output_layouts=outputs,
     )
@@ -65,12 +67,29 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
     return [shard(d) for d, size in enumerate(model_input.spec.shape) if size == batch] + [REPLICATED]
 
 
-def _work(model: FoldedModel) -> float:
+def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
+    """The operators that no sample reaches in any call: what weights, constants and random indices alone make."""
+    reached = {i.value for i in model.inputs if batch in i.spec.shape}
+    found: set[fx.Node] = set()
+    for run in model.calls:
+        block = model.blocks[run.block]
+        inside = {name for name, value in zip(block.inputs, run.inputs, strict=True) if value in reached}
+        nodes = {n for n in block.placeholders if n.name in inside}
+        for node in block.graph.nodes:
+            if node.op == "call_function" and not nodes.isdisjoint(node.all_input_nodes):
+                nodes.add(node)
+        found |= nodes
+        reached.update(v for v, n in zip(run.outputs, block.outputs, strict=True) if n in nodes)
+    operators = (n for block in model.blocks.values() for n in block.graph.nodes if n.op == "call_function")
+    return frozenset(n for n in operators if n not in found)
+
+
+def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
     return sum(
         model.num_calls(name) * node_work(node)
         for name, block in model.blocks.items()
         for node in block.graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" and node not in alone
     )
 
 
@@ -84,12 +103,18 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs on the axis ``data``; ``total`` is the whole model's work, ``samples`` what inputs with a batch dim are."""
+    """Costs on the axis ``data``; ``total`` is the work on samples, ``samples`` what inputs with a batch dim are.
+
+    ``alone``: the operators that no sample reaches.
+    """
 
     total: float
     samples: frozenset[TensorSpec] = frozenset()
+    alone: frozenset[fx.Node] = frozenset()
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
+            return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work
 

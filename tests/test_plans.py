@@ -129,6 +129,41 @@ def test_dropout_draws_the_same_for_every_plan() -> None:
     assert not torch.allclose(other, losses[0])
 
 
+class Merged(nn.Module):
+    """A projection whose weight is merged from others before it is used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.whole, self.down = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(2, width))
+        self.up = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.whole + self.up @ self.down)
+
+
+OF_WEIGHTS = {
+    "merged": lambda: Merged(32),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+    "dropout": lambda: nn.Dropout(0.3),
+}
+
+
+@pytest.mark.parametrize("kind", OF_WEIGHTS)
+def test_what_no_sample_reaches_is_not_split_over_microbatches(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), OF_WEIGHTS[kind](), nn.Tanh(), nn.Linear(32, 3))
+    x = (torch.randn(8, 6),)
+    plan = partition(
+        model, Topology.local(2), x, loss=loss_of, constraints=Constraints(pp=1, tp=1, dp=2, microbatch_size=2)
+    )
+    check = plan.verify(model, x, loss_of)
+    assert check.ok, check
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 def test_a_plan_says_what_each_rank_does(tmp_path: Path) -> None:
     plan = plan_of(meta_llama(), 4)
     files = plan.export_ranks(tmp_path)

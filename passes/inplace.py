@@ -120,8 +120,9 @@ def _kin(target: Any) -> Any:
     kin = getattr(packet, target._overloadname, None)
     if kin is None or kin._schema.is_mutable:
         return None
-    same = [(a.name, str(a.type)) for a in kin._schema.arguments]
-    return kin if same == [(a.name, str(a.type)) for a in target._schema.arguments] else None
+    (_, first), *same = [(a.name, str(a.type)) for a in kin._schema.arguments]
+    (_, wanted), *others = [(a.name, str(a.type)) for a in target._schema.arguments]
+    return kin if (first, same) == (wanted, others) else None  # the first has a name of its own: ``input``, ``self``
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -141,6 +141,13 @@ def test_what_others_may_see_is_left_alone(function: Callable[[Tensor], Tensor])
     assert not remove_inplace(program.graph)
 
 
+def test_dropout_in_place_is_dropout():
+    model = Model(lambda x: nn.functional.dropout(x + 1, 0.5, True, inplace=True))
+    program = torch.export.export(model, (torch.randn(4, 4, dtype=torch.float64),), strict=False)
+    assert remove_inplace(program.graph)
+    assert "aten.dropout.default" in {str(n.target) for n in program.graph.nodes}
+
+
 def test_buffers_and_inputs_are_left_alone():
     class Counting(nn.Module):
         def __init__(self) -> None:

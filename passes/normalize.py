@@ -21,7 +21,7 @@ from passes.normalize_algebra import ALGEBRA
 from passes.normalize_bags import BAGS
 from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
-from passes.normalize_random import RANDOM
+from passes.normalize_random import RANDOM, refuse_draws
 from passes.normalize_shapes import SHAPES
 from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
@@ -34,6 +34,7 @@ def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
     graph, first = decompose(captured.graph, RULES)
     graph, then, drawn = rewrite(graph, RULES)
+    refuse_draws(graph)
     moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}

@@ -11,7 +11,7 @@ from torch import fx
 from passes.errors import UnsupportedError
 from passes.infer import META
 from passes.random import SEED, is_stream, stream_name
-from passes.rewrite import KEEP, Builder, Rule, shape, val
+from passes.rewrite import KEEP, Builder, Rule, shape, val, where
 
 aten = torch.ops.aten
 
@@ -89,40 +89,47 @@ def _causal(build: Builder, rows: int, columns: int) -> fx.Node:
     return build(aten.ge.Tensor, build(aten.unsqueeze.default, row, 1), column)
 
 
-def draws(build: Builder, *_: Any, **__: Any) -> Any:
-    assert build.node is not None
-    raise UnsupportedError(
-        f"{build.node.target} at {build.where} draws random numbers that would differ between plans; draw them outside "
-        "of the model and pass them as an input, or call model.eval()"
+_SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that draw nothing where they are off
+
+
+def refuse_draws(graph: fx.Graph) -> None:
+    """Raises :class:`UnsupportedError` for what draws random numbers otherwise than by place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and _draws(node):
+            raise _differs(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """By torch's own word, or as it takes a generator: not all that draw are marked."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    arguments = target._schema.arguments
+    if torch.Tag.nondeterministic_seeded not in target.tags and all("Generator" not in str(a.type) for a in arguments):
+        return False
+    given = {a.name: a.default_value for a in arguments}
+    given |= dict(zip([a.name for a in arguments], node.args, strict=False)) | dict(node.kwargs)
+    return all(given.get(name, True) for name in _SWITCHES)
+
+
+def _differs(node: fx.Node) -> UnsupportedError:
+    return UnsupportedError(
+        f"{node.target} at {where(node)} draws random numbers that would differ between plans; draw them outside of "
+        "the model and pass them as an input, or call model.eval()"
     )
-
-
-_DRAWS = (
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.rand.default,
-    aten.rand_like.default,
-    aten.randn.default,
-    aten.randn_like.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randperm.default,
-    aten.multinomial.default,
-    aten.normal.Tensor_Tensor,
-    aten.normal.float_float,
-    aten.uniform.default,
-)
 
 
 def channels(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
     """Dropout of whole channels is nothing outside of training."""
-    return x if not train or p == 0 else draws(build)
+    if not train or p == 0:
+        return x
+    assert build.node is not None
+    raise _differs(build.node)
 
 
 _CHANNELS = (aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
 
 RANDOM: dict[Any, Rule] = {
-    **dict.fromkeys(_DRAWS, draws),
     **dict.fromkeys(_CHANNELS, channels),
     aten.dropout.default: dropout,
     aten.native_dropout.default: dropout,

@@ -51,8 +51,13 @@ class Builder:
     @property
     def where(self) -> str:
         """The module path and source line of the operator at hand, for messages."""
-        meta = self.node.meta if self.node is not None else {}
-        return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
+        return where(self.node)
+
+
+def where(node: fx.Node | None) -> str:
+    """The module path and source line of an operator, for messages."""
+    meta = node.meta if node is not None else {}
+    return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
 
 def placeholder_name(constant: str) -> str:

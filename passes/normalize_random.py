@@ -17,11 +17,20 @@ aten = torch.ops.aten
 
 
 def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    if not train or p == 0:
-        return x
+    return x if not train or p == 0 else _dropped(build, x, p)[0]
+
+
+def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
+    """Dropout with what was kept as a second result, which is how torch takes dropout apart."""
+    if train is False or p == 0:
+        return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
+    return _dropped(build, x, p)
+
+
+def _dropped(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
     kept = build(aten.ge.Scalar, _numbers(build, shape(x)), p)
     scaled = build(aten.mul.Tensor, x, 1.0 / (1.0 - p) if p < 1 else 0.0)
-    return build(aten.where.self, kept, scaled, build(aten.zeros_like.default, scaled, device=META))
+    return build(aten.where.self, kept, scaled, build(aten.zeros_like.default, scaled, device=META)), kept
 
 
 def _numbers(build: Builder, sizes: list[int]) -> fx.Node:
@@ -132,6 +141,6 @@ _CHANNELS = (aten.feature_dropout.default, aten.alpha_dropout.default, aten.feat
 RANDOM: dict[Any, Rule] = {
     **dict.fromkeys(_CHANNELS, channels),
     aten.dropout.default: dropout,
-    aten.native_dropout.default: dropout,
+    aten.native_dropout.default: native_dropout,
     aten.scaled_dot_product_attention.default: attention,
 }

@@ -323,3 +323,15 @@ def test_whatever_draws_random_numbers_is_refused(name: str):
 
 def test_what_is_switched_off_draws_nothing():
     assert_same(lambda x: F.rrelu(x, training=False), numbers(2, 4))
+
+
+def test_dropout_that_torch_took_apart_has_all_rows():
+    def function(x: Tensor) -> Tensor:
+        dropped = F.dropout(x, 0.5)
+        whole = dropped.view(-1)
+        dropped[2:4].mul_(2)  # seen through the view: torch traces the graph anew, and takes dropout apart
+        return dropped + whole.view(8, 8)
+
+    made = normal_form(function, numbers(8, 8))
+    assert [tuple(n.meta["val"].shape) for n in made.graph.nodes if n.target is torch.ops.aten.where.self] == [(8, 8)]
+    assert not any(n.target is getitem for n in made.graph.nodes)

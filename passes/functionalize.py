@@ -23,6 +23,7 @@ from passes.inplace import remove_inplace
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
+_TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
@@ -35,7 +36,7 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     """
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
-    functional = not inliner.mutates or remove_inplace(graph)
+    functional = inliner.transforms is None and (not inliner.mutates or remove_inplace(graph))
     flat = copy.copy(program)
     flat._graph_module = fx.GraphModule({}, graph)
     flat._graph_module.meta.update(program.graph_module.meta)
@@ -43,7 +44,15 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
         return flat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        decomposed: ExportedProgram = flat.run_decompositions({})
+        try:
+            decomposed: ExportedProgram = flat.run_decompositions({})
+        except Exception as error:
+            if inliner.transforms is None:
+                raise
+            raise UnsupportedError(
+                f"the torch.func transform {inliner.transforms.name}{_line_of(inliner.transforms, [])} cannot be "
+                f"traced anew ({type(error).__name__}): write what it computes with plain operators on tensors"
+            ) from error
     return decomposed
 
 
@@ -65,6 +74,7 @@ class _Inliner:
         self.needs_grad: set[fx.Node] = set()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
+        self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
 
     def run(self, program: ExportedProgram) -> fx.Graph:
         env: dict[fx.Node, Any] = {}
@@ -94,6 +104,8 @@ class _Inliner:
         if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
         if not isinstance(node.target, torch._ops.OpOverload):
+            if self.transforms is None and getattr(node.target, "__module__", "") == _TRANSFORMS:
+                self.transforms = node
             return self.copy(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None

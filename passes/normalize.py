@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from passes.blocks import State, TensorSpec
 from passes.capture import Captured
@@ -23,6 +24,7 @@ from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM, refuse_draws
 from passes.normalize_shapes import SHAPES
+from passes.refuse import refuse
 from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
@@ -31,7 +33,17 @@ RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:
-    """The captured model in normal form. Raises :class:`UnsupportedError` for operators that draw random numbers."""
+    """The captured model in normal form. Raises :class:`UnsupportedError` for what no plan can hold."""
+    try:
+        normal = _normalized(captured)
+    except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
+        refuse(captured.graph)
+        raise
+    refuse(normal.graph)
+    return normal
+
+
+def _normalized(captured: Captured) -> Captured:
     graph, first = decompose(captured.graph, RULES)
     graph, then, drawn = rewrite(graph, RULES)
     refuse_draws(graph)

@@ -41,6 +41,10 @@ def or_(build: Builder, a: Any, b: Any) -> fx.Node:
     return build(aten.bitwise_or.Tensor, a, b)
 
 
+def checked(build: Builder, *_: Any, **__: Any) -> None:
+    """What only looks whether a factorisation went well has no result: a rank goes on where eager torch would stop."""
+
+
 # --- means and variances ----------------------------------------------------------------------------------------------
 
 
@@ -170,6 +174,7 @@ ALGEBRA: dict[Any, Rule] = {
     aten.addmm.default: add_product(aten.mm.default),
     aten.baddbmm.default: add_product(aten.bmm.default),
     aten.addmv.default: add_product(aten.mv.default),
+    aten._linalg_check_errors.default: checked,
     aten.__and__.Tensor: and_,
     aten.__or__.Tensor: or_,
     aten.mean.default: mean,

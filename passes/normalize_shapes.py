@@ -22,8 +22,10 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
     return build(aten.to.dtype, x, dtype)
 
 
-def cast_to(build: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Any ``to``: a type among the arguments, or a tensor whose type is meant; devices do not count."""
+    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
+        return _full(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):
             return to_dtype(build, x, argument)

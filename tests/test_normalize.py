@@ -335,3 +335,42 @@ def test_dropout_that_torch_took_apart_has_all_rows():
     made = normal_form(function, numbers(8, 8))
     assert [tuple(n.meta["val"].shape) for n in made.graph.nodes if n.target is torch.ops.aten.where.self] == [(8, 8)]
     assert not any(n.target is getitem for n in made.graph.nodes)
+
+
+NUMBERS = {
+    "item": lambda x: x * x.detach().sum().item(),
+    "full": lambda x: x + torch.full((4,), x.detach().sum().item(), dtype=x.dtype),
+    "alpha": lambda x: torch.addmm(x, x, x, alpha=x.detach().sum().item()),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_taken_out_of_tensors_are_refused(name: str):
+    with pytest.raises(UnsupportedError, match=r"item.* \(.*test_normalize.py:\d+\) takes a number out of a tensor"):
+        normal_form(NUMBERS[name], numbers(4, 4))
+
+
+@pytest.mark.parametrize("factor", ["inv", "cholesky", "solve"])
+def test_factorisations_are_not_looked_at(factor: str):
+    def function(x: Tensor) -> Tensor:
+        square = x.T @ x + torch.eye(4, dtype=x.dtype)
+        return torch.linalg.solve(square, x) if factor == "solve" else getattr(torch.linalg, factor)(square)
+
+    found = assert_same(function, numbers(4, 4))
+    assert "_linalg_check_errors.default" not in found
+
+
+def test_vmap_is_taken_apart():
+    found = assert_same(lambda x: torch.vmap(lambda row: row * row.sum())(x), numbers(3, 4))
+    assert found == ["sum.dim_IntList", "reshape.default", "mul.Tensor"]
+
+
+def test_nested_vmap_is_taken_apart():
+    nested = torch.vmap(torch.vmap(lambda element: element * 2))
+    assert_same(lambda x: nested(x), numbers(3, 4))
+
+
+def test_a_transform_that_torch_cannot_take_apart_is_refused_by_its_line():
+    gradient = torch.func.grad(lambda x: x.square().sum())
+    with pytest.raises(UnsupportedError, match=r"torch.func transform .*\(.*test_normalize.py:\d+\) cannot be"):
+        normal_form(lambda x: gradient(x), numbers(3, 4))

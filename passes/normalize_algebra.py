@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.normalize_shapes import to_dtype
+from passes.infer import META
+from passes.normalize_shapes import add_nothing, to_dtype
 from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
 
@@ -39,6 +40,36 @@ def and_(build: Builder, a: Any, b: Any) -> fx.Node:
 
 def or_(build: Builder, a: Any, b: Any) -> fx.Node:
     return build(aten.bitwise_or.Tensor, a, b)
+
+
+# --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
+
+
+def plus_number(sign: int) -> Rule:
+    """``x + sign * alpha * number``."""
+
+    def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
+        if not _is_sum_and_number(x, other):
+            return add_nothing(build, x, other) if sign > 0 else KEEP
+        return build(aten.add.Tensor, x, _number(build, x, sign * alpha * other))
+
+    return rule
+
+
+def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
+    """``number - alpha * x``."""
+    if not _is_sum_and_number(x, other):
+        return KEEP
+    return build(aten.add.Tensor, _scaled(build, x, -alpha), _number(build, x, other))
+
+
+def _is_sum_and_number(x: Any, other: Any) -> bool:
+    plain = isinstance(x, fx.Node) and isinstance(other, int | float)
+    return plain and not shape(x) and val(x).dtype.is_floating_point
+
+
+def _number(build: Builder, like: fx.Node, value: float) -> fx.Node:
+    return build(aten.full.default, [], value, dtype=val(like).dtype, device=META)
 
 
 def checked(build: Builder, *_: Any, **__: Any) -> None:
@@ -175,6 +206,9 @@ ALGEBRA: dict[Any, Rule] = {
     aten.baddbmm.default: add_product(aten.bmm.default),
     aten.addmv.default: add_product(aten.mv.default),
     aten._linalg_check_errors.default: checked,
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), plus_number(1)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), plus_number(-1)),
+    aten.rsub.Scalar: number_minus,
     aten.__and__.Tensor: and_,
     aten.__or__.Tensor: or_,
     aten.mean.default: mean,

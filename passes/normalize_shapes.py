@@ -228,7 +228,6 @@ SHAPES: dict[Any, Rule] = {
     aten.narrow.default: narrow,
     aten.pad.default: pad,
     aten.detach.default: detach,
-    aten.add.Tensor: add_nothing,
     aten.full.default: full,
     aten.full_like.default: full,
     aten.new_full.default: new_full,

@@ -374,3 +374,12 @@ def test_a_transform_that_torch_cannot_take_apart_is_refused_by_its_line():
     gradient = torch.func.grad(lambda x: x.square().sum())
     with pytest.raises(UnsupportedError, match=r"torch.func transform .*\(.*test_normalize.py:\d+\) cannot be"):
         normal_form(lambda x: gradient(x), numbers(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x + 2, lambda x: torch.sub(x, 2, alpha=3), lambda x: 1 - x, lambda x: torch.rsub(x, 0.5, alpha=3)],
+)
+def test_a_number_beside_a_sum_is_a_tensor(function: Callable[[Tensor], Tensor]):
+    found = assert_same(lambda x: function(x.sum()), numbers(3))
+    assert {"full.default", "add.Tensor"} <= set(found) <= {"sum.default", "mul.Tensor", "full.default", "add.Tensor"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,17 @@ def test_what_no_sample_reaches_is_not_split_over_microbatches(kind: str) -> Non
         model, Topology.local(2), x, loss=loss_of, constraints=Constraints(pp=1, tp=1, dp=2, microbatch_size=2)
     )
     check = plan.verify(model, x, loss_of)
+    assert check.ok, check
+
+
+@pytest.mark.parametrize("loss", [lambda y: 1 - y.cos().mean(), lambda y: y.square().mean() + 0.5])
+def test_a_number_beside_the_loss_counts_once(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64), (torch.randn(32, 64),)
+    plan = partition(
+        model, Topology.local(2), x, loss=loss, constraints=Constraints(pp=1, tp=1, dp=2, microbatch_size=4)
+    )
+    check = plan.verify(model, x, loss)
     assert check.ok, check
 
 

@@ -80,7 +80,7 @@ def partition(
         constraints=constraints,
         estimate=found.estimate,
         certificate=found.certificate,
-        shares=operator_share(job.batch, chosen.local.sharding, chosen.local.context),
+        shares=operator_share(job.batch_of(chosen.point.ep), chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=optimizer,

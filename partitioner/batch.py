@@ -14,7 +14,7 @@ from functools import lru_cache
 from torch import fx
 
 from partitioner.cost.operators import is_view
-from partitioner.solve.sharding import DATA, ShardingSolution, solve_sharding
+from partitioner.solve.sharding import DATA, Allowed, ShardingSolution, solve_sharding
 from partitioner.solve.share import matmul_flops
 from passes.blocks import FoldedModel, ModelInput, TensorSpec
 from passes.errors import InputsError
@@ -41,10 +41,11 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
     return sizes[0]
 
 
-def shard_batch(model: FoldedModel, batch: int) -> ShardingSolution:
+def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:
     """The layouts that split ``batch`` samples; they hold for any number of parts that divides it.
 
-    Raises :class:`partitioner.solve.sharding.ShardingError` where the samples cannot be told apart at all.
+    ``allowed``: which strategies an operator may have. Raises :class:`partitioner.solve.sharding.ShardingError` where
+    the samples cannot be told apart at all.
     """
     outputs = {
         o.value: [REPLICATED, PARTIAL, *map(shard, range(len(model.values[o.value].shape)))]
@@ -60,6 +61,7 @@ def shard_batch(model: FoldedModel, batch: int) -> ShardingSolution:
         BatchCosts(_work(model, alone), samples, alone),
         input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
         output_layouts=outputs,
+        allowed=allowed,
     )
 
 

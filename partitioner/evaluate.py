@@ -16,6 +16,7 @@ from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs
 from partitioner.errors import PlanError
+from partitioner.experts import spreads
 from partitioner.job import Job
 from partitioner.local_models import LocalKey, LocalModels
 from partitioner.localize import LocalModel
@@ -183,7 +184,7 @@ class Evaluator:
     def _split_of(self, point: Point) -> FoldedModel:
         """One microbatch, before its sequence is shared over ``cp``."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
-        return self.locals.split(num_microbatches * point.dp, num_microbatches == 1)
+        return self.locals.split(point, num_microbatches * point.dp, num_microbatches == 1)
 
     def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on the stages of all placements that are tried, each once."""
@@ -220,6 +221,11 @@ class Evaluator:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
         if point.ep == 1 or (point.ep, key) in self._spread:
             return
+        if point.dp > 1 and not spreads(self.job.model, self.job.batch_of(point.ep)):
+            raise PlanError(
+                f"ep={point.ep}: samples meet within the experts, whose rows cannot be told apart by samples; expected "
+                "experts that work on each sample's rows, or on all of them; use ep=1"
+            )
         left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
         if left:
             raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")

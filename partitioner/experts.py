@@ -7,19 +7,22 @@ weights are not; where they share each expert (``etp`` as large as ``tp``), it i
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from torch import fx
 
+from partitioner.batch import shard_batch
 from partitioner.errors import PlanError
-from partitioner.solve.sharding import Allowed
+from partitioner.solve.options import ShardingError
+from partitioner.solve.sharding import Allowed, ShardingSolution
 from passes.blocks import FoldedModel
 from passes.dispatch import spread_experts
 from passes.errors import UnsupportedError
 from passes.factors import Strategy, operands_of
-from passes.layouts import Layout, shard
+from passes.layouts import READ_SHARDED, REPLICATED, Layout, shard
 from passes.regions import ExpertRegion, find_regions
 
 Split = Literal["", "rows", "within"]  # what of the experts' work is sharded over tp: as is cheapest, rows, each expert
@@ -32,9 +35,9 @@ def split_of(tp: int, ep: int, etp: int) -> Split:
     return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
 
 
-def regions_of(model: FoldedModel) -> dict[str, list[ExpertRegion]]:
-    """The regions of each block that has some."""
-    found = {name: find_regions(block) for name, block in model.blocks.items()}
+def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
+    """The regions of each block that has some; ``apart``: axes whose ranks are to have different experts."""
+    found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
@@ -52,20 +55,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     """Which strategies leave the experts' work as ``split`` says; ``in_order``: rows are cut into consecutive parts."""
     if not split:
         return None
-    rows: dict[fx.Node, int] = {}
-    tables: dict[fx.Node, int] = {}
-    products: set[fx.Node] = set()
-    for regions in regions_of(model).values():
-        for region in regions:
-            rows |= {node: places[0].rows for node, places in region.nodes.items()}
-            tables |= region.tables
-            products |= set(region.products)
-
-    def by_rows(node: fx.Node, strategy: Strategy) -> bool:
-        if node in rows:
-            made = strategy.results[0]
-            return made == shard(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
-        return node not in tables or not strategy.results[0].is_shard
+    rows, tables = _places(model)
+    products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
         if node in tables:
@@ -77,7 +68,65 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
         divided = node not in products or all(to.is_shard for to, _ in read)
         return apart and divided and strategy.results[0] != shard(rows[node])
 
-    return by_rows if split == "rows" else within
+    return _by_rows(rows, tables, in_order) if split == "rows" else within
+
+
+def _places(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """What works by row in the experts, with the dim of its rows, and what only their states make, with theirs."""
+    rows: dict[fx.Node, int] = {}
+    tables: dict[fx.Node, int] = {}
+    for regions in regions_of(model).values():
+        for region in regions:
+            rows |= {node: places[0].rows for node, places in region.nodes.items()}
+            tables |= region.tables
+    return rows, tables
+
+
+def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
+    """Every rank has rows of its own."""
+
+    def allowed(node: fx.Node, strategy: Strategy) -> bool:
+        made = strategy.results[0]
+        if node in rows:
+            return made == shard(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
+        return node not in tables or made.is_whole
+
+    return allowed
+
+
+def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
+    """Every rank has all rows, and of their gradients a part: a row that comes to its expert twice counts once."""
+
+    def allowed(node: fx.Node, strategy: Strategy) -> bool:
+        made = strategy.results[0]
+        if node in rows:
+            return made == READ_SHARDED or (made == REPLICATED and not node.meta.get("grad"))
+        return node not in tables or made.is_whole
+
+    return allowed
+
+
+def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
+    """``batch`` where the ranks of a batch may have different experts as it is, or else a split with which they may;
+    ``batch`` where there is none."""
+    if spreads(model, batch):
+        return batch
+    for way in (_by_rows, _all_rows):
+        with contextlib.suppress(ShardingError):
+            return shard_batch(model, samples, way(*_places(model)))
+    return batch
+
+
+def spreads(model: FoldedModel, batch: ShardingSolution) -> bool:
+    """Whether ranks with different parts of the batch may have different experts: nothing but rows is cut within."""
+    ways = [way(*_places(model)) for way in (_by_rows, _all_rows)]
+    for name, regions in regions_of(model).items():
+        chosen = batch.blocks[name].strategies
+        for region in regions:
+            inside = [(n, chosen[n.name]) for n in (*region.nodes, *region.tables) if n.name in chosen]
+            if not any(all(way(node, strategy) for node, strategy in inside) for way in ways):
+                return False
+    return True
 
 
 def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
@@ -85,10 +134,11 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
 
     Raises :class:`PlanError` where the graph does not allow it.
     """
-    regions = regions_of(model)
     merged = "tp" if split_of(tp, ep, etp) == "rows" else None
+    apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
+    regions = regions_of(model, apart)
     try:
-        made = {n: spread_experts(model.blocks[n], found, "ep", ep, merged) for n, found in regions.items()}
+        made = {n: spread_experts(model.blocks[n], found, "ep", ep, merged, apart) for n, found in regions.items()}
     except UnsupportedError as error:
         raise PlanError(f"ep={ep}: {error}") from error
     layouts: dict[str, Layout] = {}

@@ -111,6 +111,7 @@ def _explore(
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
     siblings = Siblings(bounds.state_bytes)
+    floors = Floors(bounds, evaluator, candidates, space)
 
     def evaluate(point: Point) -> Evaluated:
         found = evaluated(siblings.tried(point, evaluator.solve))
@@ -121,7 +122,7 @@ def _explore(
 
     result = search(
         candidates,
-        Floors(bounds, evaluator, candidates, space),
+        floors,
         evaluate,
         always=[point for standard in always for point in standard.points[:1]],
         left_out=left_out(space, candidates),
@@ -136,7 +137,7 @@ def _explore(
         return found, certificate
     return best_schedule(
         evaluate,
-        Floors(bounds, evaluator, candidates, space),
+        floors,
         schedules_of_several(space, result.solved, found.point),
         found,
         certificate,

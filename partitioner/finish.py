@@ -122,7 +122,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         schedule=point.schedule,
         virtual_stages=point.virtual_stages,
         objective="train" if job.train else "infer",
-        layouts=layouts_of(local, job.batch),
+        layouts=layouts_of(local, job.batch_of(point.ep)),
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,

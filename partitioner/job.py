@@ -10,7 +10,7 @@ from partitioner.cost.calls import call_costs
 from partitioner.cost.machine import Machine
 from partitioner.cost.spread import Software
 from partitioner.cost.states import gradient_bytes
-from partitioner.experts import common_experts, expert_states, regions_of
+from partitioner.experts import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.topology import Topology
@@ -52,6 +52,15 @@ class Job:
             num_experts=self.num_experts,
             reserve=self.reserve,
         )
+
+    def batch_of(self, ep: int) -> ShardingSolution:
+        """How the batch is split where experts are spread over ``ep`` ranks."""
+        return self.batch if ep == 1 else self.expert_batch
+
+    @cached_property
+    def expert_batch(self) -> ShardingSolution:
+        """:attr:`batch`, or another split where that cuts the experts' work otherwise than by rows."""
+        return spread_batch(self.model, self.batch, self.global_batch)
 
     @cached_property
     def gradient_bytes(self) -> int:

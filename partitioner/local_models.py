@@ -15,15 +15,15 @@ from partitioner.job import Job
 from partitioner.localize import LocalModel, localized
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
-from partitioner.solve.sharding import ShardingProblem, sharding_problem, whole_sharding
+from partitioner.solve.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.groups import reference_type
 from passes.blocks import Block, FoldedModel
 from passes.microbatch import couples_samples, split_batch
 
 _LEAST_ROUNDS = 2
 
-# tp, cp, parts of the batch, whether one microbatch is all, experts over tp
-LocalKey = tuple[int, int, int, bool, Split]
+# tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
+LocalKey = tuple[int, int, int, bool, bool, Split]
 
 
 @dataclass
@@ -32,17 +32,19 @@ class LocalModels:
 
     job: Job
     placements: Placements
-    _splits: dict[tuple[int, bool], FoldedModel] = field(default_factory=dict)
-    _contexts: dict[tuple[int, int, int, bool], ContextModel] = field(default_factory=dict)
+    _splits: dict[tuple[int, bool, bool], FoldedModel] = field(default_factory=dict)
+    _contexts: dict[tuple[int, int, int, bool, bool], ContextModel] = field(default_factory=dict)
     _blocks: dict[Hashable, Block] = field(default_factory=dict)
-    _problems: dict[tuple[int, int, int, bool], ShardingProblem] = field(default_factory=dict)
+    _problems: dict[tuple[int, int, int, bool, bool], ShardingProblem] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
 
     def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
         """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
         its samples are one microbatch."""
-        return point.tp, point.cp, parts, whole and self.coupled, split_of(point.tp, point.ep, point.etp)
+        apart = self.job.batch_of(point.ep) is not self.job.batch
+        split = split_of(point.tp, point.ep, point.etp)
+        return point.tp, point.cp, parts, whole and (apart or self.coupled), apart, split
 
     def at(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
         """The local model of ``key``, whose parts are of ``num_microbatches`` on each of ``dp`` ranks.
@@ -53,9 +55,9 @@ class LocalModels:
             self._locals[key] = self._find(key, num_microbatches, dp)
         return self._locals[key]
 
-    def split(self, parts: int, whole: bool) -> FoldedModel:
+    def split(self, point: Point, parts: int, whole: bool) -> FoldedModel:
         """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
-        return self._splits[parts, whole and self.coupled]
+        return self._splits[self.key(point, parts, whole)[2:5]]
 
     @cached_property
     def coupled(self) -> bool:
@@ -76,11 +78,11 @@ class LocalModels:
         return self._seats[tp, cp]
 
     def _find(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
-        tp, cp, parts, whole, experts = key
-        if (parts, whole) not in self._splits:
-            batch = self.job.batch
-            self._splits[parts, whole] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
-        model = self._splits[parts, whole]
+        tp, cp, _, _, _, experts = key
+        batch = self._batch(key)
+        if key[2:5] not in self._splits:
+            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
+        model = self._splits[key[2:5]]
         context = self._context(model, key) if cp > 1 else None
         model = model if context is None else context.model
         if tp == 1:
@@ -90,29 +92,32 @@ class LocalModels:
             solution = problem.solve(allowed_strategies(model, experts))
         return localized(model, solution, None if context is None else context.sharding, self._blocks)
 
+    def _batch(self, key: LocalKey) -> ShardingSolution:
+        return self.job.expert_batch if key[4] else self.job.batch
+
     def _problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
         """One for all ways of spreading experts, which differ in the strategies that they allow."""
-        if key[:4] not in self._problems:
+        if key[:5] not in self._problems:
             problem = sharding_problem(model, "tp", key[0], self._costs(model, "tp", key))
             if not self.job.experts:
                 return problem
-            self._problems[key[:4]] = problem
-        return self._problems[key[:4]]
+            self._problems[key[:5]] = problem
+        return self._problems[key[:5]]
 
     def _context(self, model: FoldedModel, key: LocalKey) -> ContextModel:
         """``model`` with its sequence shared over ``cp``."""
         tp, cp, *_ = key
-        if key[:4] not in self._contexts:
-            self._contexts[key[:4]] = shard_context(
+        if key[:5] not in self._contexts:
+            self._contexts[key[:5]] = shard_context(
                 model,
-                self.job.batch,
+                self._batch(key),
                 cp,
                 replace(self._costs(model, "cp", key), state_price=0.0, complete=True),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
             )
-        return self._contexts[key[:4]]
+        return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
         """The microbatches of a step over which a sharding's price spreads what happens once in it.

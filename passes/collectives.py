@@ -35,11 +35,11 @@ and values together anew, so that a rank keeps those of its own part alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 NAMESPACE = "partition"
@@ -235,3 +235,8 @@ def collective_name(target: Any) -> str | None:
         name = target._schema.name.split("::")[1]
         return name if name in _SCHEMAS else None
     return None
+
+
+def is_over(node: fx.Node, axes: Collection[str]) -> bool:
+    """Whether ``node`` is one of the operators above, over one of the mesh ``axes``."""
+    return collective_name(node.target) is not None and any(isinstance(a, str) and a in axes for a in node.args)

@@ -12,14 +12,14 @@ rows of all ranks, so an even all-to-all does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block, TensorSpec
-from passes.collectives import collective_name, ops
+from passes.collectives import collective_name, is_over, ops
 from passes.errors import UnsupportedError
 from passes.factors import local_call, strategies
 from passes.infer import call, infer, value_of
@@ -34,17 +34,23 @@ _MORE_ROWS = 7  # how many rows more an operator is tried with
 
 
 def spread_experts(
-    block: Block, regions: Sequence[ExpertRegion], axis: str, size: int, merged: str | None = None
+    block: Block,
+    regions: Sequence[ExpertRegion],
+    axis: str,
+    size: int,
+    merged: str | None = None,
+    apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
     """``block`` with its experts spread over ``size`` ranks of ``axis``, and the layouts of their states.
 
     ``merged``: a mesh axis whose ranks are among those of ``axis``; what was to be added up over it for the experts'
-    gradients is not, since its ranks have different experts.
+    gradients is not, since its ranks have different experts. ``apart``: all axes whose ranks are among those of
+    ``axis``; parts of the experts' work that these have of one another would be of different experts.
 
-    Raises :class:`UnsupportedError` where the experts do not divide, or an operator between them cannot do with another
-    number of rows.
+    Raises :class:`UnsupportedError` where the experts do not divide, an operator between them cannot do with another
+    number of rows, or they are cut over ranks ``apart``.
     """
-    rewriter = _Spreader(axis, size, merged)
+    rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
         rewriter.add(region)
     for node in block.graph.nodes:
@@ -57,9 +63,9 @@ def spread_experts(
 class _Spreader:
     """Builds the new graph; ``env`` has the values outside the regions, ``inside`` those within."""
 
-    def __init__(self, axis: str, size: int, merged: str | None) -> None:
+    def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
         self.graph = fx.Graph()
-        self.axis, self.size, self.merged = axis, size, merged
+        self.axis, self.size, self.merged, self.apart = axis, size, merged, apart
         self.env: dict[fx.Node, fx.Node] = {}
         self.inside: dict[fx.Node, fx.Node] = {}
         self.tables: dict[fx.Node, int] = {}
@@ -98,6 +104,7 @@ class _Spreader:
         if collective_name(node.target) == "copy" and self.merged in node.args:
             self.env[node] = self.env[operands[0]]
             return
+        self._check_apart(node)
         wanted = tuple(shard(self.tables[o]) for o in operands)
         found = (s for s in strategies(node, self.size) if s.operands == wanted and s.results == (shard(dim),))
         strategy = next(found, None)
@@ -108,6 +115,7 @@ class _Spreader:
         self.env[node] = local
 
     def _inside(self, node: fx.Node, region: ExpertRegion) -> None:
+        self._check_apart(node)
         operands = [self._operand(o, region) for o in operands_of(node)]
         args, kwargs = with_operands(node, operands)
         if node.target in _SHAPED:
@@ -161,6 +169,15 @@ class _Spreader:
         if name == "route":
             made.meta["grad"] = False
         return made
+
+    def _check_apart(self, node: fx.Node) -> None:
+        """Refuse what puts together, or takes apart, what would be of different experts."""
+        if is_over(node, self.apart):
+            raise UnsupportedError(
+                f"{_where(node)} is among the experts' work and runs over ranks that are to have different experts; "
+                f"expected nothing over {', '.join(sorted(self.apart))} there; use {self.axis}=1, or fewer ranks on "
+                "that axis"
+            )
 
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]

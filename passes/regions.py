@@ -11,7 +11,7 @@ Seen from the graph alone. Two forms:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block
+from passes.collectives import is_over
 from passes.errors import PartitionError
 from passes.experts import row_products
 from passes.rules import factors_of
@@ -62,15 +63,18 @@ class ExpertRegion:
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
-def find_regions(block: Block) -> list[ExpertRegion]:
-    """The regions of ``block``, in order. What does not fit the forms above is left out."""
+def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
+    """The regions of ``block``, in order. What does not fit the forms above is left out.
+
+    ``apart``: axes whose ranks are to have different experts: what talks over them and only follows a region is behind.
+    """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
     for node in block.graph.nodes:
         if node.target in row_products():
             products.setdefault(row_products()[node.target](node)[2], []).append(node)
     for keys, nodes in products.items():
-        region = _Finder(block, keys, nodes).region()
+        region = _Finder(block, keys, nodes, apart).region()
         if region is not None:
             found.append(region)
     dense: dict[int, list[fx.Node]] = {}
@@ -78,7 +82,7 @@ def find_regions(block: Block) -> list[ExpertRegion]:
         if node.target == aten.bmm.default:
             dense.setdefault(shape(node)[0], []).append(node)
     for nodes in dense.values():
-        region = _Finder(block, None, nodes).region()
+        region = _Finder(block, None, nodes, apart).region()
         if region is not None:
             found.append(region)
     return found
@@ -87,8 +91,11 @@ def find_regions(block: Block) -> list[ExpertRegion]:
 class _Finder:
     """Grows a region from its products; ``table_of`` has the table that each expert node reads."""
 
-    def __init__(self, block: Block, keys: fx.Node | None, products: list[fx.Node]) -> None:
+    def __init__(
+        self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
+    ) -> None:
         self.block = block
+        self.apart = apart
         self.keys = keys
         self.products = products
         self.states = set(block.states)
@@ -228,7 +235,7 @@ class _Finder:
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
-            if not inside or node in self.places:
+            if not inside or node in self.places or is_over(node, self.apart):
                 continue
             if _bytes(node) > max(_bytes(o) for o in inside):
                 continue

@@ -123,6 +123,7 @@ class Gradients:
                 self._await(number)
                 if number in self._under_way:
                     self._under_way.pop(number).wait()
+                bucket.settle()  # this stage may have no gradient of what another one has
         for ranks, tied in sharing(self.rank, states).items():
             group = self.communicator.group(ranks)
             for state in tied:

@@ -88,7 +88,8 @@ class Instruction(Data):
       two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
       receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
     * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``. Of sharded
-      states it adds up the shards, after their SCATTER and REDUCE.
+      states it adds up the shards, after their SCATTER and REDUCE; the shards of a bucket that no backward of the
+      stage adds to have neither, and are zero.
     * Parameters that are sharded (:attr:`StateData.zero_axes`) are read between their GATHER and FREE; who reads them
       waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
       the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.

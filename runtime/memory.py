@@ -193,6 +193,7 @@ class _Holder:
             case "SYNC" | "STEP":
                 while self.scattering:
                     peak = max(peak, self.collect())
+                self.settle(i.states)
             case "FREE" if i.bucket is not None:
                 self.gathered -= self.bucket_bytes(i.bucket)
             case "FREE":
@@ -231,6 +232,13 @@ class _Holder:
             self.pieces += pieces
         self.scattering.popleft()
         return peak
+
+    def settle(self, states: Sequence[str]) -> None:
+        """SYNC makes the pieces of tied states to which nothing is added here."""
+        for number, held in enumerate(self.shared):
+            if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
+                self.scattered.add(number)
+                self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def fetched(self, states: Sequence[str]) -> int:
         """What a FETCH of parameters brings."""

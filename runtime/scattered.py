@@ -83,6 +83,13 @@ class ScatteredBucket:
         pending.release()
         whole.untyped_storage().resize_(0)  # at once, whoever refers to it
 
+    def settle(self) -> None:
+        """Pieces to which nothing was sent in this step are zero; what was sent has been collected."""
+        if self.fresh:
+            self.flat.take()
+            self.flat.buffer.zero_()
+            self.fresh = False
+
     def reduce(self) -> Pending:
         """Add up the pieces over the ranks that have the same ones."""
         return self.rest.all_reduce(self.flat.buffer)

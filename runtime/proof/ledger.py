@@ -92,6 +92,8 @@ class StateGradients:
         self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
         self.shared = {n: b for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
         self.home = {state: number for number, bucket in self.shared.items() for state in bucket.states}
+        # what other stages alone add to is zero here, and SYNC makes it: there is nothing to SCATTER or REDUCE
+        self.idle = {n for n, b in self.shared.items() if self.missing.keys().isdisjoint(b.states)}
         self.unscattered: set[str] = set()  # what was added to since the last SCATTER
         self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
@@ -147,7 +149,8 @@ class StateGradients:
         self.before_step()
         if number in self.shared:
             if not self.group(number):
-                raise Refusal("fields", f"bucket {number} is shared over all of its axes: there is nothing to reduce")
+                why = "nothing here adds to it" if number in self.idle else "is shared over all of its axes"
+                raise Refusal("fields", f"bucket {number}: {why}, there is nothing to reduce")
             self.pieces(number)
         for state in self.here.buckets[number].states:
             self.whole(state)
@@ -212,4 +215,6 @@ class StateGradients:
     def group(self, number: int) -> tuple[str, ...]:
         """The axes over which a REDUCE of the bucket adds up."""
         bucket = self.here.buckets[number]
+        if number in self.idle:
+            return ()
         return split_axes(self.program, rest_axes(self.program, bucket) if number in self.shared else bucket.axes)

@@ -27,6 +27,7 @@ from runtime.program import Program
 from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
+_NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 Find = Callable[[Job], tuple[Solved, Certificate]]
 
 
@@ -36,40 +37,47 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool) -> Finished:
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
+    near: Finished | None = None
     lacking: CapacityError | None = None
     for _ in range(_TRIES):
         try:
             chosen, certificate = find(job)
         except CapacityError as error:
-            raise lacking or error from None
+            lacking = lacking or error
+            break
         beyond = planned_only(chosen.point, job.constraints, job.precision)
         beyond += ("estimate_only=True",) if estimate_only else ()
         if beyond:
             return Finished(chosen, certificate, None, chosen.estimate, beyond)
-        program, estimate = emit_program(job, chosen)
-        short = _short(job, chosen, estimate)
-        if short is None:
-            return Finished(chosen, certificate, program, estimate, ())
-        lacking = lacking or short
-        job = replace(job, reserve=job.reserve + short.missing_bytes)
+        found = Finished(chosen, certificate, *emit_program(job, chosen), ())
+        lacks, room = _lacks(job, found)
+        if lacks is None:
+            return found
+        if near is None and lacks.missing_bytes <= _NEAR * room:
+            near = found
+        lacking = lacking or lacks
+        job = replace(job, reserve=job.reserve + lacks.missing_bytes)
+    if near is not None:
+        return near
     assert lacking is not None
     raise lacking
 
 
-def _short(job: Job, chosen: Solved, estimate: Estimate) -> CapacityError | None:
-    """What the fullest rank lacks for its program."""
-    mesh = chosen.point.grid
-    rooms = stage_capacity(job.topology, mesh, chosen.devices)
-    needs = [max(estimate.memory[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)]
+def _lacks(job: Job, found: Finished) -> tuple[CapacityError | None, int]:
+    """What the fullest rank lacks for its program, if it does, and what its device has."""
+    mesh = found.chosen.point.grid
+    rooms = stage_capacity(job.topology, mesh, found.chosen.devices)
+    needs = [max(found.estimate.memory[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)]
     missing, stage = max((need - room, stage) for stage, (need, room) in enumerate(zip(needs, rooms, strict=True)))
     if missing <= 0:
-        return None
-    return CapacityError(
+        return None, rooms[stage]
+    error = CapacityError(
         f"the program of stage {stage} takes {bytes_text(needs[stage])} at its fullest, of the "
         f"{bytes_text(rooms[stage])} usable on a device: {bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=missing,
     )
+    return error, rooms[stage]
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,26 @@ class _Float64(TorchDispatchMode):
 
 
 class _DoubleData(TorchFunctionMode):
-    """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants."""
+    """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants.
+
+    ``default``: the type of numbers where it does not say.
+    """
+
+    def __init__(self, default: torch.dtype) -> None:
+        super().__init__()
+        self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.double() if func in _OF_NUMBERS and made.dtype in _REDUCED else made
+        if func not in _OF_NUMBERS or not made.is_floating_point():
+            return made
+        source = args[1 if func is Tensor.new_tensor else 0] if args else None
+        if (kwargs or {}).get("dtype") is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
+            made = func(*args, **{**(kwargs or {}), "dtype": self.default})
+        return made.double()
 
 
-_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor})
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
@@ -147,7 +159,7 @@ def float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64(), _DoubleData():
+        with _Float64(), _DoubleData(default):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -98,6 +98,24 @@ def test_a_tensor_that_the_model_makes_of_a_number_is_no_less_exact_than_the_res
     assert plan.verify(model, inputs, loss=torch.sum).max_error < TOLERANCE
 
 
+class OfUntypedNumbers(nn.Module):
+    """The same without saying the type: it is torch's default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * torch.tensor([0.1, 0.7]) + torch.tensor(0.3) + x.new_tensor([0.2, 0.6])
+
+
+def test_numbers_without_a_type_are_rounded_as_the_model_rounds_them():
+    torch.manual_seed(0)
+    model, inputs = OfUntypedNumbers(), (torch.randn(8, 16),)
+    plan = partition(model, Topology.local(1), inputs, loss=torch.sum)
+    assert plan.verify(model, inputs, loss=torch.sum).max_error < TOLERANCE
+
+
 def test_verify_without_the_loss_of_the_plan_says_so():
     model, inputs = nn.Linear(4, 4), (torch.randn(2, 4),)
     plan = partition(model, Topology.local(1), inputs, loss=torch.sum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +99,62 @@ class _ByPlace(TorchFunctionMode):
         self.streams = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         replacement = _DROPPING.get(getattr(func, "__name__", ""))
-        bound = _bound(replacement, args, kwargs or {}) if replacement is not None else None
-        if replacement is None or bound is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(self, **bound)
+        bound = _bound(replacement, args, kwargs) if replacement is not None else None
+        if replacement is not None and bound is not None:
+            return replacement(self, **bound)
+        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and args[4] > 1 and args[5] and args[6]:
+            return self.recurrent(func, *args)
+        if getattr(func, "__module__", "") == nn.functional.__name__:
+            with self.inside():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Functions of torch.nn.functional call others, which torch then hides from modes."""
+        known = {name: getattr(nn.functional, name) for name in _DROPPING}
+
+        def shown(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self.__torch_function__(known[name], (), args, kwargs)
+
+            return call
+
+        try:
+            for name in known:
+                setattr(nn.functional, name, shown(name))
+            yield
+        finally:
+            for name, function in known.items():
+                setattr(nn.functional, name, function)
+
+    def recurrent(
+        self,
+        func: Callable[..., Any],
+        x: Tensor,
+        state: Any,
+        weights: Sequence[Tensor],
+        biased: bool,
+        layers: int,
+        p: float,
+        training: bool,
+        both_ways: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        """Layer by layer, what one gives the next dropped out (``passes/normalize_recurrent.py``)."""
+        each, ways = len(weights) // layers, 2 if both_ways else 1
+        several = not isinstance(state, Tensor)
+        last: list[tuple[Tensor, ...]] = []
+        for layer in range(layers):
+            if layer:
+                x = self.drop(x, p)
+            first = [s[layer * ways : (layer + 1) * ways] for s in (state if several else [state])]
+            own = weights[layer * each : (layer + 1) * each]
+            x, *ends = func(x, first if several else first[0], own, biased, 1, 0.0, training, both_ways, batch_first)
+            last.append(tuple(ends))
+        return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         self.streams += 1
@@ -136,6 +187,7 @@ class _ByPlace(TorchFunctionMode):
         return self.drop(scores.softmax(-1), dropout_p) @ value
 
 
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Functions that drop out, by name, where they do.
 _DROPPING: dict[str, Callable[..., Tensor]] = {
     "dropout": _ByPlace.dropout,

@@ -23,6 +23,7 @@ from passes.normalize_bags import BAGS
 from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
 from passes.normalize_random import RANDOM, refuse_draws
+from passes.normalize_recurrent import RECURRENT
 from passes.normalize_shapes import SHAPES
 from passes.refuse import refuse
 from passes.rewrite import placeholder_name, rewrite
@@ -44,7 +45,9 @@ def normalize(captured: Captured) -> Captured:
 
 
 def _normalized(captured: Captured) -> Captured:
-    graph, first = decompose(captured.graph, RULES)
+    graph, layers, _ = rewrite(captured.graph, RECURRENT)
+    graph, parts = decompose(graph, RULES)
+    first = {old: parts[new] for old, new in layers.items() if new in parts}
     graph, then, drawn = rewrite(graph, RULES)
     refuse_draws(graph)
     moved = {old: then[new] for old, new in first.items() if new in then}

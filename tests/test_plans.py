@@ -130,6 +130,27 @@ def test_dropout_draws_the_same_for_every_plan() -> None:
     assert not torch.allclose(other, losses[0])
 
 
+class Encoder(nn.Module):
+    """Dropout inside torch's own layers: of attention's weights, and between recurrent layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True) if kind == "attention" else None
+        self.layers = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.attention(x, x, x, need_weights=False) if self.attention is not None else self.layers(x)
+        return y[0].square().mean()
+
+
+@pytest.mark.parametrize("kind", ["attention", "lstm"])
+def test_dropout_inside_torch_layers_is_verified(kind: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Encoder(kind), (torch.randn(4, 3, 8),)
+    check = partition(model, Topology.local(1), inputs).verify(model, inputs)
+    assert check.ok, check
+
+
 class Merged(nn.Module):
     """A projection whose weight is merged from others before it is used."""
 

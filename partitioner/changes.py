@@ -172,6 +172,9 @@ class _Search:
         base = _Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
         yield base
         yield from self._places(base)
+        if (context := asked.constraints.context) is not None:
+            freed = asked.constraints.model_copy(update={"context": None})
+            yield _and(base, _PLACE, "context", f"context left free instead of {context}", constraints=freed)
         yield from self._shards(base)
         hosted = [*self._hosted(base)] if self.short_of_memory else []
         yield from hosted
@@ -276,6 +279,8 @@ class _Search:
         except PartitionError:
             return []
         changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
+        if job.constraints.schedule is not None or job.constraints.context is not None:
+            changed = [p for p in changed if _says_all(self._constraints(variant, pins, p))]
         if not changed:
             return []
         far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
@@ -335,19 +340,33 @@ class _Search:
             return True
         return False
 
+    def _constraints(self, variant: _Variant, pins: Sequence[str], point: Point) -> Constraints:
+        """What to ask for, to have ``point`` instead of the ``pins``."""
+        return without(variant.constraints, pins).model_copy(update=_new(pins, point))
+
     def _change(self, variant: _Variant, pins: Sequence[str], point: Point) -> Change:
-        given = variant.constraints
-        free = without(given, pins)
-        new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
-        new = {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
-        constraints = free.model_copy(update=new)
-        texts = [*variant.texts, *(instead(given, pin, new.get(pin)) for pin in pins)]
+        new, constraints = _new(pins, point), self._constraints(variant, pins, point)
+        texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
         precision = self._job(variant, pins).precision
         beyond = [
             w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only
         ]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+def _new(pins: Sequence[str], point: Point) -> dict[str, Any]:
+    """What ``point`` has for those of the ``pins`` that it fixes otherwise."""
+    new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
+    return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
+
+
+def _says_all(constraints: Constraints) -> bool:
+    try:
+        constraints.check_idle()
+    except PartitionError:
+        return False
+    return True
 
 
 def _roomiest(job: Job) -> Job:

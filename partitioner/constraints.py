@@ -22,6 +22,8 @@ Recompute = Literal["none", "selective", "full"]
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
+_OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
+
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1),
@@ -177,6 +179,19 @@ class Constraints(BaseModel):
                 f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
             )
 
+    def check_idle(self) -> None:
+        """Raise :class:`ConstraintError` for what would say nothing beside an axis that is fixed to one rank."""
+        name = self.schedule
+        if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in _OF_ONE_STAGE:
+            raise ConstraintError(
+                f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
+            )
+        if self.cp == 1 and self.context is not None:
+            raise ConstraintError(
+                f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
+                "context"
+            )
+
     def check_sharding(self) -> None:
         """Raise :class:`ConstraintError` where ``dp_shard`` ranks are to share states, and cannot or are not to."""
         if self.dp_shard is None:
@@ -192,6 +207,7 @@ class Constraints(BaseModel):
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
         """All of the checks above that the arguments allow."""
+        self.check_idle()
         self.check_world(world_size)
         if global_batch is not None:
             self.check_batch(global_batch)

@@ -29,6 +29,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str) -> No
     if not isinstance(constraints, Constraints):
         raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
     optimizer_bytes(1, 4, optimizer)
+    constraints.check_idle()
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
     if constraints.offload and None in topology.different_host_shares:

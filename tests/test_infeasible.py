@@ -116,6 +116,12 @@ JOBS: dict[str, Infeasible] = {
     "sharing: over too few ranks": Infeasible(
         CapacityError, "dp_shard=4 instead of 2", cluster(2.4), pins={"pp": 1, "tp": 1, "zero": 3, "dp_shard": 2}
     ),
+    "idle: a schedule without a pipeline": Infeasible(
+        ConstraintError, "schedule=1f1b", pins={"pp": 1, "schedule": "zb-v"}
+    ),
+    "idle: a way to share no sequence": Infeasible(
+        ConstraintError, "context left free", pins={"cp": 1, "context": "ring"}
+    ),
     "offload: parameters that are kept whole": Infeasible(
         ConstraintError, "zero=0 instead of 1", cluster(64, host=64), pins={"offload": "parameters", "zero": 1}
     ),

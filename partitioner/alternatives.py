@@ -19,7 +19,7 @@ from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
-_BEST = 3  # meshes and microbatches
+_BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
 
 
 def leaves_schedule(space: Space) -> bool:
@@ -35,7 +35,8 @@ def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found:
     best: dict[Point, Point] = {}
     for point, known in solved.items():
         bubble = (known.breakdown or {}).get("bubble", 0.0)
-        if point.pp > 1 and known.step_time - bubble < enough and len(best) < _BEST:
+        near = known.step_time <= _NEAR * solved[found].step_time and known.step_time - bubble < enough
+        if point.pp > 1 and near and len(best) < _BEST:
             best.setdefault(replace(point, schedule="", zero=0, dp_shard=0), point)
     return [other for point in best.values() for other in several_stages(space, point)]
 

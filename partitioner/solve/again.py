@@ -19,8 +19,8 @@ Taken = Callable[[Sequence[StagePlan]], float]
 def fitted(tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float) -> list[StagePlan] | None:
     """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
     ``taken`` says; ``None`` where too much is left, whatever is made again."""
-    found = [ways for ways in (_by_calls(tables, plans), _by_scores(tables, plans)) if ways is not None]
-    fits = [best for ways in found if (best := _shortest(list(ways), taken, capacity)) is not None]
+    found = [ways for ways in (list(_by_calls(tables, plans)), list(_by_scores(tables, plans))) if ways]
+    fits = [best for ways in found if (best := _shortest(ways, taken, capacity)) is not None]
     return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
 
 
@@ -35,15 +35,11 @@ def _shortest(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) ->
     return ways[high]
 
 
-def _by_calls(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]] | None:
+def _by_calls(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with one call more each time; none where there is no choice."""
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most):
-        return None
-    return _more_calls(tables, plans, most)
-
-
-def _more_calls(tables: StageTables, plans: Sequence[StagePlan], most: Sequence[int]) -> Iterator[list[StagePlan]]:
-    """``plans`` with nothing made again, then with one call more each time."""
+        return
     problem = tables.problem
 
     def worth(chunk: int, place: int) -> tuple[float, int, int]:
@@ -64,14 +60,11 @@ def _more_calls(tables: StageTables, plans: Sequence[StagePlan], most: Sequence[
             heapq.heappush(heap, worth(chunk, place + 1))
 
 
-def _by_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]] | None:
+def _by_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with the scores of one more each time, the longest kept first; none where
+    there is no choice."""
     if tables.slim is None or tables.problem.recompute == "selective":
-        return None
-    return _more_scores(tables, plans)
-
-
-def _more_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
-    """``plans`` with nothing made again, then with the scores of one more each time, the longest kept first."""
+        return
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
     yield list(now)
     order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.in_flight(plans[chunk].number))

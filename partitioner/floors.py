@@ -50,7 +50,7 @@ class Floors:
 
     def family(self, point: Point) -> Point:
         """What points that are bounded together have in common: all but ZeRO."""
-        return replace(point, zero=0, dp_shard=0)
+        return point.sharing(0)
 
     def members(self, points: Sequence[Point]) -> Sequence[Point]:
         """All points of the family of some: also those whose states are shared by a part of ``dp``."""

@@ -17,9 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from passes.hashing import hashed_once
+
 StateKind = Literal["parameter", "buffer", "constant"]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class TensorSpec:
     shape: tuple[int, ...]

@@ -29,9 +29,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from passes.hashing import hashed_once
+
 Kind = Literal["S", "R", "P", "R'"]
 
 
+@hashed_once
 @dataclass(frozen=True, order=True)
 class Layout:
     """The layout of a tensor along one mesh axis; see the module's table."""

@@ -31,6 +31,7 @@ from partitioner.topology.hosts import HostShare, least_share
 from partitioner.topology.model import Topology
 from partitioner.topology.nested import first_group, is_nested
 from partitioner.topology.parts import DeviceType, Link
+from passes.hashing import hashed_once
 from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
@@ -38,6 +39,7 @@ _SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 
 _HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Seat:
     """What decides how long a call takes on a rank: a kind of device, its speed, and its groups by mesh axis."""

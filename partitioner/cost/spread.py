@@ -17,12 +17,14 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.operators import Kernel, Operand, is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
+from passes.hashing import hashed_once
 from passes.regions import find_regions
 
 EXPERT_PRODUCTS = frozenset(("_grouped_mm", "expert_mm"))
 _ALONE = Group(1)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Software:
     """How what runs a plan communicates; see the constraints of the same names."""
@@ -36,6 +38,7 @@ class Software:
 EXECUTED = Software()  # as this project's runtime does
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks

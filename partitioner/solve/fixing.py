@@ -47,17 +47,18 @@ class Dual:
             parts = max(len(ahead), len(self.near[node]) - len(ahead), 1)
             share = (unary - unary.min()) / parts
             for pair, dim in ahead:
-                self.tables[pair] = self.tables[pair] + (share[:, None] if dim == 0 else share[None, :])
-                unary = unary - np.where(np.isfinite(share), share, 0.0)
+                self.tables[pair] += share[:, None] if dim == 0 else share
+                unary = unary - _finite(share)
             self.unary[node] = unary
 
     def _gather(self, node: int) -> Vector:
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
-            least = self.tables[pair].min(axis=1 - dim)
+            table = self.tables[pair]
+            least = np.minimum.reduce(table, axis=1 - dim)
             unary = unary + least
-            moved = np.where(np.isfinite(least), least, 0.0)
-            self.tables[pair] = self.tables[pair] - (moved[:, None] if dim == 0 else moved[None, :])
+            moved = _finite(least)
+            table -= moved[:, None] if dim == 0 else moved
         return unary
 
     def assignment(self) -> dict[int, int]:
@@ -135,6 +136,12 @@ def close_assignment(
             if (cost := dual.cost(choice)) < least:
                 best, least = choice, cost
     return best, least, dual.bound
+
+
+def _finite(values: Vector) -> Vector:
+    """0 for what is infinite."""
+    finite = np.isfinite(values)
+    return values if finite.all() else np.where(finite, values, 0.0)
 
 
 def _only(size: int, index: int) -> Mask:

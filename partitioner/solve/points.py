@@ -11,6 +11,7 @@ from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.topology.model import Topology
+from passes.hashing import hashed_once
 from runtime.program import hybrid_mesh
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
@@ -26,6 +27,7 @@ _SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where no
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
 
 
+@hashed_once
 @dataclass(frozen=True, order=True)
 class Point:
     """One combination. ``recompute`` is left to the stages unless it is pinned.
@@ -45,6 +47,11 @@ class Point:
     zero: int = 0
     virtual_stages: int = 1
     dp_shard: int = 0
+
+    def sharing(self, zero: int, dp_shard: int = 0) -> Point:
+        """The same with states sharded like this."""
+        axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
+        return Point(*axes, zero, self.virtual_stages, dp_shard)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -169,7 +176,7 @@ def hybrids(space: Space, point: Point) -> list[Point]:
         parts[max(d for d in whole if d <= size)] = None
         size *= _PART_GROWS
     stages = [stage for stage, _ in _zero(space, point.dp, point.cp) if stage]
-    return [replace(point, zero=stage, dp_shard=part) for stage in stages for part in parts if part > 1]
+    return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
 
 
 def meshes(space: Space) -> list[tuple[int, int, int, int]]:

@@ -141,11 +141,11 @@ class Reduction:
                 continue
             self._changed[other].pop(node, None)
             table = self.tables[node][other]
-            by_row = table.min(axis=1)
+            by_row = np.minimum.reduce(table, axis=1)
             if by_row.any():
                 self.costs[node] = self.costs[node] + by_row
                 table = _less(table, by_row[:, None])
-            by_column = table.min(axis=0)
+            by_column = np.minimum.reduce(table, axis=0)
             if by_column.any():
                 self.costs[other] = self.costs[other] + by_column
                 table = _less(table, by_column[None, :])

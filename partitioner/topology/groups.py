@@ -23,6 +23,7 @@ from partitioner.topology.fabric import Storey, inside_levels, least_cut, least_
 from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link, Measured
+from passes.hashing import hashed_once
 from runtime.program import AXES, expert_mesh, num_ranks
 
 _POST_S = 1e-6  # to post one send and one receive
@@ -39,6 +40,7 @@ class Tier:
     below: int
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Group:
     """Ranks that enter collectives together. ``tiers`` from the inside out; ``cap``: bytes/s of a slow link inside."""
@@ -46,13 +48,6 @@ class Group:
     size: int
     tiers: tuple[Tier, ...] = ()
     cap: float = math.inf
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.size, self.tiers, self.cap))
 
     @cached_property
     def bus_bandwidth(self) -> float:
@@ -349,8 +344,8 @@ def between(topology: Topology, mesh: Mapping[str, int], stage: int, other: int,
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's, without what its groups take."""
-    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     paces, of_device = topology.paces
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
     free = topology.usable - num_communicators(mesh) * each
     return tuple(int(n) for n in np.maximum(free, 0)[grid].min(axis=1))
@@ -366,8 +361,10 @@ def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
     """For each stage the different (kind, speed) of its devices."""
-    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     paces, of_device = topology.paces
+    if len(paces) == 1:
+        return (tuple(paces),) * mesh.get("pp", 1)
+    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return tuple(tuple(paces[k] for k in np.unique(of_device[row]).tolist()) for row in grid)
 
 

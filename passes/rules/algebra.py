@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.gradients import differentiable
+from passes.hashing import hashed_once
 from passes.infer import call
 from passes.layouts import Layout, local_shape
 
@@ -25,6 +26,7 @@ Dims = tuple[tuple[str, ...], ...]  # the factors of each dim of one tensor
 MAX_SECTIONS = 64  # an inner factor is sharded through that many equal sections at most
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Strategy:
     """One way to run an operator on one mesh axis.

@@ -43,13 +43,17 @@ def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found:
 
 def best_schedule(
     evaluate: Callable[[Point], Evaluated],
+    attempt: Callable[[Point], Evaluated],
     bounds: Bounds,
     several: Sequence[Point],
     found: Solved,
     certificate: Certificate,
     deadline: float,
 ) -> tuple[Solved, Certificate]:
-    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline``."""
+    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline``.
+
+    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own.
+    """
     best, rows = found, []
     for point in several:
         enough = min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN))
@@ -62,7 +66,7 @@ def best_schedule(
             least = max([least, *(bound([point], enough) for bound in bounds.together)])
             if least >= enough:
                 continue
-            told = evaluate(point)
+            told = attempt(point)
         except PartitionError as error:
             rows.append(refused(point, error))
             continue
@@ -70,6 +74,9 @@ def best_schedule(
         rows.append(candidate(point, told).model_copy(update={"bound": least}))
         if told.step_time < enough:
             best = told.payload
+    if best is not found:
+        proven = evaluate(best.point).least or 0.0
+        rows = [_at_least(row, proven) if _same(row, candidate(best.point)) else row for row in rows]
     return best, _with(certificate, rows, best, found)
 
 
@@ -94,6 +101,11 @@ def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, fou
     return certificate.model_copy(
         update={"objective": step, "bound": bound, "gap": gap, "candidates": (*solved, *rows)}
     )
+
+
+def _at_least(row: Candidate, seconds: float) -> Candidate:
+    assert row.step_time is not None, row
+    return row.model_copy(update={"bound": min(max(row.bound or 0.0, seconds), row.step_time)})
 
 
 def _same(row: Candidate, other: Candidate) -> bool:

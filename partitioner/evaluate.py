@@ -65,8 +65,9 @@ class Evaluator:
     _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
-    def solve(self, point: Point, devices: Sequence[int] | None = None) -> Solved:
-        """The best plan of one candidate; on ``devices`` by rank, where they are given.
+    def solve(self, point: Point, devices: Sequence[int] | None = None, *, proven: bool = True) -> Solved:
+        """The best plan of one candidate; on ``devices`` by rank, where they are given. ``proven``: with a bound on
+        what its stages take, which for schedules that are followed takes as long as to find them.
 
         Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
         :class:`passes.errors.UnsupportedError` where there is none.
@@ -103,7 +104,7 @@ class Evaluator:
             if plain:
                 split = solve_stages(problem)
             else:
-                split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages)
+                split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
             expected = estimate(problem, split, states, machine, job.flops)
             if job.constraints.offload:
                 of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)

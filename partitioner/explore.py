@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from partitioner.alternatives import (
     PATIENCE,
@@ -113,8 +114,8 @@ def _explore(
     siblings = Siblings(bounds.state_bytes)
     floors = Floors(bounds, evaluator, candidates, space)
 
-    def evaluate(point: Point) -> Evaluated:
-        found = evaluated(siblings.tried(point, evaluator.solve))
+    def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
+        found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven)))
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
             found = replace(found, least=min(least, bounds.refine(point)))
@@ -137,6 +138,7 @@ def _explore(
         return found, certificate
     return best_schedule(
         evaluate,
+        partial(evaluate, proven=False),
         floors,
         schedules_of_several(space, result.solved, found.point),
         found,

@@ -31,9 +31,10 @@ _ROUNDS = 6  # of sharing out a rank's memory anew
 
 
 def solve_virtual(
-    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None, *, proven: bool = True
 ) -> StageSplit:
-    """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time.
+    """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time;
+    ``proven``: and what none goes below.
 
     Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
     """
@@ -69,7 +70,9 @@ def solve_virtual(
             break
     if found:
         split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
-        split, bound = _improved(whole, split, schedule, own, flying, chunks)
+        bound = 0.0
+        if proven or not _cut_by_memory(problem, split):
+            split, bound = _improved(whole, split, schedule, own, flying, chunks)
         taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
         return _joined(split, problem, schedule, own, taken, chunks, bound)
     stage, missing = lacking
@@ -165,8 +168,8 @@ def _improved(
     )
     steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
     bound = found.bound + (more[2] * steady if more is not None else 0.0)
-    if any(plan.recompute or plan.selective for plan in split.stages) and problem.recompute is None:
-        return split, bound  # memory has a say that the cuts do not hear
+    if _cut_by_memory(problem, split):
+        return split, bound
     for _, cuts in found.cuts:
         stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
         faster = replace(split, stages=stages)
@@ -174,6 +177,11 @@ def _improved(
         if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
             return faster, bound
     return split, bound
+
+
+def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
+    """Whether calls are made again so that they fit, which has a say that better cuts do not hear."""
+    return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
 def _joined(

@@ -228,7 +228,7 @@ def test_dynamic_programming_and_mixed_integer_programming_agree(seed: int, monk
     assert narrow.num_variables == 0
     monkeypatch.setattr(assignment, "QUICK_WORK", 0)
     monkeypatch.setattr(assignment, "MOST_WORK", 0)
-    monkeypatch.setattr(assignment, "_fix", lambda *_: None)
+    monkeypatch.setattr(assignment, "_fix", lambda *_: ({}, -np.inf))
     wide = solve_assignment(problem)
     assert wide.num_variables > 0
     assert wide.objective == pytest.approx(narrow.objective, rel=1e-6)

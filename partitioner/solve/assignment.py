@@ -9,14 +9,14 @@ An infinite cost forbids a choice or a pair of choices. After an exact presolve 
 component is solved by dynamic programming if it is narrow (``elimination.py``), and otherwise as a mixed-integer
 program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge continuous
 ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] = s_j[q]``.
-HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds (``fixing.py``) where HiGHS
-finds nothing in its time.
+HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds (``fixing.py``), made
+better (``conditioned.py``), where HiGHS finds nothing in its time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from partitioner.solve.conditioned import improved
 from partitioner.solve.elimination import (
     FAIR_WORK,
     MOST_WORK,
@@ -33,7 +34,7 @@ from partitioner.solve.elimination import (
     eliminate,
     elimination_order,
 )
-from partitioner.solve.fixing import allowed_choices, close_assignment
+from partitioner.solve.fixing import Dual, fixed
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
@@ -42,6 +43,8 @@ from passes.errors import PartitionError
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
 _EXACT_SHARE = 0.75  # of the time, after which a problem with ``memory`` is searched if nothing was found
+_MOST_VARIABLES = 100_000  # of a program of which HiGHS finds no solution in a minute
+_IMPROVED_S = 10.0  # in which an assignment is made better
 MANY_ENTRIES = 400_000  # of all tables: above, a problem with ``memory`` is searched instead of given to HiGHS whole
 
 
@@ -134,8 +137,8 @@ def solve_assignment(
 ) -> Assignment:
     """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
 
-    ``settle``: where HiGHS finds nothing in time and no resource is short, take what a dual ascent finds, with its
-    bound.
+    ``settle``: where HiGHS finds nothing in time, or would not in minutes, and no resource is short, take what a dual
+    ascent finds and dynamic programming makes better, with the ascent's bound.
 
     Raises:
         InfeasibleError: no assignment is allowed.
@@ -161,10 +164,11 @@ def _solve_exactly(
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
     reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
+    near, proven = dict[int, int](), -np.inf
     most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
     if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
         reduction.run()
-        _fix(reduction, most_work)
+        near, proven = _fix(reduction, most_work)
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _components(reduction):
         order = _narrow(reduction, nodes, most_work)
@@ -174,19 +178,21 @@ def _solve_exactly(
             choice.update(best)
             bound += cost
             continue
-        left = time_limit_s - (time.perf_counter() - start)
+        until = start + time_limit_s
         program = _Program(reduction, nodes)
         size += program.num_variables
+        known = _known(reduction, nodes, near) if settle else None
         try:
-            bound += program.solve(max(left, 0.1), relative_gap, choice)
+            if known is not None and program.num_variables > _MOST_VARIABLES:
+                raise TimeLimitError("no use trying")
+            bound += program.solve(max(until - time.perf_counter(), 0.1), relative_gap, choice)
         except TimeLimitError:
-            if not settle or any(reduction.usage[i] for i in nodes):
+            if known is None:
                 raise
-            near, cost, least = close_assignment(*_part(reduction, nodes))
-            if not np.isfinite(cost):
-                raise
-            choice.update(near)
-            bound += least
+            costs, tables = _part(reduction, nodes)
+            choice.update(improved(costs, tables, known, time.perf_counter() + _IMPROVED_S))
+            bound += Dual(costs, tables).bound
+    bound = max(bound, proven)
     full = reduction.restore(choice)
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
@@ -225,13 +231,28 @@ def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix(reduction: Reduction, most_work: int) -> None:
-    """Leave wide components without resources only the choices that an optimal assignment may have."""
+def _fix(reduction: Reduction, most_work: int) -> tuple[dict[int, int], float]:
+    """Leave wide components without resources only the choices that an optimal assignment may have. Good choices for
+    their nodes, of all that the problem has, and what no assignment costs less than."""
+    near, bound = dict[int, int](), reduction.constant
     for nodes in _components(reduction):
-        if _narrow(reduction, nodes, most_work) is None and not any(reduction.usage[i] for i in nodes):
-            for node, mask in allowed_choices(*_part(reduction, nodes)).items():
-                reduction.keep(node, mask)
-            reduction.run()
+        costs, tables = _part(reduction, nodes)
+        if _narrow(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
+            bound += Dual(costs, tables).bound
+            continue
+        found = fixed(costs, tables)
+        near |= {i: int(reduction.alive[i][place]) for i, place in (found.choice or {}).items()}
+        bound += found.bound
+        for node, mask in found.masks.items():
+            reduction.keep(node, mask)
+    reduction.run()
+    return near, bound
+
+
+def _known(reduction: Reduction, nodes: Sequence[int], near: Mapping[int, int]) -> dict[int, int] | None:
+    """The choices of ``near`` among those that are left, if all of them are."""
+    places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
+    return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
 
 def _part(reduction: Reduction, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:

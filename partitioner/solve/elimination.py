@@ -33,8 +33,8 @@ def elimination_order(
 
     ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
     """
-    orders = [_greedy(sizes, neighbours, score) for score in (_table_left, _entries_filled)]
-    allowed = [(work, order) for work, largest, order in orders if work <= most_work and largest <= LARGEST_TABLE]
+    orders = [_greedy(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
+    allowed = [order for order in orders if order is not None]
     return min(allowed)[1] if allowed else None
 
 
@@ -46,15 +46,20 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
     return sum(sizes[j] * sizes[k] for j, k in combinations(near[node], 2) if k not in near[j])
 
 
-def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score) -> tuple[int, int, list[int]]:
-    """The entries of all tables and of the largest, and the order that takes the node of the least ``score`` next."""
+def _greedy(
+    sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
+) -> tuple[int, list[int]] | None:
+    """The entries of all tables, and the order that takes the node of the least ``score`` next; ``None`` where they are
+    too many."""
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}
-    order, work, largest = list[int](), 0, 0
+    order, work = list[int](), 0
     while near:
         node = min(scores, key=scores.__getitem__)
         entries = sizes[node] * math.prod(sizes[j] for j in near[node])
-        work, largest = work + entries, max(largest, entries)
+        work += entries
+        if work > most_work or entries > LARGEST_TABLE:
+            return None
         del scores[node]
         around = near.pop(node)
         for j in around:
@@ -62,7 +67,7 @@ def _greedy(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score:
         stale = around.union(*(near[j] for j in around))
         scores.update((j, score(j, sizes, near)) for j in stale)
         order.append(node)
-    return work, largest, order
+    return work, order
 
 
 _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order, and costs indexed (node, *others)

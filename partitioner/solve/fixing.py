@@ -9,6 +9,7 @@ known assignment, the choice can go.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ Mask = NDArray[np.bool_]
 _SWEEPS = 60
 _LOOK = 5  # sweeps between two looks at the distance
 _CLOSE = 1e-10  # of the cost: the assignment is optimal
+_NEAR = 0.3  # of the distance: more than that should be left behind at the pace of the last sweeps
 _SLACK = 1e-9  # of the cost: rounding
 
 
@@ -98,8 +100,18 @@ class Dual:
         return masks
 
 
-def allowed_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> dict[int, Mask]:
-    """For each node the choices that an optimal assignment may have; every optimal one, but where one is found."""
+@dataclass(frozen=True)
+class Fixed:
+    """``masks``: for each node the choices that an optimal assignment may have; every optimal one, but where one is
+    found. ``choice``: a good assignment, if one was found; ``bound``: what none costs less than."""
+
+    masks: dict[int, Mask]
+    choice: dict[int, int] | None
+    bound: float
+
+
+def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> Fixed:
+    """What a dual ascent tells of a problem."""
     dual = Dual(costs, tables)
     best, least, bound = None, np.inf, -np.inf
     for sweep in range(_SWEEPS):
@@ -113,35 +125,18 @@ def allowed_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int]
                 continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return {node: _only(len(costs[node]), best[node]) for node in costs}
-            if raised - bound <= 1e-3 * (least - raised):  # no use going on
+                return Fixed({node: _only(len(costs[node]), best[node]) for node in costs}, best, raised)
+            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
                 break
             bound = raised
     if not np.isfinite(least) or not np.isfinite(dual.bound):
-        return {node: np.ones(len(cost), bool) for node, cost in costs.items()}
-    return dual.allowed(least - dual.bound + _SLACK * abs(least))
-
-
-def close_assignment(
-    costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]
-) -> tuple[dict[int, int], float, float]:
-    """An assignment, its cost, and a bound on what any costs; the cost is infinite where none that is allowed was
-    found."""
-    dual = Dual(costs, tables)
-    best, least = dict.fromkeys(costs, 0), np.inf
-    for sweep in range(_SWEEPS):
-        dual.sweep(forward=sweep % 2 == 0)
-        if sweep % _LOOK == _LOOK - 1:
-            choice = dual.assignment()
-            if (cost := dual.cost(choice)) < least:
-                best, least = choice, cost
-    return best, least, dual.bound
+        return Fixed({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
+    return Fixed(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
 
 
 def _finite(values: Vector) -> Vector:
     """0 for what is infinite."""
-    finite = np.isfinite(values)
-    return values if finite.all() else np.where(finite, values, 0.0)
+    return np.where(values < np.inf, values, 0.0)
 
 
 def _only(size: int, index: int) -> Mask:

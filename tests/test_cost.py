@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import CASES
 from torch import Tensor, fx
 
+from partitioner.cost.asked import asked_by
 from partitioner.cost.axes import TensorCosts
 from partitioner.cost.blockwork import block_work
 from partitioner.cost.calls import call_costs
@@ -105,6 +106,25 @@ def test_views_are_free_and_a_reshape_with_gaps_copies():
     copy = block(lambda f, x: f(aten.reshape.default, f(aten.permute.default, x, [1, 0, 2]), [16, 256]), {}, x)
     assert kernels(last(view))[0] == []
     assert kernels(last(copy))[0][0].num_bytes == 2 * 4 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "sizes"),
+    [
+        (aten.to.dtype, (torch.float32,), 4 + 2),  # bytes of an element: read and written
+        (aten.mul.Tensor, (0.5,), 2 + 2),
+        (aten.exp.default, (), 2 + 2 + 2),  # which reads what it gave
+    ],
+)
+def test_the_gradient_of_what_is_linear_reads_no_operand(target: object, args: tuple[object, ...], sizes: int):
+    made = block(lambda f, x: f(target, x, *args), {}, {"x": torch.empty(64, 32, dtype=BF16)})
+    assert [k.num_bytes for k in kernels(last(made))[1]] == [64 * 32 * sizes]
+
+
+def test_the_gradient_of_a_square_reads_it():
+    made = block(lambda f, x: f(aten.mul.Tensor, x, x), {}, {"x": torch.empty(64, 32, dtype=BF16)})
+    backward = asked_by(made, train=True).kernels
+    assert backward.num_bytes[backward.way == 1].max() == 64 * 32 * 6
 
 
 @pytest.mark.parametrize("group", [NVLINK, ACROSS], ids=["one node", "two nodes"])

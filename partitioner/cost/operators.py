@@ -102,6 +102,7 @@ _SPECIAL = frozenset(
 )
 _SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
 _ADDITIONS = frozenset(("add", "sub", "rsub"))
+_LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))  # in one tensor: the gradient does not read it
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
@@ -249,6 +250,8 @@ def backward_kernels(
     if name in _SUMS:
         return []
     kind = _kind(node, name)
+    if name in _LINEAR and len(operands) == 1:
+        return [_kernel(kind, [result, wanted[0]])]
     if kind in ("pointwise", "special"):
         return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
     return [_kernel(kind, [o, o, result]) for o in wanted]

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit_buckets import Gradient, PlannedBucket, bucket_limit, plan_buckets
+from partitioner.emit_buckets import Gradient, bucket_limit, plan_buckets
 from partitioner.emit_channels import fetches
+from partitioner.emit_levels import AT_ONCE, Reducing, with_levels
 from partitioner.emit_offload import offloaded
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
@@ -47,7 +48,6 @@ from runtime.program import (
     Stage,
     StateData,
     Value,
-    axes_beside,
     expert_mesh,
     hybrid_mesh,
     weights_fingerprint,
@@ -94,6 +94,7 @@ def emit(
     fused_attention: bool = True,
     whole_scatter: bool = False,
     offload: Sequence[Offload] = (),
+    reducing: Reducing = AT_ONCE,
 ) -> Program:
     """The program of all ranks.
 
@@ -104,13 +105,15 @@ def emit(
     kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
     ``dp`` (0: all). ``fused_attention``, ``whole_scatter``: see :class:`Program`. ``offload``: what is in host memory.
+    ``reducing``: how gradients are added up.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
     layouts = layouts or Layouts()
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
     _check_mesh(mesh, objective, model, dp_shard)
-    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp), **hybrid_mesh(sizes, etp, dp_shard)}
+    part = dp_shard if zero else reducing.inside
+    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp), **hybrid_mesh(sizes, etp, part)}
     num_stages = sizes["pp"]
     train = objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
@@ -154,7 +157,8 @@ def emit(
                 for n, d in states.items()
                 if (n in with_gradient or d.zero_axes) and s in d.stages
             ]
-            buckets = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit, zero)
+            planned = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit, zero)
+            buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, reducing) for b in planned]
             job = StageJob(
                 stage=s,
                 num_stages=num_stages,
@@ -172,9 +176,10 @@ def emit(
                 offload=kept,
                 hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
                 trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
-                rest=frozenset(k for k, b in enumerate(buckets) if b.sharded and _rest(states, b, sizes_of_axes)),
             )
-            reduced = tuple(Bucket(states=b.states, axes=b.axes) for b in buckets)
+            reduced = tuple(
+                Bucket(states=b.states, axes=b.axes, levels=b.levels, compression=b.compression) for b in buckets
+            )
             result.append((reduced, stage_instructions(job)))
         return result
 
@@ -232,7 +237,7 @@ def emit(
         tree=model.tree,
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
-        dp_shard=dp_shard if zero else 0,
+        dp_shard=part,
         fused_attention=fused_attention,
         whole_scatter=whole_scatter,
         offload=kept,
@@ -336,11 +341,6 @@ def _gradient(
 
 def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
     return tuple(position for position, call in enumerate(calls) if state in call.states)
-
-
-def _rest(states: Mapping[str, StateData], bucket: PlannedBucket, sizes: Mapping[str, int]) -> bool:
-    """Whether the pieces of a sharded bucket's gradients are to be added up over further axes."""
-    return any(sizes[a] > 1 for a in axes_beside(bucket.axes, states[bucket.states[0]].zero_axes))
 
 
 def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from partitioner.actions import Order
 from partitioner.emit_routes import StageCalls
+from runtime.buckets import Compression
+from runtime.levels import Turn
 
 _LEAST_BUCKET = 25 * 2**20
 _PER_RANK = 2_000_000
@@ -39,7 +41,8 @@ class Gradient:
 class PlannedBucket:
     """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
     ``None`` where it has to wait for SYNC, or is of parameters without gradients. ``each``: under ZeRO 2 and 3, for
-    each chunk the position of the call after which a microbatch has added all to it that it adds.
+    each chunk the position of the call after which a microbatch has added all to it that it adds. ``levels``,
+    ``compression``: see :class:`runtime.buckets.Bucket`; ``turns``: what reduces it, or the shards that SCATTER makes.
     """
 
     states: tuple[str, ...]
@@ -47,6 +50,9 @@ class PlannedBucket:
     ready: tuple[int, int] | None
     sharded: bool = False
     each: Mapping[int, int] = field(default_factory=dict)
+    levels: tuple[tuple[str, ...], ...] = ()
+    compression: Compression | None = None
+    turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
         """The position of the call of ``chunk`` whose backward, the order's action ``index``, it is to follow."""

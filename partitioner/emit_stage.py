@@ -10,10 +10,11 @@ from typing import Any
 from partitioner.actions import Action, Order, held
 from partitioner.emit_buckets import PlannedBucket
 from partitioner.emit_channels import Fetch
+from partitioner.emit_levels import turn, with_turns
 from partitioner.emit_offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit_routes import Routes
 from partitioner.emit_zero import with_sharding
-from runtime.program import CallData, Instruction, Op
+from runtime.program import CallData, Instruction
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class StageJob:
     offload: tuple[str, ...] = ()
     hosted: frozenset[str] = frozenset()  # states that are in host memory
     trained: tuple[str, ...] = ()  # states of the stage with a gradient
-    rest: frozenset[int] = frozenset()  # sharded buckets whose pieces are to be added up over further axes
 
     @property
     def by_call(self) -> bool:
@@ -77,7 +77,8 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
     if job.train and "activations" in job.offload:
         instructions = with_parking(instructions, job.flow.runs)
-    instructions = with_sharding(instructions, job.calls, job.flow.runs, sharded, job.rest, job.zero)
+    instructions = list(with_turns(instructions, job.buckets))
+    instructions = with_sharding(instructions, job.calls, job.flow.runs, sharded, job.zero)
     if job.train and "optimizer" in job.offload:
         tied = {s for states in job.syncs for s in states}
         wanted = [s for s in job.trained if s in job.hosted]
@@ -152,8 +153,7 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
             yield Instruction(op="SEND_B", values=routes.returning[virtual], peer=routes.ranks[virtual - 1], **at)
         for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
             for number in reduced[position]:
-                op: Op = "SCATTER" if job.buckets[number].sharded else "REDUCE"
-                yield Instruction(op=op, stage=job.stage, bucket=number)
+                yield _first(job, number)
 
 
 def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -170,8 +170,16 @@ def _finish(job: StageJob) -> Iterator[Instruction]:
         yield Instruction(op="SYNC", stage=job.stage, states=states)
     for number, bucket in enumerate(job.buckets):
         if bucket.ready is None and bucket.axes:
-            yield Instruction(op="REDUCE", stage=job.stage, bucket=number)
+            yield _first(job, number)
     yield Instruction(op="STEP", stage=job.stage)
+
+
+def _first(job: StageJob, number: int) -> Instruction:
+    """What starts the reduction of a bucket."""
+    bucket = job.buckets[number]
+    if bucket.sharded:
+        return Instruction(op="SCATTER", stage=job.stage, bucket=number)
+    return turn(job.stage, number, bucket.turns[0])
 
 
 Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient

@@ -1,15 +1,14 @@
-"""State sharding in a stage's instructions: when parameters are gathered and freed, and pieces of gradients reduced.
+"""State sharding in a stage's instructions: when parameters are gathered and freed.
 
 * ZeRO 1 and 2: a GATHER of every bucket starts the step, in the order in which they are read: the optimizer has changed
   the pieces since the last one, and the forward hides it. Nothing is freed.
 * ZeRO 3: what a call reads is gathered one computation ahead and freed after it, forward and backward, unless the next
   computation reads it as well.
-* What SCATTER leaves to be added up over other axes is, behind the next backward, by REDUCE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from runtime.listing import Instruction
 from runtime.program import CallData
@@ -44,21 +43,16 @@ def with_sharding(
     calls: Sequence[CallData],
     runs: Sequence[bool],
     buckets: Mapping[int, Sequence[str]],
-    rest: frozenset[int],
     zero: int,
 ) -> list[Instruction]:
-    """``instructions`` with GATHER, FREE and REDUCE of the sharded ``buckets``.
-
-    ``runs``: whether each call has a backward; ``rest``: the buckets whose pieces are to be added up further.
-    """
+    """``instructions`` with GATHER and FREE of the sharded ``buckets``. ``runs``: whether each call has a backward."""
     if not buckets:
         return [*instructions]
     needs = bucket_needs(calls, buckets)
-    reduced = list(_with_reduces(instructions, rest))
     prologue = [p for p, call in enumerate(calls) if call.prologue]
     if zero == 3:
-        return _gathered_by_call(reduced, needs, runs, prologue)
-    return _gathered_once(reduced, needs, prologue)
+        return _gathered_by_call(instructions, needs, runs, prologue)
+    return _gathered_once(instructions, needs, prologue)
 
 
 def _read(instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]) -> frozenset[int]:
@@ -113,18 +107,3 @@ def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: 
                 known |= dict.fromkeys(sorted(needs[position]))
         result.append(instruction.model_copy(update={"calls": (start, end)}))
     return [Instruction(op="GATHER", stage=instructions[0].stage, bucket=number) for number in known] + result
-
-
-def _with_reduces(instructions: Sequence[Instruction], rest: frozenset[int]) -> Iterator[Instruction]:
-    last = {i.bucket: index for index, i in enumerate(instructions) if i.op == "SCATTER"}
-    waiting: list[Instruction] = []
-    for index, i in enumerate(instructions):
-        if i.op in ("SYNC", "STEP"):
-            yield from waiting
-            waiting = []
-        yield i
-        if i.op in _BACKWARD:
-            yield from waiting
-            waiting = []
-        if i.op == "SCATTER" and i.bucket in rest and last[i.bucket] == index:
-            waiting.append(Instruction(op="REDUCE", stage=i.stage, bucket=i.bucket))

@@ -269,8 +269,7 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
-            what = "parameters" if moved.op == "all_gather" else "gradients"
-            size = f"{bytes_text(moved.num_bytes)} of {what} over {moved.axis} in {plural(moved.count, 'bucket')}"
+            size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in {plural(moved.count, 'bucket')}"
             name = COLLECTIVE_NAMES.get(moved.op, moved.op)
             reductions.setdefault(f"{name} of {size}, once per step", []).append(stage.index)
     for text, stages in reductions.items():

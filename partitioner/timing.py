@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
+from partitioner.cost.levels import coding_time
 from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
@@ -17,8 +17,9 @@ from partitioner.topology.groups import Group, stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
+from runtime.buckets import Compression
 from runtime.program import HYBRID_AXES, Program
-from runtime.simulate import Part, Timeline, simulate
+from runtime.simulate import Part, Sharing, Timeline, simulate
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -82,10 +83,11 @@ class PlanDurations:
     def host(self, stage: int, nbytes: int) -> float:
         return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
-    def share(
-        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
-    ) -> float:
+    def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
         return collective_time(op, nbytes, self._groups(axes)[stage])
+
+    def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
+        return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:
         return 0.0  # a device computes on while its host starts what comes next

@@ -164,7 +164,7 @@ class Executor:
 
     def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
         """The parameters whose FETCH ``instruction`` has to wait for."""
-        if instruction.op == "GATHER":
+        if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
             read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
         else:
@@ -275,13 +275,17 @@ class Executor:
         return self.sender.action(instruction)
 
     def _gather(self, instruction: Instruction) -> Action:
-        assert instruction.bucket is not None
-        return self.gathered[instruction.bucket].start
-
-    def _scatter(self, instruction: Instruction) -> Action:
         bucket = instruction.bucket
         assert bucket is not None
-        return lambda: self.gradients.scatter(bucket)
+        if instruction.gradients:
+            last = self.rank.stage.buckets[bucket].levels[0] == instruction.axes
+            return lambda: self.gradients.gather(bucket, last)
+        return self.gathered[bucket].start
+
+    def _scatter(self, instruction: Instruction) -> Action:
+        bucket, level = instruction.bucket, bool(instruction.axes)
+        assert bucket is not None
+        return lambda: self.gradients.scatter(bucket, level)
 
     def _reduce(self, instruction: Instruction) -> Action:
         bucket = instruction.bucket

@@ -20,10 +20,12 @@ from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
+from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
+from runtime.compression import wire_share
 from runtime.listing import Listing
 from runtime.offload import staying_values
-from runtime.program import CallData, Program, Value
+from runtime.program import Bucket, CallData, Program, Value
 from runtime.state_bytes import StateSizes, state_sizes
 
 Flags = tuple[bool, ...]
@@ -167,6 +169,17 @@ class ProgramFacts:
     def gradient_piece_bytes(self, name: str) -> int:
         """As :meth:`piece_bytes`, of the gradient."""
         return self._sizes_of(name).gradient_piece
+
+    def bucket_bytes(self, bucket: Bucket) -> int:
+        """Of the gradients of a bucket that a rank has added up for itself, or of its shards of them."""
+        return sum(map(self.gradient_piece_bytes, bucket.states))
+
+    def wire_share(self, bucket: Bucket) -> float:
+        """The part of a bucket's bytes that is sent where it is compressed."""
+        if bucket.compression is None:
+            return 1.0
+        dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
+        return wire_share(bucket.compression, dtype.itemsize)
 
     def _sizes_of(self, name: str) -> StateSizes:
         if name not in self._sizes:

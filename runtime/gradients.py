@@ -5,6 +5,7 @@ Those of parameters shorter than float32 are added up and reduced in float32.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from passes.gradients import accumulated_in
+from runtime.compression import CODECS, Sender
 from runtime.groups import Communicator, Pending
+from runtime.levelled import Levelled
+from runtime.levels import GATHERING, parts, rest_axes
 from runtime.offload import Arrival, Copier
-from runtime.program import RankProgram
+from runtime.program import Bucket, RankProgram
 from runtime.scattered import ScatteredBucket
 from runtime.sinks import Sink, sink_of
-from runtime.zero import SCATTERING, rest_axes, zero_axes
+from runtime.zero import SCATTERING, zero_axes
 
 _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
@@ -37,7 +41,7 @@ class Gradients:
         states = rank.program.states
         train = rank.program.objective == "train"
         trained = [s for s in rank.states if train and states[s].requires_grad]
-        self._whole: dict[str, Sink] = {}  # the sinks of what is not sharded
+        self._sums: dict[str, Sink] = {}  # the sinks of what is not sharded
         self.buffers: dict[int, Tensor] = {}
         self.scattered: dict[int, ScatteredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
@@ -46,16 +50,16 @@ class Gradients:
             if zero_axes(rank.program, bucket.states):
                 self.scattered[number] = self._scattered_bucket(number)
                 continue
-            self.buffers[number], views = _flat([shards[s] for s in bucket.states])
-            self._whole.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
+            self.buffers[number], views = _flat([shards[s] for s in bucket.states], *_grains(rank, bucket))
+            self._sums.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
         sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
         for state in trained:
-            if state not in self._whole and state not in sharded:
+            if state not in self._sums and state not in sharded:
                 shard = shards[state]
                 wide = accumulated_in(shard.dtype)
-                self._whole[state] = sink_of(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
-        self.sinks = self._whole | sharded
-        self.owned = {s: sink.view for s, sink in self._whole.items()}
+                self._sums[state] = sink_of(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
+        self.sinks = self._sums | sharded
+        self.owned = {s: sink.view for s, sink in self._sums.items()}
         self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
         self._here = self.owned  # on the device
         self._copier = copier = copier or Copier(communicator.device)
@@ -63,20 +67,40 @@ class Gradients:
         if "optimizer" in rank.program.offload:
             self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
         self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
+        self._levelled = {n: self._levels(n) for n, bucket in enumerate(rank.stage.buckets) if bucket.levels}
         self._under_way: dict[int, Pending] = {}
         self._scattering: deque[int] = deque()  # buckets whose SCATTER is under way
+        self._gathering: deque[int] = deque()  # buckets whose sums are being gathered
 
     def _scattered_bucket(self, number: int) -> ScatteredBucket:
-        rank, states = self.rank, self.rank.stage.buckets[number].states
-        group = self.communicator.group(rank.zero_group(states[0]))
-        rest = self.communicator.group(rank.group(*rest_axes(rank.program, rank.stage.buckets[number])))
-        return ScatteredBucket(rank, number, group, rest, self.communicator.device, keep=rank.program.zero < 2)
+        rank, bucket = self.rank, self.rank.stage.buckets[number]
+        group = self.communicator.group(rank.zero_group(bucket.states[0]))
+        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
+        return ScatteredBucket(
+            rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_grains(rank, bucket)
+        )
+
+    def _levels(self, number: int) -> Levelled:
+        rank, bucket = self.rank, self.rank.stage.buckets[number]
+        groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
+        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
+        buffer = self.scattered[number].flat.buffer if number in self.scattered else self.buffers[number]
+        return Levelled(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
+
+    @property
+    def senders(self) -> dict[str, Sender]:
+        """What compresses gradients on this rank, and keeps what is lost, by its place."""
+        found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
+        return found | {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
 
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""
         self._scattering.clear()  # what is left is of one that failed
+        self._gathering.clear()
         self._under_way.clear()
-        for sink in self._whole.values():
+        for levels in self._levelled.values():
+            levels.begin()
+        for sink in self._sums.values():
             sink.fresh = True
         for bucket in self.scattered.values():
             bucket.begin()
@@ -91,8 +115,12 @@ class Gradients:
         for bucket in self.scattered.values():
             bucket.restore()
 
-    def scatter(self, bucket: int) -> None:
-        """Start adding up a bucket over the axes that shard it."""
+    def scatter(self, bucket: int, level: bool = False) -> None:
+        """Start adding up a bucket over the axes that shard it; or over its next ``level``."""
+        if level:
+            self._settle(bucket)
+            self._levelled[bucket].scatter()
+            return
         while len(self._scattering) >= SCATTERING:
             self._collect()
         self.scattered[bucket].start()
@@ -108,27 +136,50 @@ class Gradients:
 
     def reduce(self, bucket: int) -> None:
         """Start adding up a bucket over its axes, or its pieces over those that are left."""
+        self._settle(bucket)
+        if bucket in self._levelled:
+            self._levelled[bucket].reduce()
+        elif bucket in self.scattered:
+            self._under_way[bucket] = self.scattered[bucket].reduce()
+        else:
+            self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
+
+    def gather(self, bucket: int, last: bool) -> None:
+        """Start bringing together the sums of a bucket's last level; of the ``last`` one there is nothing is left."""
+        while last and len(self._gathering) >= GATHERING:
+            self._levelled[self._gathering.popleft()].finish()
+        self._levelled[bucket].gather()
+        if last:
+            self._gathering.append(bucket)
+
+    def _settle(self, bucket: int) -> None:
+        """What is added up is all there."""
         if bucket in self.scattered:
             self._await(bucket)
-            self._under_way[bucket] = self.scattered[bucket].reduce()
             return
         for state in self.rank.stage.buckets[bucket].states:
             self.sinks[state].settle()
-        self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
+
+    def _whole(self, bucket: int) -> None:
+        """Wait until a bucket is reduced, where that is under way."""
+        if bucket in self.scattered:
+            self._await(bucket)
+        if bucket in self._under_way:
+            self._under_way.pop(bucket).wait()
+        if bucket in self._levelled:
+            self._levelled[bucket].finish()
 
     def sync(self, states: Sequence[str]) -> None:
         """Add up the gradients of tied states over the stages that share them."""
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
-                self._await(number)
-                if number in self._under_way:
-                    self._under_way.pop(number).wait()
+                self._whole(number)
                 bucket.settle()  # this stage may have no gradient of what another one has
         for ranks, tied in sharing(self.rank, states).items():
             group = self.communicator.group(ranks)
             for state in tied:
-                if state in self._whole:
-                    self._whole[state].settle()
+                if state in self._sums:
+                    self._sums[state].settle()
             views = [self._here[s] for s in tied if self._here[s].numel()]
             for work in [group.all_reduce(view) for view in views]:
                 work.wait()
@@ -140,7 +191,9 @@ class Gradients:
         for pending in self._under_way.values():
             pending.wait()
         self._under_way.clear()
-        for sink in self._whole.values():
+        for levels in self._levelled.values():
+            levels.finish()
+        for sink in self._sums.values():
             sink.settle()
         for arrival in self._leaving:
             arrival.finish()  # who reads them next is the host
@@ -151,13 +204,10 @@ class Gradients:
         read = set(states)
         for number, bucket in enumerate(self.rank.stage.buckets):
             if not read.isdisjoint(bucket.states):
-                if number in self.scattered:
-                    self._await(number)
-                if number in self._under_way:
-                    self._under_way.pop(number).wait()
+                self._whole(number)
         for state in states:
-            if state in self._whole:
-                self._whole[state].settle()
+            if state in self._sums:
+                self._sums[state].settle()
         self._leaving.append(self._copier.start([(self._here[s], self.owned[s]) for s in states]))
 
 
@@ -170,14 +220,24 @@ def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], l
     return groups
 
 
-def _flat(shards: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One zeroed buffer with room for ``shards``, and a view of it for each."""
+def _grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
+    """What the place of each state in a bucket, and its whole length, is a multiple of.
+
+    A chunk is of one state: ranks along tp that have the same of that need not have the same of the one beside it, and
+    would round it otherwise.
+    """
+    chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
+    return chunk, chunk * parts(rank.program, bucket, len(bucket.levels))
+
+
+def _flat(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
+    """One zeroed buffer with room for ``shards``, and a view of it for each; see :func:`_grains`."""
     dtype = accumulated_in(shards[0].dtype)
-    step = max(1, _ALIGNMENT // dtype.itemsize)
+    step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
     starts, total = [], 0
     for shard in shards:
         starts.append(total)
         total += -(-shard.numel() // step) * step
-    buffer = torch.zeros(total, dtype=dtype, device=shards[0].device)
+    buffer = torch.zeros(-(-total // whole) * whole, dtype=dtype, device=shards[0].device)
     views = [buffer[s : s + x.numel()].view(x.shape) for s, x in zip(starts, shards, strict=True)]
     return buffer, views

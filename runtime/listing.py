@@ -58,9 +58,12 @@ class Instruction(Data):
     B        backward of calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of parameters
     I, W     the same in two halves: gradients of inputs; gradients of parameters
     SEND_B   send the gradients of ``values`` to the stage ``peer``
-    GATHER   start gathering the parameters of bucket ``bucket`` over the axes that shard them
-    SCATTER  start adding up the gradients of bucket ``bucket`` over the axes that shard it: a shard to each rank
-    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards
+    GATHER   start gathering the parameters of bucket ``bucket`` over the axes that shard them; with ``gradients``:
+             its gradients, over the level ``axes`` over which they were scattered last
+    SCATTER  start adding up the gradients of bucket ``bucket`` over the axes that shard it: a shard to each rank; with
+             ``axes``: what this rank has of them over this level of the bucket
+    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards, of one with
+             levels what these left
     SYNC     add up the gradients of the tied ``states`` over the stages that share them
     OFFLOAD  start moving what F kept of ``calls`` for ``microbatch`` to host memory; with ``states``: start copying
              their gradients, which are whole, there
@@ -98,6 +101,9 @@ class Instruction(Data):
     * Parameters whose numbers are in host memory (:attr:`Program.offload`) are read, or GATHERed, after their FETCH,
       which is waited for: once a step, since an optimizer has changed them, or under ``parameters`` until their FREE
       (of shards: until the GATHER ends). The gradients of all that is trained are OFFLOADed once, before STEP.
+    * A bucket with levels (:attr:`Bucket.levels`) is reduced in turns, each of which waits for the one before: a
+      SCATTER for each level, REDUCE if axes are left, and a GATHER for each level in reverse. Only one bucket at a
+      time is gathered over its first level: the next waits for it.
     * Under ZeRO 2 and 3 a SCATTER takes what was added since the last one, adds it to the shard and makes room; it
       waits for the SCATTER before.
     """

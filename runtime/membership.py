@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from runtime.groups import Link
+from runtime.levels import rest_axes
 from runtime.losses import loss_edges
 from runtime.program import AXES, MESH_AXES, Program, RankProgram
-from runtime.zero import rest_axes, zero_axes
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
 _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
@@ -37,7 +37,8 @@ def _axes(program: Program) -> set[tuple[str, ...]]:
     axes.update(state.zero_axes for state in program.states.values())
     for stage in program.stages:
         axes.update(b.axes for b in stage.buckets)
-        axes.update(rest_axes(program, b) for b in stage.buckets if zero_axes(program, b.states))
+        axes.update(rest_axes(program, b) for b in stage.buckets)
+        axes.update(level for b in stage.buckets for level in b.levels)
         axes.update(i.axes for i in stage.instructions if i.axes)
     for block in program.blocks.values():
         for node in block.nodes:

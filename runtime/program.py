@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from passes.layouts import Layout, Shard, local_shape
+from runtime.buckets import Bucket
 from runtime.listing import Data, Instruction, Instructions, Op
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first: neighbouring ranks differ in the last axes
@@ -138,16 +139,6 @@ class OutputData(Data):
     stage: int | None = None
 
 
-class Bucket(Data):
-    """Gradients that are reduced together: the same axes, the same type; sharded over the same ranks, or not at all.
-
-    Parameters that are sharded are gathered together, too; those that take no gradient have buckets without ``axes``.
-    """
-
-    states: tuple[str, ...]
-    axes: tuple[str, ...]
-
-
 class Stage(Data):
     """What the ranks of one pipeline coordinate hold and do."""
 
@@ -166,6 +157,7 @@ class Program(Data):
 
     ``zero``: what the ranks of a state's ``zero_axes`` share: optimizer states (1), gradients too (2), and parameters
     too (3). ``dp_shard``: the ranks of ``dp`` that do, neighbours (0: all); the rest, ``dp_replicate``, has replicas.
+    Without ``zero``: those over which gradients are scattered first, where they are reduced level by level.
     """
 
     mesh: dict[str, int]

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
+from runtime.compression import CODECS, Sender
 from runtime.groups import Group, Pending
+from runtime.levelled import exchange
 from runtime.program import RankProgram, shard_shape
 from runtime.sharded import Flat, Room
 from runtime.sinks import RoomSink, Sink, WideRoomSink
@@ -24,20 +26,32 @@ class ScatteredBucket:
     """
 
     def __init__(
-        self, rank: RankProgram, number: int, group: Group, rest: Group, device: torch.device, keep: bool
+        self,
+        rank: RankProgram,
+        number: int,
+        group: Group,
+        rest: Group,
+        device: torch.device,
+        keep: bool,
+        grain: int = 1,
+        whole: int = 1,
     ) -> None:
-        states = rank.stage.buckets[number].states
+        bucket = rank.stage.buckets[number]
+        states = bucket.states
         program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
         dtype = accumulated_in(short)
         sink = RoomSink if dtype == short else WideRoomSink
         self.group, self.rest, self.keep = group, rest, keep
-        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device)
+        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
         shapes = [shard_shape(program, s) for s in states]
         self.rooms = [Room(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
         self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
         self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
+        self.sender: Sender | None = None  # where what goes over this group is compressed
+        if bucket.compression and not bucket.levels:
+            self.sender = Sender(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
         if not keep:
             self.give()
 
@@ -61,14 +75,19 @@ class ScatteredBucket:
 
     def start(self) -> None:
         """Send what was added since the last time to those whose piece it is."""
-        whole = self.flat.buffer.new_empty(self.group.size * self.flat.length)
+        make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
+        whole = make(self.group.size * self.flat.length)
         for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
             sink.settle()
             self.flat.rows(whole, i).copy_(room.rows)
             sink.fresh = True
         if not self.keep:
             self.give()
-        self._sent.append((whole, self.group.reduce_scatter(whole, 0)))
+        if self.sender is None:
+            pending = self.group.reduce_scatter(whole, 0)
+        else:
+            pending = exchange(self.sender, whole.view(self.group.size, -1), self.group)
+        self._sent.append((whole, pending))
 
     def collect(self) -> None:
         """Add what comes of the oldest that was sent to this rank's piece."""

@@ -7,6 +7,7 @@ a call's forward kept of it for its backward (the parameter, a view of it) reads
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,12 +20,19 @@ from runtime.zero import pieces_of, zero_axes
 
 
 class Flat:
-    """Padded pieces of several states, one after the other: ``piece(i)`` is a view without the padding."""
+    """Padded pieces of several states, one after the other: ``piece(i)`` is a view without the padding.
 
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> None:
+    ``grain``, ``whole``: what the place of each, and the length of all, are multiples of.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
+    ) -> None:
         self.pieces = pieces
-        self.starts = [sum(p.length for p in pieces[:i]) for i in range(len(pieces))]
-        self.length = sum(p.length for p in pieces)
+        ends = [0, *accumulate(-(-p.length // grain) * grain for p in pieces)]
+        self.starts = ends[:-1]
+        self.length = -(-ends[-1] // whole) * whole
+        self.is_dense = self.length == sum(p.length for p in pieces)
         self.buffer = torch.zeros(self.length, dtype=dtype, device=device)
         self._storage = self.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()

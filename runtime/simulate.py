@@ -8,18 +8,22 @@ or STEP waits for is idle time.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from runtime.buckets import Compression
 from runtime.facts import ProgramFacts, value_bytes
+from runtime.levels import parts, rest_axes
 from runtime.memory import memory_steps
-from runtime.program import Instruction, Instructions, Program
+from runtime.program import Bucket, Instruction, Instructions, Program
 from runtime.proof.states import split_axes
-from runtime.zero import SCATTERING, rest_axes, states_read, zero_axes
+from runtime.zero import SCATTERING, states_read, zero_axes
 
 Part = Literal["F", "B", "I", "W"]
+Sharing = Literal["all_gather", "reduce_scatter", "all_to_all"]
 COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
 
 
@@ -37,10 +41,13 @@ class Durations(Protocol):
         """From a rank of one stage to the same rank of another."""
         ...
 
-    def share(
-        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], nbytes: int, stage: int
-    ) -> float:
-        """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients."""
+    def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
+        """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients; or
+        exchanging ``nbytes``, those of all ranks."""
+        ...
+
+    def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
+        """Compressing ``nbytes`` of gradients, or making them again of what was sent."""
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
@@ -151,7 +158,8 @@ class _Lane:
     reducing: float = 0.0  # until when the reductions that it has started keep their channel busy
     gathering: float = 0.0  # the same for gathers
     gathered: dict[int, float] = field(default_factory=dict)  # bucket -> when it is there, until it has been waited for
-    scattered: dict[int, float] = field(default_factory=dict)  # bucket -> when its last SCATTER ends
+    scattered: dict[int, float] = field(default_factory=dict)  # bucket -> when what reduces it, of what began, ends
+    summed: float = 0.0  # when the last bucket that was gathered over its first level is whole
     scattering: deque[float] = field(default_factory=deque)  # when the last SCATTERs end
     leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
     coming: float = 0.0  # the same for what comes back
@@ -212,12 +220,12 @@ class _Simulation:
                 axes = split_axes(self.program, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
                 lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
-            case "GATHER":
+            case "GATHER" if not i.gradients:
                 self.gather(lane, i)
-            case "SCATTER":
+            case "SCATTER" if not i.axes:
                 self.scatter(lane, i)
-            case "REDUCE":
-                self.reduce(lane, i)
+            case "GATHER" | "SCATTER" | "REDUCE":
+                self.turn(lane, i)
             case "SYNC":
                 return self.meet(lane, i)
             case "OFFLOAD":
@@ -258,20 +266,35 @@ class _Simulation:
         lane.background.append(Background(start, end, lane.position, i, nbytes))
         lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
 
-    def reduce(self, lane: _Lane, i: Instruction) -> None:
+    def turn(self, lane: _Lane, i: Instruction) -> None:
+        """A REDUCE, or a SCATTER or GATHER of a level of a bucket."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
-        if zero_axes(self.program, bucket.states):
-            axes = rest_axes(self.program, bucket)
-            nbytes = sum(map(self.facts.gradient_piece_bytes, bucket.states))
-            ready = lane.scattered.get(i.bucket, 0.0)
+        level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
+        nbytes = self.facts.bucket_bytes(bucket) // parts(self.program, bucket, level)
+        coding = 0.0
+        if i.op == "REDUCE":
+            seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))
+        elif bucket.compression is not None and level == len(bucket.levels) - 1:
+            sent = self.sent(bucket, i.axes, nbytes, lane.stage)
+            seconds, coding = sent[i.op == "GATHER"], self.durations.coding(lane.stage, bucket.compression, nbytes)
         else:
-            axes, nbytes = bucket.axes, sum(map(self.facts.gradient_bytes, bucket.states))
-            ready = 0.0
-        start = max(lane.clock, lane.reducing, ready)
-        lane.reducing = start + self.durations.all_reduce(split_axes(self.program, axes), nbytes, (lane.stage,))
+            op: Sharing = "all_gather" if i.op == "GATHER" else "reduce_scatter"
+            seconds = self.durations.share(op, i.axes, nbytes, lane.stage)
+        last = i.op == "GATHER" and level == 0
+        ready = max(lane.clock, lane.scattered.get(i.bucket, 0.0), lane.summed if last else 0.0)
+        start = max(ready + coding, lane.reducing)
+        lane.reducing = lane.scattered[i.bucket] = start + seconds
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
-        lane.spend(max(lane.clock, ready), 0.0)
+        lane.summed = lane.reducing if last else lane.summed
+        lane.spend(ready, coding)
+
+    def sent(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
+        """Seconds of exchanging the ``nbytes`` of a bucket, compressed, and of gathering the sums."""
+        wire = int(nbytes * self.facts.wire_share(bucket))
+        ranks = math.prod(map(self.program.size, axes))
+        exchanged = self.durations.share("all_to_all", axes, wire * ranks, stage)
+        return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def gather(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
@@ -285,14 +308,18 @@ class _Simulation:
     def scatter(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
         waited = lane.scattering.popleft() if len(lane.scattering) == SCATTERING else 0.0
-        start = max(lane.clock, lane.reducing)
+        bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.shared(lane, i, "reduce_scatter")
+        if bucket.compression is not None and not bucket.levels:
+            coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
+            seconds = self.sent(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
+        start = max(lane.clock + coding, waited + coding, lane.reducing)
         lane.reducing = lane.scattered[i.bucket] = start + seconds
         lane.scattering.append(lane.reducing)
         lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
-        lane.spend(max(lane.clock, waited), 0.0)
+        lane.spend(max(lane.clock, waited), coding)
 
-    def shared(self, lane: _Lane, i: Instruction, op: Literal["all_gather", "reduce_scatter"]) -> tuple[float, int]:
+    def shared(self, lane: _Lane, i: Instruction, op: Sharing) -> tuple[float, int]:
         """Seconds and bytes of a GATHER or SCATTER."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states

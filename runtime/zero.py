@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from runtime.pieces import Piece
-from runtime.program import Bucket, CallData, Instruction, Program, Stage, axes_beside, shard_shape
+from runtime.program import CallData, Instruction, Program, Stage, shard_shape
 
 COMPUTING = frozenset({"TOTAL_F", "F", "B", "I", "W"})
 SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
@@ -29,12 +29,6 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     """The axes over which a bucket's states are sharded: those of any of them."""
     return program.states[states[0]].zero_axes
-
-
-def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """The axes over which a sharded bucket's gradients are still to be added up after SCATTER."""
-    rest = axes_beside(bucket.axes, zero_axes(program, bucket.states))
-    return tuple(a for a in rest if program.size(a) > 1)
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[Piece]:

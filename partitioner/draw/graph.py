@@ -240,8 +240,7 @@ class _Scene:
         rows.append(Row(size, 12, space=2))
         rows += self.memory(ranks)
         for moved in stage.reductions:
-            what = "parameters" if moved.op == "all_gather" else "gradients"
-            name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {what} over {moved.axis}"
+            name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
             amount = f"{bytes_text(moved.num_bytes)} in {plural(moved.count, 'bucket')}"
             rows.append(Row(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))

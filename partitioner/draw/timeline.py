@@ -21,9 +21,10 @@ from partitioner.outline import chunk_starts
 from partitioner.plan import Plan
 from partitioner.timing import plan_timeline
 from partitioner.units import percent, ranges, seconds_text
+from runtime.levels import rest_axes
 from runtime.program import Instruction, Program
 from runtime.simulate import Timeline
-from runtime.zero import rest_axes, zero_axes
+from runtime.zero import zero_axes
 
 Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
@@ -51,10 +52,18 @@ LOOKS: dict[str, Look] = {
     "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
     "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
     "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
+    "GATHER_GRADIENTS": Look("reduce", "all_gather", "on_forward", "gathering of gradients", "gather of gradients"),
     "OFFLOAD": Look("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
     "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
+
+
+def look_of(instruction: Instruction) -> Look | None:
+    """How an instruction is drawn, if it is."""
+    of_gradients = instruction.op == "GATHER" and instruction.gradients
+    return LOOKS.get("GATHER_GRADIENTS" if of_gradients else instruction.op)
+
 
 _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0, "host": 9.0}
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
@@ -92,7 +101,7 @@ def bars_of(timeline: Timeline) -> list[Bar]:
 
 def draw_timeline(title: str, program: Program, bars: Sequence[Bar], figures: Sequence[tuple[str, str]] = ()) -> str:
     """The picture of ``bars`` as SVG text; ``figures`` stand in the header."""
-    return to_text(_Chart(title, program, [b for b in bars if b.instruction.op in LOOKS], figures).draw())
+    return to_text(_Chart(title, program, [b for b in bars if look_of(b.instruction)], figures).draw())
 
 
 def idle_shares(program: Program, bars: Iterable[Bar]) -> list[float]:
@@ -101,7 +110,7 @@ def idle_shares(program: Program, bars: Iterable[Bar]) -> list[float]:
     total = max((b.end for b in bars), default=0.0)
     busy = [0.0] * len(program.stages)
     for bar in bars:
-        look = LOOKS.get(bar.instruction.op)
+        look = look_of(bar.instruction)
         if look and look.lane == "compute":
             busy[bar.stage] += bar.end - bar.start
     return [1 - b / total if total else 0.0 for b in busy]
@@ -131,7 +140,9 @@ class _Chart:
 
     @staticmethod
     def look(bar: Bar) -> Look:
-        return LOOKS[bar.instruction.op]
+        look = look_of(bar.instruction)
+        assert look is not None, bar.instruction
+        return look
 
     def _plot_width(self) -> float:
         """Wide enough for the typical forward to hold its number, within reason."""
@@ -160,8 +171,8 @@ class _Chart:
         return root
 
     def legend(self) -> list[tuple[str, str]]:
-        used = {b.instruction.op for b in self.bars if self.look(b).lane in self.lanes}
-        entries = dict.fromkeys((look.colour, look.meaning) for op, look in LOOKS.items() if op in used)
+        used = {self.look(b) for b in self.bars if self.look(b).lane in self.lanes}
+        entries = dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)
         return [*entries, ("hatched", "idle")]
 
     def x(self, seconds: float) -> float:
@@ -207,9 +218,8 @@ class _Chart:
             base = y + height / 2 + size * 0.36
             text(outer, x + width / 2, base, label, size=size, fill=look.on, anchor="middle")
 
-    @staticmethod
-    def label(bar: Bar) -> str:
-        if bar.merged > 1 or LOOKS[bar.instruction.op].lane == "exchange":
+    def label(self, bar: Bar) -> str:
+        if bar.merged > 1 or self.look(bar).lane == "exchange":
             return ""
         if bar.instruction.bucket is not None:
             return f"bucket {bar.instruction.bucket}"
@@ -228,10 +238,8 @@ class _Chart:
         if instruction.bucket is not None:
             bucket = self.program.stages[bar.stage].buckets[instruction.bucket]
             shared = zero_axes(self.program, bucket.states)
-            what = "parameters" if instruction.op == "GATHER" else "gradients"
-            over = (
-                (rest_axes(self.program, bucket) if instruction.op == "REDUCE" else shared) if shared else bucket.axes
-            )
+            what = "parameters" if instruction.op == "GATHER" and not instruction.gradients else "gradients"
+            over = instruction.axes or (rest_axes(self.program, bucket) if instruction.op == "REDUCE" else shared)
             lines.append(f"{len(bucket.states)} {what} over {' × '.join(over)}")
         lines.append(f"{seconds_text(bar.end - bar.start)}, from {seconds_text(bar.start)} to {seconds_text(bar.end)}")
         return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.program import Instruction, Program
+from runtime.program import ALL_AXES, Instruction, Program
 from runtime.proof.errors import Refusal
 
 FIELDS: dict[str, frozenset[str]] = {
@@ -29,6 +29,8 @@ FIELDS: dict[str, frozenset[str]] = {
     "STEP": frozenset(),
 }
 OPTIONAL: dict[str, frozenset[str]] = {
+    "GATHER": frozenset({"axes", "gradients"}),
+    "SCATTER": frozenset({"axes"}),
     "TOTAL": frozenset({"axes"}),
     "OFFLOAD": frozenset({"microbatch", "calls", "states"}),
     "FETCH": frozenset({"microbatch", "calls", "states"}),
@@ -74,6 +76,10 @@ def _problem(program: Program, stage: int, instruction: Instruction) -> str:
             return "FREE has values, a bucket or states, not several" if any(given) else "FREE needs values"
         if not given[0] and (instruction.gradients or instruction.microbatch is not None):
             return "FREE of a bucket or of states has no microbatch and no gradients"
+    if op == "GATHER" and instruction.gradients != bool(instruction.axes):
+        return "GATHER of gradients needs axes, that of parameters has none"
+    if op == "GATHER" and instruction.gradients and program.objective == "infer":
+        return "a program for inference has no GATHER of gradients"
     if op in ("OFFLOAD", "FETCH") and (instruction.calls is None) != bool(instruction.states):
         return f"{op} needs calls or states, and not both"
     if op in ("OFFLOAD", "FETCH") and (instruction.calls is None) != (instruction.microbatch is None):
@@ -93,7 +99,7 @@ def _problem(program: Program, stage: int, instruction: Instruction) -> str:
     for kind, names, known in (
         ("value", instruction.values, program.values),
         ("state", instruction.states, program.states),
-        ("axis", instruction.axes, program.mesh),
+        ("axis", instruction.axes, program.mesh if op == "TOTAL" else ALL_AXES),
     ):
         if len(set(names)) < len(names):
             return f"names a {kind} twice: {', '.join(names)}"

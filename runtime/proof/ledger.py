@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from runtime.facts import ProgramFacts
+from runtime.levels import Turn, turns
 from runtime.proof.errors import Refusal
 from runtime.proof.relays import Returns
-from runtime.proof.states import split_axes
-from runtime.zero import rest_axes, zero_axes
+from runtime.zero import zero_axes
 
 Key = tuple[str, int]  # value, microbatch
 Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
@@ -97,7 +97,8 @@ class StateGradients:
         self.unscattered: set[str] = set()  # what was added to since the last SCATTER
         self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
-        self.reduced: dict[int, int] = {}  # bucket -> index
+        self.due = [() if n in self.idle else turns(self.program, b) for n, b in enumerate(self.here.buckets)]
+        self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
         self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
         self.stepped: int | None = None
 
@@ -143,21 +144,33 @@ class StateGradients:
             message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
             raise Refusal("gradient", message, state=state)
 
-    def reduce(self, number: int, index: int) -> None:
-        if number in self.reduced:
-            raise Refusal("twice", f"bucket {number} was reduced at instruction {self.reduced[number]}")
+    def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
+        """A REDUCE of a bucket, or a SCATTER or GATHER of one of its levels: the turn that it takes."""
+        due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()
-        if number in self.shared:
-            if not self.group(number):
+        if not due or (op, axes) not in [(kind, () if kind == "REDUCE" else over) for kind, over in due]:
+            why = "has other levels"
+            if op == "REDUCE" or not due:
                 why = "nothing here adds to it" if number in self.idle else "is shared over all of its axes"
-                raise Refusal("fields", f"bucket {number}: {why}, there is nothing to reduce")
+            raise Refusal("fields", f"bucket {number}: {why}, there is nothing to {op.lower()}")
+        if len(done) == len(due):
+            raise Refusal("twice", f"bucket {number} was reduced at instruction {done[-1]}")
+        kind, over = due[len(done)]
+        if (op, axes) != (kind, () if kind == "REDUCE" else over):
+            raise Refusal("order", f"what comes next for bucket {number} is {kind} over {', '.join(over)}")
+        if number in self.shared:
             self.pieces(number)
         for state in self.here.buckets[number].states:
             self.whole(state)
             if number not in self.shared and state in self.tied and state not in self.synced:
                 raise Refusal("order", f"bucket {number} has the tied state {state!r}, which is to be SYNCed first")
             self.sealed[state] = index
-        self.reduced[number] = index
+        done.append(index)
+        return due[len(done) - 1]
+
+    def reduced(self, number: int) -> bool:
+        """Whether all is added up, and whole again, once what was started ends."""
+        return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
         """The stages that take part."""
@@ -171,7 +184,7 @@ class StateGradients:
             self.whole(state)
             if state in self.home:
                 self.pieces(self.home[state])
-                if self.group(self.home[state]) and self.home[state] not in self.reduced:
+                if not self.reduced(self.home[state]):
                     raise Refusal(
                         "order", f"bucket {self.home[state]} has the tied state {state!r} and is to be REDUCEd"
                     )
@@ -189,7 +202,7 @@ class StateGradients:
         if state in self.home:
             self.pieces(self.home[state])
         for number, bucket in enumerate(self.here.buckets):
-            if state in bucket.states and self.group(number) and number not in self.reduced:
+            if state in bucket.states and not self.reduced(number):
                 raise Refusal("order", f"bucket {number}, which has {state!r}, is to be REDUCEd first")
         self.sealed[state] = index
 
@@ -208,13 +221,6 @@ class StateGradients:
             if self.shared[number].axes:
                 self.pieces(number)
         for number in range(len(self.here.buckets)):
-            if number not in self.reduced and self.group(number):
+            if not self.reduced(number):
                 raise Refusal("missing", f"bucket {number} is never reduced")
         self.stepped = index
-
-    def group(self, number: int) -> tuple[str, ...]:
-        """The axes over which a REDUCE of the bucket adds up."""
-        bucket = self.here.buckets[number]
-        if number in self.idle:
-            return ()
-        return split_axes(self.program, rest_axes(self.program, bucket) if number in self.shared else bucket.axes)

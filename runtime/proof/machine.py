@@ -5,8 +5,7 @@ The result is what the rank shows to others: its events, in order. Ranks with th
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -19,11 +18,12 @@ from runtime.proof.fields import check_fields
 from runtime.proof.hosted import HostStates, Parked
 from runtime.proof.ledger import StateGradients, ValueGradients
 from runtime.proof.parameters import Parameters
+from runtime.proof.reductions import Reductions
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
 from runtime.proof.texts import Place, moved_text, place_text, use_text
-from runtime.zero import SCATTERING
 
+TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
 _Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
@@ -77,8 +77,7 @@ class _Machine:
         self.parameters = Parameters(facts, stage)
         self.parked = Parked(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
-        self.scatters: Counter[int] = Counter()
-        self.scattering: deque[tuple[int, Hashable]] = deque()  # (bucket, what) of those that were not waited for
+        self.reductions, self.buckets = Reductions(), self.states.here.buckets
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -273,6 +272,9 @@ class _Machine:
 
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
+        if i.gradients:
+            self.turn(i)
+            return
         what = self.parameters.gather(i.bucket, self.index)
         self.hosted.read(self.parameters.states(i.bucket), gather=True)
         self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
@@ -301,33 +303,36 @@ class _Machine:
 
     def scatter(self, i: Instruction) -> None:
         assert i.bucket is not None
+        if i.axes:
+            self.turn(i)
+            return
         self.states.scatter(i.bucket, self.index)
-        while len(self.scattering) >= SCATTERING:
-            self.wait(self.scattering.popleft()[1])
-        self.scatters[i.bucket] += 1
-        what = "SCATTER", self.parameters.states(i.bucket), self.scatters[i.bucket]
-        self.collective(self.parameters.axes(i.bucket), what, f"reduce_scatter of bucket {i.bucket}", waits=False)
-        self.scattering.append((i.bucket, what))
-
-    def scattered(self, number: int) -> None:
-        """Wait for the SCATTERs of a bucket, and for all before them."""
-        while any(bucket == number for bucket, _ in self.scattering):
-            self.wait(self.scattering.popleft()[1])
+        waits, what = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
+        axes = self.parameters.axes(i.bucket)
+        self.start(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
 
     def reduce(self, i: Instruction) -> None:
+        self.turn(i)
+
+    def turn(self, i: Instruction) -> None:
+        """What reduces a bucket further, once the turn before has ended."""
         assert i.bucket is not None
-        self.states.reduce(i.bucket, self.index)
-        self.scattered(i.bucket)
-        states = self.states.here.buckets[i.bucket].states
-        text = f"all_reduce of bucket {i.bucket}"
-        self.collective(self.states.group(i.bucket), ("REDUCE", states), text, waits=False)
+        op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
+        waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
+        of = "the gradients of bucket" if op == "GATHER" else "bucket"
+        self.start(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
+
+    def start(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
+        """Start a collective, after others have ended."""
+        for other in waits:
+            self.wait(other)
+        self.collective(axes, what, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
-            self.scattered(number)
-            if number in self.states.reduced and self.states.group(number):
-                self.wait(("REDUCE", self.states.here.buckets[number].states))
+            for what in self.reductions.ended(number):
+                self.wait(what)
         event = Collective((), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages)
         self.trace.append((self.index, event))
 

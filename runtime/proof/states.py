@@ -5,6 +5,7 @@ from __future__ import annotations
 from passes.layouts import Layout, divides
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
+from runtime.levels import level_problem
 from runtime.program import ALL_AXES, AXES, EXPERT_AXES, HYBRID_AXES, Program, StateData
 from runtime.proof.errors import Refusal
 
@@ -120,6 +121,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
             elif program.states[name].zero_axes != program.states[bucket.states[0]].zero_axes:
                 problem = "has states that different ranks share"
             found.add(name)
+        problem = problem or level_problem(program, bucket)
         if problem:
             raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
     for name, axes in wanted.items():

@@ -1,0 +1,104 @@
+"""Gradients in fewer bytes while they are sent: bfloat16, or int8 with a scale for every chunk of numbers.
+
+Numbers are rounded, not what is done with them: whoever receives them adds them up as they were before. What int8 loses
+is kept and added to what is sent in the next step (error feedback, Seide et al. 2014), so that the sums over many steps
+are those of the gradients up to one step's rounding. What is not finite stays so: a chunk of int8 with an infinity or
+a NaN in it arrives as NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.buckets import Compression
+
+_LEVELS = 127  # of int8, on either side of zero
+_SCALE = torch.float32
+_TINY = torch.finfo(_SCALE).tiny  # scales below are rounded too coarsely
+
+
+class Codec(Protocol):
+    """Rows of numbers as rows of bytes. ``chunk``: rows are of a multiple of so many; ``feedback``: whether what is
+    lost is worth keeping."""
+
+    chunk: int
+    feedback: bool
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of a row of ``numel``."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``rows``, of shape ``[rows, numel]``, as ``uint8[rows, nbytes]``."""
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """What :func:`encode` made, as numbers of ``dtype`` again."""
+
+
+class Bfloat16:
+    """Rounded to 8 bits of precision, each number by itself: what is lost is a 256th of it at most."""
+
+    chunk = 1
+    feedback = False
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return rows.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        return wire.view(torch.bfloat16).to(dtype)
+
+
+class Int8:
+    """Rounded to a 127th of the largest number of a chunk; behind the numbers of a row are the chunks' scales."""
+
+    chunk = 256
+    feedback = True
+
+    def nbytes(self, numel: int) -> int:
+        return numel + numel // self.chunk * _SCALE.itemsize
+
+    def encode(self, rows: Tensor) -> Tensor:
+        chunks = rows.unflatten(1, (-1, self.chunk))
+        most = chunks.abs().amax(2, keepdim=True)
+        scales = (most / _LEVELS).to(_SCALE).clamp(min=_TINY)
+        scales = torch.where(scales.isfinite(), scales, torch.nan)
+        levels = (chunks / scales.to(rows.dtype)).round_().nan_to_num_(0.0).clamp_(-_LEVELS, _LEVELS)
+        return torch.cat([levels.to(torch.int8).flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        numel = wire.shape[1] * self.chunk // (self.chunk + _SCALE.itemsize)
+        levels = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
+        scales = wire[:, numel:].contiguous().view(_SCALE).to(dtype).unsqueeze(2)
+        return levels.mul_(scales).flatten(1)
+
+
+CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
+
+
+def wire_share(compression: Compression, itemsize: int) -> float:
+    """The part of bytes that is sent, of numbers of ``itemsize``."""
+    codec = CODECS[compression]
+    return codec.nbytes(codec.chunk) / (codec.chunk * itemsize)
+
+
+class Sender:
+    """Compresses what one rank sends in one place, step after step. ``residual``: what the last step lost there."""
+
+    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.codec = codec
+        self.residual = torch.zeros(numel if codec.feedback else 0, dtype=dtype, device=device)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``rows`` as bytes; with what was lost before, which is added to ``rows`` in place."""
+        if not self.codec.feedback:
+            return self.codec.encode(rows)
+        residual = self.residual.view_as(rows)
+        wire = self.codec.encode(rows.add_(residual))
+        torch.sub(rows, self.codec.decode(wire, rows.dtype), out=residual)
+        residual.nan_to_num_(0.0, 0.0, 0.0)  # of what is not finite nothing is to be made up for
+        return wire

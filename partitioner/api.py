@@ -68,7 +68,7 @@ def partition(
         return Job(*work, topology, constraints, train, optimizer, kind)
 
     with advised(Asked(topology, constraints, global_batch, job_of)):
-        check_request(topology, constraints, optimizer)
+        check_request(topology, constraints, optimizer, train)
         job = job_of(topology, constraints, global_batch)
         find = partial(explore, progress=progress, compare=not estimate_only, time_limit_s=time_limit_s)
         found = plan_to_fit(job, find, estimate_only=estimate_only)

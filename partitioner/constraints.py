@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from partitioner.errors import ConstraintError
 from partitioner.schedule_table import SUFFIX
 from partitioner.schedules import SCHEDULES, ScheduleTable
+from runtime.buckets import Compression
 from runtime.offload import OFFLOADS, Offload
 from runtime.program import AXES
 
@@ -32,6 +33,11 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "regather": (None, False),
     "gather": (None, "call"),
     "short_gradients": (None, False),
+}
+
+_WHY_NOT = {
+    2: "what is lost in sending a whole gradient would be kept, which the gradient itself is not",
+    3: "gradients are sent one call at a time, as they are",
 }
 
 
@@ -53,7 +59,10 @@ class Constraints(BaseModel):
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
     in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
     there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
-    (``"optimizer+activations"``), or none, ``()``. ``ahead``: also search what is planned but not executed yet (see
+    (``"optimizer+activations"``), or none, ``()``. ``hierarchical``: whether gradients that are added up over several
+    nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent
+    between the outermost of those; it changes what is trained, and is never chosen where it is not asked for (``None``:
+    they are sent as they are). ``ahead``: also search what is planned but not executed yet (see
     :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
@@ -81,6 +90,8 @@ class Constraints(BaseModel):
     gather: Literal["call", "parameter"] | None = None
     short_gradients: bool | None = None
     offload: tuple[Offload, ...] | None = None
+    hierarchical: bool | None = None
+    grad_compression: Compression | None = None
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
 
@@ -178,6 +189,34 @@ class Constraints(BaseModel):
             raise ConstraintError(
                 f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
             )
+
+    def check_reduction(self, num_nodes: int, train: bool) -> None:
+        """Raise :class:`ConstraintError` for a way of reducing gradients that says nothing here, or cannot be."""
+        given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
+        asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        if asked and not train:
+            raise ConstraintError(f"{asked} without training, which has no gradients; leave it out")
+        if self.hierarchical and num_nodes == 1:
+            raise ConstraintError(
+                "hierarchical=True on one node: there is nothing to reduce between nodes; leave it out"
+            )
+        if self.hierarchical and self.zero:
+            raise ConstraintError(
+                f"hierarchical=True with zero={self.zero}, under which gradients are scattered to their shards; "
+                "expected zero=0, or dp_shard=N instead, the ranks of dp in a node: shards are added up between nodes"
+            )
+        if self.zero is not None and self.dp_shard is None and not self.sends_compressed(self.zero, 0):
+            raise ConstraintError(
+                f"grad_compression={self.grad_compression} with zero={self.zero}: {_WHY_NOT[self.zero]}; expected "
+                "zero=0 or 1, or dp_shard=N, so that what is sent between N and N is compressed"
+            )
+
+    def sends_compressed(self, zero: int, dp_shard: int) -> bool:
+        """Whether gradients can be sent as ``grad_compression`` says; under ``zero``, shared by all ranks of ``dp`` or
+        ``dp_shard`` of them."""
+        if self.grad_compression is None or zero < 2 or dp_shard:
+            return True
+        return zero == 2 and self.grad_compression == "bf16"
 
     def check_idle(self) -> None:
         """Raise :class:`ConstraintError` for what would say nothing beside an axis that is fixed to one rank."""

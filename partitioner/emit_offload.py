@@ -119,7 +119,7 @@ def with_passing(
             after.setdefault(index, []).append(Instruction(op="FREE", stage=stage, states=gone))
         there = {s: None for s in there if s in following}
     for index, i in enumerate(instructions):
-        if i.op == "GATHER" and i.bucket is not None:
+        if i.op == "GATHER" and i.bucket is not None and not i.gradients:
             states = tuple(s for s in buckets[i.bucket] if s in hosted)
             before.setdefault(index, []).append(Instruction(op="FETCH", stage=stage, states=states))
     return list(_inserted(instructions, before, after))
@@ -133,7 +133,10 @@ def with_gradients(
 ) -> list[Instruction]:
     """``instructions`` with an OFFLOAD of the gradients of ``wanted``: those of a bucket behind the backward after the
     last that reduces them; what nothing reduces, or is ``tied`` to other stages, before STEP."""
-    last = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
+    reducing = (
+        k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)
+    )
+    last = {instructions[k].bucket: k for k in reducing}
     ends = {index: number for number, index in last.items() if number is not None}
     left = dict.fromkeys(wanted)
     waiting: list[Instruction] = []

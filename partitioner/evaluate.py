@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from partitioner.cost.calls import CallWork
-from partitioner.cost.estimate import estimate, stage_problem
+from partitioner.cost.estimate import estimate, how_reduced, stage_problem
 from partitioner.cost.gathers import Floor
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs
+from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
@@ -49,6 +50,7 @@ class Solved:
     selective: tuple[int, ...] = ()  # of which attention scores are recomputed
     offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
+    reducing: Reducing = AT_ONCE  # how gradients are added up
 
 
 Judged = tuple[StageProblem, StageSplit, Estimate]
@@ -105,7 +107,7 @@ class Evaluator:
                 split = solve_stages(problem)
             else:
                 split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
-            expected = estimate(problem, split, states, machine, job.flops)
+            expected = estimate(problem, split, states, machine, job.flops, job.constraints)
             if job.constraints.offload:
                 of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
                 in_host = [stage.host for stage, ranks in of_stages for _ in ranks]
@@ -145,6 +147,7 @@ class Evaluator:
             tuple(selective),
             job.constraints.offload or (),
             self._split_of(point) if point.cp > 1 else None,
+            how_reduced(problem, split, states, dressed(found.machine), job.constraints)[1],
         )
 
     def floor(self, point: Point, size: int) -> Floor | None:
@@ -248,6 +251,7 @@ class Evaluator:
                 short_gradients=bool(job.constraints.short_gradients),
                 offload=job.constraints.offload or (),
                 complete=local.complete,
+                feedback=job.constraints.grad_compression == "int8",
             )
         return self._held[held]
 

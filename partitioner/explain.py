@@ -50,6 +50,7 @@ MEMORY_KINDS = {
     "working": "what operators work with",
     "flowing": "gradients of activations",
     "gathered": "weights while they are gathered, gradients while they are scattered",
+    "residuals": "what compressing gradients lost, to be sent with the next",
     "buffers": "buffers for what passes between stages",
 }
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind

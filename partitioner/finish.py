@@ -140,6 +140,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         fused_attention=job.topology.fused_attention,
         whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,
+        reducing=chosen.reducing,
     )
     facts = ProgramFacts(program)
     prove(program, facts=facts)

@@ -16,12 +16,14 @@ from runtime.facts import ProgramFacts
 from runtime.listing import Instructions, Listing
 from runtime.memory import Moment, gradient_bytes, memory_moments, parameter_bytes
 from runtime.offload import host_states
+from runtime.turning import residual_bytes
 
 Sizes = dict[str, int]  # bytes by kind
 
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
-    """Bytes of what a rank of a stage holds all the time: states, their gradients, the optimizer's states.
+    """Bytes of what a rank of a stage holds all the time: states, their gradients, what was lost in sending these, the
+    optimizer's states.
 
     What is in host memory is not there.
     """
@@ -36,6 +38,7 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
             sizes["gradients"] += gradient_bytes(facts, name)
             if name not in hosted:
                 sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, optimizer)
+    sizes["residuals"] = sum(residual_bytes(facts, bucket) for bucket in program.stages[stage].buckets)
     return sizes
 
 

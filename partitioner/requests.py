@@ -19,7 +19,7 @@ OBJECTIVES = ("train", "infer")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def check_request(topology: Any, constraints: Constraints, optimizer: str) -> None:
+def check_request(topology: Any, constraints: Constraints, optimizer: str, train: bool = True) -> None:
     """Raise a :class:`passes.errors.PartitionError` for arguments that no model could make right."""
     if not isinstance(topology, Topology):
         raise InputsError(
@@ -32,6 +32,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str) -> No
     constraints.check_idle()
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
+    constraints.check_reduction(topology.num_nodes, train)
     if constraints.offload and None in topology.different_host_shares:
         raise ConstraintError(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "

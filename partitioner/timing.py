@@ -9,8 +9,8 @@ from functools import cached_property
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
-from partitioner.cost.levels import coding_time
 from partitioner.cost.machine import Machine
+from partitioner.cost.reducer import coding_time
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.topology.groups import Group, stage_ranks

@@ -50,7 +50,8 @@ class Bfloat16:
         return rows.to(torch.bfloat16).view(torch.uint8)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        return wire.view(torch.bfloat16).to(dtype)
+        numbers: Tensor = wire.view(torch.bfloat16)
+        return numbers.to(dtype)
 
 
 class Int8:
@@ -72,9 +73,10 @@ class Int8:
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         numel = wire.shape[1] * self.chunk // (self.chunk + _SCALE.itemsize)
-        levels = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
+        levels: Tensor = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
         scales = wire[:, numel:].contiguous().view(_SCALE).to(dtype).unsqueeze(2)
-        return levels.mul_(scales).flatten(1)
+        levels.mul_(scales)
+        return levels.flatten(1)
 
 
 CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}

@@ -30,6 +30,7 @@ from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
 from runtime.checkpoint.folders import recover
+from runtime.checkpoint.residuals import load_residuals, residual_pieces, way_of
 from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
 from runtime.errors import CheckpointError, LaunchError
@@ -169,7 +170,9 @@ class Engine:
             raise
         self.steps += 1
         if self._scale is not None:
+            scaled = self._scale.value
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
+            self._gradients.rescale(0.0 if self._scale.overflowed else self._scale.value / scaled)
             self._scale.overflowed |= lost
         if before:
             torch._foreach_add_([owned[name] for name in before], [*before.values()])
@@ -250,8 +253,10 @@ class Engine:
             "groups": None if held is None else held.groups(),
             "scale": None if self._scale is None else self._scale.state_dict(),
             "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
+            "residuals": way_of(self.program),
         }
         moving, still = pieces_of(self.rank_program, self._masters.held, held)
+        moving += residual_pieces(self.rank_program, self._gradients.residuals)
         content = Content(self.rank_program, moving, still, training, random_state(self.device), self.steps)
         with self._doing("saving"):
             return self._saver.save(Path(directory), content, optimizer, wait=wait, then=then)
@@ -280,14 +285,17 @@ class Engine:
         recover(directory.absolute())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
+            self._gradients.rescale(0.0)
             return
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
         found = loading.find(directory)
         with self._doing("loading"):
             training = loading.load(found, self.rank_program, self._masters.held, held, self.communicator, verify)
+            load_residuals(found.folder, self.rank_program, self._gradients.residuals, training)
         self.steps, self.seed = training["steps"], training["seed"]
         if self._scale is not None and training["scale"] is not None:
             self._scale.load_state_dict(training["scale"])
+            self._gradients.rescale(self._scale.value / training["scale"]["value"])
         generators = training["random"]
         of = generators["of"]
         set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)

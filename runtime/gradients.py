@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from passes.gradients import accumulated_in
-from runtime.compression import CODECS, Sender
+from runtime.compression import CODECS
 from runtime.groups import Communicator, Pending
 from runtime.levelled import Levelled
 from runtime.levels import GATHERING, parts, rest_axes
@@ -88,10 +88,16 @@ class Gradients:
         return Levelled(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
 
     @property
-    def senders(self) -> dict[str, Sender]:
-        """What compresses gradients on this rank, and keeps what is lost, by its place."""
+    def residuals(self) -> dict[str, Tensor]:
+        """What compressing this rank's gradients lost, by its place; that of the loss scale of the last step."""
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
-        return found | {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
+        found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
+        return {place: sender.residual for place, sender in found.items() if sender.residual.numel()}
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come ``factor`` times as large as those that residuals are of; 0: after these there are none."""
+        for residual in self.residuals.values():
+            residual.mul_(factor)
 
     def begin(self) -> None:
         """A new step: what is there now is of the last one."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from runtime.facts import CallFacts, ProgramFacts, value_bytes
 from runtime.offload import host_states
 from runtime.program import Instruction
+from runtime.turning import WORKING, Turning, residual_bytes
 from runtime.zero import SCATTERING, zero_axes
 
 Key = tuple[str, int | None]
@@ -36,9 +37,10 @@ class Moment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """The bytes of a stage's states and of their gradients, on one rank."""
+    """The bytes of a stage's states, of their gradients and of what was lost in sending these, on one rank."""
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
-    return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held)
+    residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
+    return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
@@ -115,7 +117,7 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 
 class _Holder:
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
-        self.facts = facts
+        self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]
         self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
         self.states = state_bytes(facts, stage)
@@ -131,6 +133,7 @@ class _Holder:
         self.scattering: deque[tuple[int, int]] = deque()  # buckets on their way to their shards, and their bytes
         self.scattered: set[int] = set()  # buckets of which this rank's pieces are there, where they are not always
         self.pieces = 0  # their bytes
+        self.turning = Turning(facts, stage)
         self.host = 0
         self.leaving = 0  # what is on its way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
@@ -142,7 +145,8 @@ class _Holder:
     @property
     def of_shared(self) -> int:
         whole = sum(self.facts.gradient_bytes(s) for s in self.added)
-        return self.gathered + whole + sum(size for _, size in self.scattering) + self.pieces
+        sent = sum(size for _, size in self.scattering)
+        return self.gathered + whole + sent + self.pieces + self.turning.held
 
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
@@ -172,6 +176,8 @@ class _Holder:
                     self.hold_gradient(value, i.microbatch)
             case "B" | "I" | "W":
                 peak = self.backward(i)
+            case "GATHER" if i.gradients:
+                peak = max(peak, self.turning.turn(i) + self.held)
             case "GATHER" if self.facts.program.zero == 3:
                 assert i.bucket is not None
                 self.gathered += self.bucket_bytes(i.bucket)
@@ -185,15 +191,17 @@ class _Holder:
                 self.gathered += self.fetched(i.states)
             case "FREE" if i.states:
                 self.gathered -= self.fetched(i.states)
-            case "SCATTER":
+            case "SCATTER" if not i.axes:
                 peak = self.scatter(i)
-            case "REDUCE" if i.bucket is not None:
+            case "REDUCE" | "SCATTER" if i.bucket is not None:
                 while any(bucket == i.bucket for bucket, _ in self.scattering):
                     peak = max(peak, self.collect())
+                peak = max(peak, self.turning.turn(i) + self.held)
             case "SYNC" | "STEP":
                 while self.scattering:
                     peak = max(peak, self.collect())
                 self.settle(i.states)
+                self.turning.finish()
             case "FREE" if i.bucket is not None:
                 self.gathered -= self.bucket_bytes(i.bucket)
             case "FREE":
@@ -218,6 +226,10 @@ class _Holder:
         whole = sum(map(self.facts.gradient_bytes, states))
         peak = max(peak, self.held + whole)  # what is sent is a copy
         comes = whole if self.facts.program.whole_scatter else sum(map(self.facts.gradient_piece_bytes, states))
+        bucket = self.facts.program.stages[self.stage].buckets[i.bucket]
+        if bucket.compression is not None and not bucket.levels:
+            comes = int(2 * whole * self.facts.wire_share(bucket))  # what goes, too, in other bytes
+            peak += int(WORKING[bucket.compression] * whole)
         self.scattering.append((i.bucket, whole + comes))
         self.added.difference_update(states)
         return peak

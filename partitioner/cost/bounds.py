@@ -27,8 +27,9 @@ from partitioner.cost.blockwork import BlockWork, Works
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.gathers import Floor
+from partitioner.cost.levels import best_reducers, data_reducers
 from partitioner.cost.offload import update_seconds
-from partitioner.cost.relaxed import Relaxed, best_group, best_type, relaxed, stage_speeds
+from partitioner.cost.relaxed import Relaxed, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
 from partitioner.errors import CapacityError
 from partitioner.solve.least import LeastTime, least_time
@@ -251,17 +252,16 @@ class ModelBounds:
             return 0.0
         key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1)
         if key not in self._reductions:
-            grid = {"dp": point.dp, "cp": point.cp, "tp": point.tp}
+            grid, constraints = {"dp": point.dp, "cp": point.cp, "tp": point.tp}, self.job.constraints
             if self.placements.complete(grid):
-                groups = [machine.group("dp", "cp") for machine in self.placements.candidates(grid)]
+                reducers = data_reducers(self.placements.candidates(grid), point.zero, constraints)
             else:
-                groups = [best_group(self.topology, point.replicas)]
-            shares = self.share_of_states(point)
-            if point.ep > 1:
-                shares = {name: cost for name, cost in shares.items() if name not in self.job.experts}
-            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares.values()]
-            overlap = self.job.constraints.overlap is not False
-            self._reductions[key] = min(reduction(plain, {("dp",): group}, overlap).total_s for group in groups)
+                reducers = best_reducers(self.topology, point.replicas, self.device, constraints)
+            experts = self.job.experts if point.ep > 1 else ()
+            shares = (cost for name, cost in self.share_of_states(point).items() if name not in experts)
+            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares]
+            overlap = constraints.overlap is not False
+            self._reductions[key] = min((reduction(plain, r, overlap).total_s for r in reducers), default=0.0)
         return self._reductions[key]
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:

@@ -24,8 +24,9 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
     if op == "all_to_all":
         return group.exchange_start + _exchange(num_bytes, group)
     share = moved_share(op, group.size)
-    start = group.all_reduce_start if _ROUNDS[op] == 2 else group.one_way_start
-    return start + share * num_bytes / group.bus_bandwidth
+    if _ROUNDS[op] == 2:
+        return group.all_reduce_start + share * num_bytes / group.all_reduce_bandwidth
+    return group.one_way_start + share * num_bytes / group.bus_bandwidth
 
 
 def moved_share(op: str, size: int) -> float:

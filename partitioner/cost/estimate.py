@@ -10,11 +10,13 @@ from itertools import chain, pairwise, repeat
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost, GatheredBytes
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, reduction, summed, update_time
+from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
@@ -139,6 +141,7 @@ def estimate(
     states: Mapping[str, StateCost],
     machine: Machine,
     model_flops: float,
+    constraints: Constraints | None = None,
 ) -> Estimate:
     """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch.
 
@@ -153,7 +156,8 @@ def estimate(
     stage = split.stages[slowest]
     names = [_held(problem, plan, states) for plan in split.stages]
     held = [summed(states[name] for name in of_stage) for of_stage in names]
-    reduced = _reduction_tail(problem, split, held, machine) + _tied(problem, names, states, machine)
+    reduced = how_reduced(problem, split, states, machine, constraints or Constraints())[0]
+    reduced += _tied(problem, names, states, machine)
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
         + update_seconds(held[s], machine.host(s) or BOUNDLESS)
@@ -229,8 +233,21 @@ def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCos
     return [name for name in read if name in states]
 
 
+def how_reduced(
+    problem: StageProblem,
+    split: StageSplit,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    constraints: Constraints,
+) -> tuple[float, Reducing]:
+    """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
+    held = [summed(states[name] for name in _held(problem, plan, states)) for plan in split.stages]
+    found = [(_reduction_tail(problem, split, held, machine, how), how) for how in ways(machine, constraints)]
+    return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
+
+
 def _reduction_tail(
-    problem: StageProblem, split: StageSplit, held: Sequence[Sequence[StateCost]], machine: Machine
+    problem: StageProblem, split: StageSplit, held: Sequence[Sequence[StateCost]], machine: Machine, how: Reducing
 ) -> float:
     """Seconds by which the reductions of gradients end after the pipeline does; ``held``: each stage's states.
 
@@ -238,11 +255,9 @@ def _reduction_tail(
     """
     if not problem.train:
         return 0.0
-    every = {axes for costs in held for c in costs for axes in (c.scatter_axes, c.rest_axes) if axes}
-    groups = {axes: machine.stage_groups(*axes) for axes in every}
     tail = ahead = 0.0
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
-        work = reduction(costs, {a: by_stage[s] for a, by_stage in groups.items()}, machine.overlap)
+        work = reduction(costs, reducer_of(machine, s, how), machine.overlap)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
+from partitioner.cost.reducer import Reducer
 from partitioner.emit_buckets import bucket_limit
 from partitioner.errors import ConstraintError
-from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import State, TensorSpec
 from passes.gradients import accumulated_in
@@ -57,6 +57,7 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
 
 _INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
 _OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
+_RESIDUAL = 1.5  # of what is sent: as much again, and of the sums that a rank sends back at most half
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class StateCost:
     """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
 
     ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself.
+    ``feedback``: what is lost in sending its gradient is kept.
     """
 
     parameter: float
@@ -76,6 +78,7 @@ class StateCost:
     hybrid: bool = False
     hosted: bool = False
     passing: bool = False
+    feedback: bool = False
 
     @property
     def scatter_axes(self) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ class StateCost:
     @cached_property
     def kind(self) -> Hashable:
         """All but bytes; and whether there is a gradient."""
-        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing
+        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.feedback
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
@@ -104,6 +107,8 @@ class StateCost:
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
             kept["gradients"] += self.gradient / self.replicas
+        if self.feedback and any(axis != "tp" for axis in self.grad_axes):
+            kept["residuals"] = _RESIDUAL * (self.gradient_piece if self.hybrid else self.gradient)
         if self.hosted:
             kept["optimizer"] = 0.0
         if self.passing:
@@ -201,14 +206,15 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
     complete: Collection[str] = (),
+    feedback: bool = False,
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
     ``offload``: what is kept in host memory. ``complete``: states whose gradients all ranks of ``cp`` have whole, so
-    that these do not share them. ``short_gradients``: they are of their parameter's type, even where that is shorter
-    than float32.
+    that these do not share them. ``feedback``: what is lost in sending gradients is kept.
+    ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
     known: dict[Hashable, StateCost] = {}  # states that are alike have one and the same object
@@ -229,6 +235,7 @@ def state_costs(
                 cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
                 hosted="optimizer" in offload and trained,
                 passing="parameters" in offload and state.kind == "parameter",
+                feedback=feedback and trained,
             )
         return known[key]
 
@@ -260,12 +267,15 @@ class Reduction:
 
     ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
     ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
+    ``coding_s``: of compressing what is sent, which nothing is beside; ``coding_again_s``: in every further microbatch.
     """
 
     total_s: float = 0.0
     last_s: float = 0.0
     gather_s: float = 0.0
     again_s: float = 0.0
+    coding_s: float = 0.0
+    coding_again_s: float = 0.0
     by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
     def exposed(
@@ -276,44 +286,51 @@ class Reduction:
 
         While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
         """
+        coding = self.coding_s + (microbatches - 1) * self.coding_again_s
         if not overlap:
-            return self.total_s + self.gather_s + (microbatches - 1) * self.again_s
+            return self.total_s + self.gather_s + (microbatches - 1) * self.again_s + coding
         gathered = (slowdown - 1) * min(self.gather_s, forward_s) + max(0.0, self.gather_s - forward_s)
         again = (slowdown - 1) * min(self.again_s, window_s) + max(0.0, self.again_s - window_s)
-        return gathered + (microbatches - 1) * again + self._behind(window_s, slowdown)
+        return gathered + (microbatches - 1) * again + self._behind(window_s, slowdown) + coding
 
     def _behind(self, window_s: float, slowdown: float) -> float:
         hidden = max(0.0, self.total_s - self.last_s)
         return (slowdown - 1) * min(hidden, window_s) + max(0.0, hidden - window_s) + self.last_s
 
 
-def reduction(costs: Collection[StateCost], groups: Mapping[tuple[str, ...], Group], overlap: bool = True) -> Reduction:
-    """The reduction of the gradients of ``costs``, in buckets by axes; ``groups`` by the axes that are added over.
+def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
+    """The reduction of the gradients of ``costs``, in buckets by axes.
 
     Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
     Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
     What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
     """
     sizes: dict[tuple[str, tuple[str, ...], int], float] = {}
+    last_level: dict[tuple[str, ...], bool] = {}
     for cost in costs:
         if not cost.gradient:
             continue
         if cost.scatter_axes and cost.stage < 3:
             key = "reduce_scatter", cost.scatter_axes, cost.stage
             sizes[key] = sizes.get(key, 0.0) + cost.gradient
+            last_level[cost.scatter_axes] = not any(axis != "tp" for axis in cost.rest_axes)
         if cost.rest_axes:
             key = "all_reduce", cost.rest_axes, 0
             sizes[key] = sizes.get(key, 0.0) + cost.gradient_piece
     by_axes: dict[tuple[str, ...], float] = {}
-    last = gathered = again = 0.0
+    last = gathered = again = coding = coding_again = 0.0
     for (op, axes, stage), size in sizes.items():
-        count = math.ceil(size / bucket_limit(groups[axes].size)) if overlap else 1
-        bucket = collective_time(op, size / count, groups[axes])
-        by_axes[axes] = by_axes.get(axes, 0.0) + count * bucket
-        last = max(last, bucket)
-        gathered += count * collective_time("all_gather", size / count, groups[axes]) if stage else 0.0
-        again += count * bucket if stage == 2 else 0.0
-    return Reduction(sum(by_axes.values()), last, gathered, again, by_axes)
+        group = reducer.group(axes)
+        count = math.ceil(size / bucket_limit(group.size)) if overlap else 1
+        sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
+        sent = sent or reducer.scatter(size / count, axes, last_level[axes])
+        by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds
+        last = max(last, sent.seconds)
+        gathered += count * collective_time("all_gather", size / count, group) if stage else 0.0
+        again += count * sent.seconds if stage == 2 else 0.0
+        coding += count * sent.coding_s
+        coding_again += count * sent.coding_s if stage == 2 else 0.0
+    return Reduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:

@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "parameters": ("memory", "parameters and buffers of the model"),
     "optimizer": ("total", "optimizer states"),
     "gradients": ("backward", "gradients of parameters"),
+    "residuals": ("all_reduce", "what compressing gradients lost"),
     "gathered": ("tied", "parameters while they are gathered, gradients that are scattered, under ZeRO 2 and 3"),
     "saved": ("all_gather", "activations, saved for backward"),
     "flowing": ("reduce_scatter", "gradients of activations"),

@@ -187,6 +187,7 @@ def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, 
         reserved=described["reserved"],
         fused_attention=kind != "cpu",
         whole_scatter=kind == "cpu",
+        single_ring=kind == "cpu",
     )
     errors = device_errors(measured.kernels, device)
     levels = []

@@ -168,14 +168,15 @@ def hybrids(space: Space, point: Point) -> list[Point]:
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
-    if not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
+    if pinned.hierarchical or not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
         return []
     size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
-    whole = divisors(point.dp)
+    even = divisors(point.dp)
     while size < point.dp:
-        parts[max(d for d in whole if d <= size)] = None
+        parts[max(d for d in even if d <= size)] = None
         size *= _PART_GROWS
-    stages = [stage for stage, _ in _zero(space, point.dp, point.cp) if stage]
+    whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
+    stages = [stage for stage, _ in _zero(replace(space, constraints=whole), point.dp, point.cp) if stage]
     return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
 
 
@@ -302,8 +303,11 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
         stages = [0, 1, 2, 3] if space.train and dp * cp > 1 else [0]
         if "parameters" in (pinned.offload or ()):
             stages = [stage for stage in stages if stage in (0, 3)]  # the others keep parameters whole
+    if pinned.hierarchical:
+        stages = [0]
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
-    return [(stage, part or 0 if stage else 0) for stage in stages]
+    found = [(stage, part or 0 if stage else 0) for stage in stages]
+    return [pair for pair in found if pinned.sends_compressed(*pair)]
 
 
 def _tensor_axis_fits(space: Space, tp: int) -> bool:

@@ -43,11 +43,13 @@ class Tier:
 @hashed_once
 @dataclass(frozen=True)
 class Group:
-    """Ranks that enter collectives together. ``tiers`` from the inside out; ``cap``: bytes/s of a slow link inside."""
+    """Ranks that enter collectives together. ``tiers`` from the inside out; ``cap``: bytes/s of a slow link inside;
+    ``ring``: of the slowest link of one ring, where an all-reduce has no more than one."""
 
     size: int
     tiers: tuple[Tier, ...] = ()
     cap: float = math.inf
+    ring: float = math.inf
 
     @cached_property
     def bus_bandwidth(self) -> float:
@@ -64,6 +66,11 @@ class Group:
         inner = _measured(first.level, first.ways)[1] * first.ways / max(1, first.ways - 1)
         outer = [t.level.bandwidth * t.level.efficiency * t.below for t in self.tiers[1:]]
         return min(self.cap, inner, *outer)
+
+    @property
+    def all_reduce_bandwidth(self) -> float:
+        """Bytes/s at which an all-reduce moves data through every rank."""
+        return min(self.bus_bandwidth, self.ring)
 
     @cached_property
     def all_reduce_start(self) -> float:
@@ -286,6 +293,7 @@ def _level_group(topology: Topology, devices: NDArray[np.int64], cap: float = ma
     """Level by level from the inside out; ``cap``: bytes/s of a slow link inside."""
     size = len(devices)
     tiers: list[Tier] = []
+    ring = math.inf
     parts, below, ids = size, 1, devices
     for storey in topology.storeys:
         joined = storey.joined[devices]
@@ -294,14 +302,17 @@ def _level_group(topology: Topology, devices: NDArray[np.int64], cap: float = ma
             share = 1.0
             if storey.shares is not None:
                 share = float(least_share(ids[None], storey.shares[devices][None])[0]) / below
-            level = _storey_level(topology, storey, devices).shared(share)
+            links = _storey_level(topology, storey, devices)
+            level = links.shared(share)
+            if topology.single_ring and tiers:
+                ring = min(ring, links.bandwidth * links.efficiency)
             tiers.append(Tier(level, math.ceil(parts / count), below))
             parts, below, ids = count, fewest, joined
     if parts > 1:  # no level joins them all: they reach each other over other devices
         bandwidth, latency = topology.links_between(devices)
         routed = Level(name="routed", bandwidth=_widest(bandwidth), latency=float(latency.max()))
         tiers.append(Tier(routed, parts, below))
-    return Group(size, tuple(tiers), cap)
+    return Group(size, tuple(tiers), cap, ring)
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: NDArray[np.int64]) -> Level:

@@ -234,6 +234,11 @@ class Topology(Part):
         """Whether what is scattered comes in whole somewhere, to be added up then."""
         return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])
 
+    @cached_property
+    def single_ring(self) -> bool:
+        """Whether an all-reduce is one ring through all ranks."""
+        return any(self.types[kind].single_ring for kind, _ in self.paces[0])
+
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]
 

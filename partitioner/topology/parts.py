@@ -47,7 +47,8 @@ class DeviceType(Part):
     over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
     ``fused_attention``: whether its kernels keep no scores of any attention; those for CPUs keep them where heads of
     queries and of values differ in width. ``whole_scatter``: whoever reduces to shards receives
-    every rank's part before it adds them up, as over Gloo.
+    every rank's part before it adds them up, as over Gloo. ``single_ring``: an all-reduce is one ring through all
+    ranks, as over Gloo, so that of a node one device at a time sends to the next node; NCCL's rings use all cards.
     """
 
     memory: Bytes
@@ -66,6 +67,7 @@ class DeviceType(Part):
     overlap_slowdown: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     fused_attention: bool = True
     whole_scatter: bool = False
+    single_ring: bool = False
     matches: tuple[str, ...] = ()
     price: Price | None = None
     power_busy: Power | None = None

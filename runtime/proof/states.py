@@ -121,7 +121,8 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
             elif program.states[name].zero_axes != program.states[bucket.states[0]].zero_axes:
                 problem = "has states that different ranks share"
             found.add(name)
-        problem = problem or level_problem(program, bucket)
+        if not problem:
+            problem = level_problem(program, bucket) if bucket.states else "has no gradients"
         if problem:
             raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
     for name, axes in wanted.items():

@@ -137,7 +137,7 @@ def calls(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
     return {"calls": r.choice([(a + 1, b), (a, b - 1), (a - 1, b), (a, b + 1), (0, b), (a, a)])}
 
 
-@edit("REDUCE")
+@edit("REDUCE", "SCATTER", "GATHER")
 def bucket(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
     return {"bucket": r.randrange(4)}
 
@@ -145,6 +145,14 @@ def bucket(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
 @edit("TOTAL")
 def axes(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
     return {"axes": tuple(r.sample(AXES, r.randrange(3)))}
+
+
+@edit("SCATTER", "GATHER")
+def level(i: Instruction, p: Program, r: random.Random) -> dict[str, Any]:
+    axes = r.choice([("dp_shard",), ("dp_replicate",), ("dp",), ("dp_replicate", "dp_shard"), ()])
+    return r.choice(
+        [{"axes": axes}, {"gradients": not i.gradients}, {"op": "GATHER" if i.op == "SCATTER" else "SCATTER"}]
+    )
 
 
 @edit("LOAD", "TOTAL_F", "TOTAL", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "FREE")
@@ -202,6 +210,7 @@ LIST_MUTATIONS = {
     "calls": calls,
     "bucket": bucket,
     "axes": axes,
+    "level": level,
     "fewer values": fewer_values,
     "other values": other_values,
     "shuffled values": shuffled_values,
@@ -247,6 +256,7 @@ def bucket_data(p: Program, r: random.Random) -> tuple[str, Program]:
             {"states": old.states[1:]},
             {"states": (*old.states, r.choice(list(p.states)))},
             {"states": (*old.states[:-1], r.choice(list(p.states)))},
+            {"levels": r.choice([(), (("dp",),), (("dp_shard",),), (("dp_shard",), ("dp_replicate",)), (("tp",),)])},
         ]
     )
     buckets[k] = old.model_copy(update=changes)

@@ -69,7 +69,8 @@ class Rank:
         self.carried: dict[tuple[int, int], Term] = {}
         self.totals: dict[str, Sum] = {}
         self.states: dict[str, Sum] = {n: Counter() for n, s in program.states.items() if self.at["pp"] in s.stages}
-        self.started: list[tuple[int, tuple[str, ...]]] = []
+        self.started: dict[int, tuple[int, Any]] = {}  # bucket -> what is under way, and what comes of it
+        self.parts: dict[int, list[tuple[tuple[str, ...], int]]] = {}  # bucket -> the part that this rank has of it
         self.outputs: dict[tuple[str, int | None], Term] = {}
         self.final: dict[str, Term] | None = None
 
@@ -251,13 +252,67 @@ class Rank:
         what = tuple((self.program.states[s].shape, self.program.states[s].layout) for s in states)
         return what, [Counter(self.states[s]) for s in states]
 
-    def reduce(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
-        bucket = self.stage.buckets[i.bucket]
-        group = self.program.group(self.rank, bucket.axes)
+    def alike(self, bucket: int) -> tuple[int, ...]:
+        """The ranks of a bucket's group that have the same part of it."""
+        found, program = self.stage.buckets[bucket], self.program
+        levels = [axis for level in found.levels for axis in level]
+        group = program.group(self.rank, found.axes)
+        return tuple(r for r in group if all(program.place(r, a) == program.place(self.rank, a) for a in levels))
+
+    def turn(self, number: int, group: tuple[int, ...], end: Any) -> Generator[tuple[Any, ...], Any, None]:
+        """Start what reduces a bucket further; the turn before ends first. ``end``: what then becomes of the parts."""
+        bucket = self.stage.buckets[number]
+        yield from self.end(number)
         if len(group) > 1:
             what, sums = self.sums(bucket.states)
-            number = yield "start", group, what, sums
-            self.started.append((number, bucket.states))
+            started = yield "start", group, (what, bucket.compression), (sums, tuple(self.parts.get(number, ())))
+            self.started[number] = started, end
+        elif bucket.levels:
+            raise Crash("a level of one rank")
+
+    def end(self, number: int) -> Generator[tuple[Any, ...], Any, None]:
+        if number in self.started:
+            started, end = self.started.pop(number)
+            end((yield "finish", started))
+
+    def added(self, number: int) -> Any:
+        def end(came: list[Any]) -> None:
+            if len({parts for _, parts in came}) > 1:
+                raise Crash("sums of different parts")
+            for k, state in enumerate(self.stage.buckets[number].states):
+                self.states[state] = sum((sums[k] for sums, _ in came), Counter())
+
+        return end
+
+    def reduce(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
+        yield from self.turn(i.bucket, self.alike(i.bucket), self.added(i.bucket))
+
+    def scatter(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
+        group, number = self.over_level(i), i.bucket
+
+        def end(came: list[Any]) -> None:
+            self.added(number)(came)
+            self.parts.setdefault(number, []).append((i.axes, group.index(self.rank)))
+
+        yield from self.turn(number, group, end)
+
+    def gather(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
+        group, number = self.over_level(i), i.bucket
+        if not i.gradients:
+            raise Crash("there are no shards of parameters")
+
+        def end(came: list[Any]) -> None:
+            whole = [(*parts[:-1], (i.axes, place)) for place, (_, parts) in enumerate(came)]
+            if [parts for _, parts in came] != whole or any(sums != came[0][0] for sums, _ in came):
+                raise Crash("what is gathered does not make the whole")
+            self.parts[number].pop()
+
+        yield from self.turn(number, group, end)
+
+    def over_level(self, i: Instruction) -> tuple[int, ...]:
+        if i.axes not in self.stage.buckets[i.bucket].levels:
+            raise Crash("no such level")
+        return self.program.group(self.rank, i.axes)
 
     def sync(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
         (stages,) = {self.program.states[s].stages for s in i.states} if i.states else self.crash()
@@ -270,11 +325,10 @@ class Rank:
             self.states[state] = sum((p[k] for p in parts), Counter())
 
     def step(self, i: Instruction) -> Generator[tuple[Any, ...], Any, None]:
-        for number, states in self.started:
-            parts = yield "finish", number
-            for k, state in enumerate(states):
-                self.states[state] = sum((p[k] for p in parts), Counter())
-        self.started.clear()
+        for number in list(self.started):
+            yield from self.end(number)
+        if any(self.parts.values()):
+            raise Crash("a part of a gradient is not the gradient")
         self.final = {name: total(parts) for name, parts in self.states.items()}
 
 

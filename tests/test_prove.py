@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from partitioner.emit_levels import Reducing
 from runtime.program import Instruction, Program, RankProgram
 from runtime.prove import ProofError, prove
 from tests.mutations import Mutant, change, mutate, with_stage
@@ -29,6 +30,9 @@ CONFIGS: list[dict[str, Any]] = [
     {"pp": 3, "tp": 2, "num_microbatches": 3, "schedule": "zb-1p"},
     {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "zb-v", "bucket_bytes": 100},
     {"pp": 3, "num_microbatches": 2, "num_layers": 5, "schedule": "dualpipe-v"},
+    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": Reducing(inside=2)},
+    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": Reducing(inside=2, compression="int8")},
+    {"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 64, "reducing": Reducing(compression="bf16")},
 ]
 Code = list[Instruction]
 
@@ -76,7 +80,7 @@ def test_a_thousand_damaged_programs(seed: int):
     programs = [tiny_program(**config) for config in CONFIGS]
     results = [run(Mutant("", p, {})) for p in programs]
     judged = 0
-    while judged < 200:
+    while judged < 250:
         k = random_.randrange(len(programs))
         mutant = mutate(programs[k], random_)
         if mutant.program == programs[k] and mutant.lists == Mutant("", programs[k], {}).lists:
@@ -123,7 +127,8 @@ def is_documented(error: ProofError) -> bool:
     """Whether ``runtime/prove.py`` says that such programs are refused although they may run."""
     if error.fault in ("structure", "fields", "twice", "leak"):
         return True
-    early = error.instruction.endswith("STEP") or "REDUCE" in error.instruction or "SYNC" in error.instruction
+    adding = ("STEP", "REDUCE", "SYNC", "SCATTER", "GATHER")
+    early = any(op in error.instruction for op in adding)
     return "to free" in str(error) or (early and error.fault in ("missing", "gradient", "order"))
 
 

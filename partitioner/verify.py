@@ -14,6 +14,7 @@ from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
 from runtime.collect import Run
 from runtime.local import run_threads
+from runtime.precision import uncompressed
 from runtime.program import Program
 
 TOLERANCE = 1e-9  # relative, in float64: nothing but the order of sums may differ
@@ -44,10 +45,12 @@ def verify(
 ) -> Verification:
     """Compare outputs, loss and every gradient. ``loss``: what was given to ``partition``.
 
+    Gradients that the plan sends compressed are sent as they are, like all that is rounded less here.
+
     Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
     :class:`InputsError` where the plan has a loss and the model gives none.
     """
-    program: Program = plan.program
+    program: Program = uncompressed(plan.program)
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
     reference = run_reference(model, inputs, loss, train=train)

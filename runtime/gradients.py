@@ -43,6 +43,7 @@ class Gradients:
         trained = [s for s in rank.states if train and states[s].requires_grad]
         self._sums: dict[str, Sink] = {}  # the sinks of what is not sharded
         self.buffers: dict[int, Tensor] = {}
+        self._gaps: list[Tensor] = []  # what is in a chunk with a gradient, and is none
         self.scattered: dict[int, ScatteredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
             if not bucket.axes:  # parameters without a gradient
@@ -51,6 +52,8 @@ class Gradients:
                 self.scattered[number] = self._scattered_bucket(number)
                 continue
             self.buffers[number], views = _flat([shards[s] for s in bucket.states], *_grains(rank, bucket))
+            if bucket.compression:
+                self._gaps += _between(self.buffers[number], views)
             self._sums.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
         sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
         for state in trained:
@@ -106,6 +109,8 @@ class Gradients:
         self._under_way.clear()
         for levels in self._levelled.values():
             levels.begin()
+        if self._gaps:  # where a chunk was not finite they are not
+            torch._foreach_zero_(self._gaps)
         for sink in self._sums.values():
             sink.fresh = True
         for bucket in self.scattered.values():
@@ -247,3 +252,11 @@ def _flat(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, lis
     buffer = torch.zeros(-(-total // whole) * whole, dtype=dtype, device=shards[0].device)
     views = [buffer[s : s + x.numel()].view(x.shape) for s, x in zip(starts, shards, strict=True)]
     return buffer, views
+
+
+def _between(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """What of ``buffer`` is behind each of ``views``, which are in order, up to the next one."""
+    starts = [view.storage_offset() for view in views]
+    ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]
+    gaps = (buffer[a:b] for a, b in zip(ends, [*starts[1:], buffer.numel()], strict=True))
+    return [gap for gap in gaps if gap.numel()]

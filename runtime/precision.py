@@ -10,7 +10,7 @@ from passes.blocks import Block
 from passes.errors import InputsError
 from passes.retype import retype
 from passes.serialize import block_from_data, block_to_data, dtype_name, dtype_of
-from runtime.program import BlockGraph, Program
+from runtime.program import BlockGraph, Program, Stage
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -30,6 +30,16 @@ def with_precision(program: Program, precision: str | None) -> Program:
             "inputs": tuple(_with_dtype(i, dtype) for i in program.inputs),
         }
     )
+
+
+def uncompressed(program: Program) -> Program:
+    """``program`` with gradients sent as they are, in the same turns."""
+
+    def as_they_are(stage: Stage) -> Stage:
+        buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)
+        return stage.model_copy(update={"buckets": buckets})
+
+    return program.model_copy(update={"stages": tuple(map(as_they_are, program.stages))})
 
 
 def _with_dtype(data: Any, dtype: torch.dtype) -> Any:

@@ -65,6 +65,7 @@ class Room:
     def __init__(self, piece: Piece, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
         self.tensor = self.padded[: piece.numel].view(torch.Size(shape))
+        self._padding = self.padded[piece.numel :]
         self._storage = self.padded.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.ranks = piece.ranks
@@ -78,6 +79,8 @@ class Room:
     def take(self) -> None:
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
+            if self._padding.numel():  # what is sent with the rest is no matter what was there before
+                self._padding.data.zero_()
 
     def give(self) -> None:
         self._storage.resize_(0)

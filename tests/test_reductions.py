@@ -299,7 +299,8 @@ def test_gradients_are_near_and_over_steps_nearer(case: str, compression: str):
 
 
 @pytest.mark.parametrize(
-    ("case", "compression"), [("dp4 in turns", "int8"), ("dp2 tp2", "int8"), ("dp2 pp2", "bf16"), ("dp4 zero1", "int8")]
+    ("case", "compression"),
+    [("dp4 in turns", "int8"), ("dp2 tp2", "int8"), ("dp2 pp2", "bf16"), ("dp4 zero1", "int8")],
 )
 def test_replicas_stay_alike_to_the_last_bit(case: str, compression: str):
     """Also over tp, whose ranks have parts of some parameters and the same of others in one bucket."""
@@ -327,6 +328,18 @@ def test_replicas_stay_alike_to_the_last_bit(case: str, compression: str):
                 assert torch.equal(mine[name], theirs[name]), (name, r, other)
                 compared += 1
     assert compared > 10
+
+
+@pytest.mark.parametrize("case", ["dp2 tp2", "dp4 hybrid2"])
+def test_a_chunk_is_of_one_state(case: str):
+    """Of one that ranks along tp have alike, and one of which they have parts, each rank would round the first by the
+    other."""
+    program = planned(case, "int8").program
+    gradients = on_every_rank(program, lambda c: Engine(program, tied_model(), communicator=c)._gradients)[1]
+    starts = [s.view.storage_offset() for n, s in gradients.sinks.items() if not program.states[n].zero_axes]
+    starts += [start for b in gradients.scattered.values() for start in b.flat.starts]
+    assert len(starts) > 1
+    assert all(start % Int8.chunk == 0 for start in starts)
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8"])

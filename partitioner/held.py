@@ -38,8 +38,8 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
             sizes["gradients"] += gradient_bytes(facts, name)
             if name not in hosted:
                 sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, optimizer)
-    sizes["residuals"] = sum(residual_bytes(facts, bucket) for bucket in program.stages[stage].buckets)
-    return sizes
+    residuals = sum(residual_bytes(facts, bucket) for bucket in program.stages[stage].buckets)
+    return {**sizes, "residuals": residuals} if residuals else sizes
 
 
 def moving_sizes(moment: Moment, working: int) -> Sizes:

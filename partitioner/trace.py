@@ -36,6 +36,7 @@ KINDS = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "TOTAL_F": "totals",
     "TOTAL": "totals", "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
     "GATHER": "gathering of parameters", "SCATTER": "reduction of gradients", "REDUCE": "reduction of gradients",
+    "GATHER_B": "reduction of gradients",
     "STEP": "reduction of gradients", "SYNC": "tied weights",
     "OFFLOAD": "to host memory", "FETCH": "from host memory",
 }  # fmt: skip
@@ -61,11 +62,12 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
         yield from process_name(process, f"stage {stage} (predicted)", 2 * stage + 1)
         for s in lane.spans:
             if s.end > s.start:
-                args = {"kind": "predicted", "stage": stage, "index": s.index, "op": s.instruction.op, "work_s": s.work}
-                yield complete(str(s.instruction), s.instruction.op, process, s.start, s.end, args)
+                op, of = s.instruction.word, {"stage": stage, "index": s.index, "work_s": s.work}
+                args = {"kind": "predicted", "op": op, **of}
+                yield complete(str(s.instruction), op, process, s.start, s.end, args)
         for b in lane.background:
             args = {"kind": "predicted", "stage": stage, "index": b.index, "bytes": b.nbytes}
-            yield complete(str(b.instruction), b.instruction.op, process, b.start, b.end, args, thread=1)
+            yield complete(str(b.instruction), b.instruction.word, process, b.start, b.end, args, thread=1)
             i = b.instruction
             if i.peer is not None and (i.peer, i.op[-1], i.microbatch, i.values) in ends:
                 number += 1
@@ -153,7 +155,7 @@ def by_kind(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
     predicted: dict[str, float] = {}
     for lane in timeline.stages:
         for p in lane.spans:
-            name = KINDS.get(p.instruction.op, "other")
+            name = KINDS.get(p.instruction.word, "other")
             predicted[name] = predicted.get(name, 0.0) + p.work
     measured: dict[str, float] = {}
     for stage in range(len(timeline.stages)):

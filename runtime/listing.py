@@ -119,12 +119,17 @@ class Instruction(Data):
     states: tuple[str, ...] = ()
     gradients: bool = False
 
+    @property
+    def word(self) -> str:
+        """The operation by its name; a GATHER of gradients is told apart."""
+        return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
+
     def __str__(self) -> str:
         """The action grammar of torch.distributed.pipelining where it has a word: ``0F3``, ``1SEND_B2``."""
         tail = "" if self.microbatch is None else str(self.microbatch)
         if self.bucket is not None:
             tail = f":{self.bucket}"
-        return f"{self.stage}{self.op}{tail}"
+        return f"{self.stage}{self.word}{tail}"
 
 
 class Part(Data):

@@ -145,7 +145,7 @@ def spots_of(rank: RankProgram) -> Iterator[Spot]:
         names = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}" if paths else ""
         yield Spot(
             text=str(i),
-            op=i.op,
+            op=i.word,
             microbatch=i.microbatch,
             peer=i.peer,
             calls=names,

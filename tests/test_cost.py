@@ -20,8 +20,10 @@ from partitioner.cost.calls import call_costs
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, matmul_efficiency
 from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
+from partitioner.cost.reducer import Reducer
 from partitioner.cost.saved import kept_by
 from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
+from partitioner.emit_levels import AT_ONCE
 from partitioner.errors import ConstraintError
 from partitioner.localize import unmark_stopped
 from partitioner.topology import Topology, axis_group
@@ -295,10 +297,11 @@ def test_reductions_hide_behind_the_backward():
     assert work.exposed(math.inf, 1.0) == pytest.approx(0.1)
     assert work.exposed(0.0, 1.13) == pytest.approx(1.0)
     assert work.exposed(10.0, 1.13) == pytest.approx(0.1 + 0.13 * 0.9)
-    made = reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], {("dp",): NVLINK})
+    reducer = Reducer(lambda axes: NVLINK, AT_ONCE, DEVICE)
+    made = reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], reducer)
     assert made.total_s > collective_time("all_reduce", 100e6, NVLINK)
     assert made.last_s < made.total_s / 3
-    at_once = reduction([StateCost(100e6, 100e6, 0, ("dp",))], {("dp",): NVLINK}, overlap=False)
+    at_once = reduction([StateCost(100e6, 100e6, 0, ("dp",))], reducer, overlap=False)
     assert at_once.total_s == collective_time("all_reduce", 100e6, NVLINK)
 
 

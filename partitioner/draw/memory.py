@@ -138,7 +138,7 @@ class _Chart:
 
     def draw(self) -> ET.Element:
         width = self.left + _WIDTH + _RIGHT
-        used = [k for k in KINDS if any(level.sizes[k] for levels in self.stages for level in levels)]
+        used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [KINDS[kind] for kind in used]
         legend += [] if self.far else [("tied", "what a program may use of the device")]
         note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
@@ -189,7 +189,7 @@ class _Chart:
         columns = self.columns(stage)
         floor = [0.0] * len(columns)
         for kind in kinds:
-            roof = [low + column.sizes[kind] for low, column in zip(floor, columns, strict=True)]
+            roof = [low + column.sizes.get(kind, 0) for low, column in zip(floor, columns, strict=True)]
             if roof != floor:
                 self.area(root, kind, stage, floor, roof, ground)
             floor = roof
@@ -216,7 +216,7 @@ class _Chart:
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
         colour, meaning = KINDS[kind]
-        most = max(level.sizes[kind] for level in self.stages[stage])
+        most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
         path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
         shape = group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
         ET.SubElement(shape, "path", {"d": path, "fill": PALETTE[colour].light, "class": f"f-{colour}"})

@@ -52,7 +52,7 @@ LOOKS: dict[str, Look] = {
     "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
     "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
     "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
-    "GATHER_GRADIENTS": Look("reduce", "all_gather", "on_forward", "gathering of gradients", "gather of gradients"),
+    "GATHER_B": Look("reduce", "all_gather", "on_forward", "gathering of gradients", "gather of gradients"),
     "OFFLOAD": Look("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
     "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
@@ -61,8 +61,7 @@ LOOKS: dict[str, Look] = {
 
 def look_of(instruction: Instruction) -> Look | None:
     """How an instruction is drawn, if it is."""
-    of_gradients = instruction.op == "GATHER" and instruction.gradients
-    return LOOKS.get("GATHER_GRADIENTS" if of_gradients else instruction.op)
+    return LOOKS.get(instruction.word)
 
 
 _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0, "host": 9.0}
@@ -278,7 +277,7 @@ def merge(bars: Sequence[Bar], narrow: float) -> list[Bar]:
             and bar.end - bar.start < narrow
             and (last.merged > 1 or last.end - last.start < narrow)
             and bar.start - last.end < narrow
-            and last.instruction.op == bar.instruction.op
+            and last.instruction.word == bar.instruction.word
         ):
             merged[-1] = replace(last, end=max(last.end, bar.end), merged=last.merged + 1)
         else:

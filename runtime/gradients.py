@@ -156,7 +156,7 @@ class Gradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start bringing together the sums of a bucket's last level; of the ``last`` one there is nothing is left."""
+        """Start bringing together the sums of a bucket's last level; ``last``: no other level is left."""
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
         self._levelled[bucket].gather()

@@ -70,8 +70,8 @@ def partition(
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)
         job = job_of(topology, constraints, global_batch)
-        find = partial(explore, progress=progress, compare=not estimate_only, time_limit_s=time_limit_s)
-        found = plan_to_fit(job, find, estimate_only=estimate_only)
+        find = partial(explore, progress=progress, compare=not estimate_only)
+        found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
     chosen = found.chosen
     return Plan(
         program=found.program,

@@ -25,6 +25,7 @@ from partitioner.explain_tables import (
     stage_table,
     status_word,
 )
+from partitioner.finish import NEAR
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Baseline, Candidate, Plan
 from partitioner.timing import stage_seconds
@@ -129,6 +130,9 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
         yield _line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
+    elif peak <= (1 + NEAR) * room:
+        more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
+        yield _line(f"Hardly: {where} needs {more}; nothing that needs less was found.")
     else:
         yield _line(
             f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."

@@ -56,10 +56,10 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
 
 def explore(
     job: Job,
-    progress: Callable[[Progress], None] | None = None,
-    *,
-    compare: bool = True,
     time_limit_s: float | None = None,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
 ) -> tuple[Solved, Certificate]:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -11,7 +12,7 @@ from partitioner.cost.offload import check_hosts
 from partitioner.cost.saved import expanded, kept_by
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
-from partitioner.errors import CapacityError
+from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.evaluate import Solved
 from partitioner.held import followed
 from partitioner.job import Job
@@ -20,6 +21,7 @@ from partitioner.plan import Certificate, Estimate
 from partitioner.solve.points import Point
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
+from passes.errors import PartitionError
 from runtime.facts import ProgramFacts
 from runtime.memory import host_bytes
 from runtime.offload import host_states
@@ -27,22 +29,28 @@ from runtime.program import Program
 from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
-_NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
-Find = Callable[[Job], tuple[Solved, Certificate]]
+NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
+Find = Callable[[Job, float | None], tuple[Solved, Certificate]]  # of a job, in so many seconds
 
 
-def plan_to_fit(job: Job, find: Find, *, estimate_only: bool) -> Finished:
+def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
     """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free, where that
-    takes more than the search's tables said and than there is.
+    takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows.
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
     near: Finished | None = None
-    lacking: CapacityError | None = None
+    lacking: PartitionError | None = None
+    end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for _ in range(_TRIES):
+        left = None if end is None else end - time.monotonic()
+        if lacking is not None and left is not None and left <= 0:
+            break
         try:
-            chosen, certificate = find(job)
-        except CapacityError as error:
+            chosen, certificate = find(job, left)
+        except (CapacityError, TimeLimitError) as error:
+            if lacking is None and isinstance(error, TimeLimitError):
+                raise
             lacking = lacking or error
             break
         beyond = planned_only(chosen.point, job.constraints, job.precision)
@@ -53,7 +61,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool) -> Finished:
         lacks, room = _lacks(job, found)
         if lacks is None:
             return found
-        if near is None and lacks.missing_bytes <= _NEAR * room:
+        if near is None and lacks.missing_bytes <= NEAR * room:
             near = found
         lacking = lacking or lacks
         job = replace(job, reserve=job.reserve + lacks.missing_bytes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from partitioner import CapacityError, Constraints, Plan, Topology, finish, partition, prepare
+from partitioner import CapacityError, Constraints, Plan, Topology, api, finish, partition, prepare
 from tests.test_infeasible import Tower, cluster
 
 WIDTH, LAYERS = 256, 4
@@ -79,7 +79,7 @@ def test_what_is_pinned_to_what_was_chosen_costs_what_that_did() -> None:
     assert pinned.certificate.bound == pytest.approx(free.certificate.bound)
 
 
-def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float) -> Plan:
+def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float, **options: Any) -> Plan:
     """As if every program took ``extra`` bytes more than the tables know of."""
     followed = finish.followed
 
@@ -88,7 +88,8 @@ def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float) ->
         return estimate.model_copy(update={"memory": tuple(m + extra for m in estimate.memory)})
 
     monkeypatch.setattr(finish, "followed", more)
-    return partition(Tower(256, 8), cluster(memory), (torch.zeros(64, 256),), constraints=Constraints(dp=4))
+    model, x = Tower(256, 8), torch.zeros(64, 256)
+    return partition(model, cluster(memory), (x,), constraints=Constraints(dp=4), **options)
 
 
 def test_a_program_that_takes_more_than_the_tables_say_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +99,31 @@ def test_a_program_that_takes_more_than_the_tables_say_is_found_anew(monkeypatch
     assert max(plan.estimate.memory) <= room * 2**20
 
 
+def test_what_is_kept_a_little_above_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = max(_planned_with(0, monkeypatch, 64).estimate.memory)
+    plan = _planned_with(2**26, monkeypatch, (least + 2**26) / 2**20 / 1.02)
+    assert "Hardly: the fullest rank" in str(plan.explain())
+
+
 def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapacityError, match=r"the program of stage 0 takes .* at its fullest, of the .* too much"):
         _planned_with(2**26, monkeypatch, 64)
+
+
+def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is found anew has what the first one left; where that is nothing, it is refused."""
+    asked: list[float] = []
+    explore = api.explore
+
+    def slow(job: Any, left: float, **options: Any) -> Any:
+        asked.append(left)
+        found = explore(job, left, **options)
+        monkeypatch.setattr(finish.time, "monotonic", lambda: start + 90.0 * len(asked))
+        return found
+
+    start = finish.time.monotonic()
+    monkeypatch.setattr(api, "explore", slow)
+    with pytest.raises(CapacityError, match="the program of stage 0 takes"):
+        _planned_with(2**26, monkeypatch, 64, time_limit_s=120.0)
+    assert len(asked) == 2
+    assert 110.0 < asked[0] <= 120.0 and 20.0 < asked[1] < 40.0

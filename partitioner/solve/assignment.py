@@ -43,7 +43,8 @@ from passes.errors import PartitionError
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
 _EXACT_SHARE = 0.75  # of the time, after which a problem with ``memory`` is searched if nothing was found
-_MOST_VARIABLES = 100_000  # of a program of which HiGHS finds no solution in a minute
+_MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
+_TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
 _IMPROVED_S = 10.0  # in which an assignment is made better
 MANY_ENTRIES = 400_000  # of all tables: above, a problem with ``memory`` is searched instead of given to HiGHS whole
 
@@ -185,7 +186,8 @@ def _solve_exactly(
         try:
             if known is not None and program.num_variables > _MOST_VARIABLES:
                 raise TimeLimitError("no use trying")
-            bound += program.solve(max(until - time.perf_counter(), 0.1), relative_gap, choice)
+            left = max(until - time.perf_counter(), 0.1)
+            bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
         except TimeLimitError:
             if known is None:
                 raise

@@ -347,10 +347,8 @@ class _Search:
     def _change(self, variant: _Variant, pins: Sequence[str], point: Point) -> Change:
         new, constraints = _new(pins, point), self._constraints(variant, pins, point)
         texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
-        precision = self._job(variant, pins).precision
-        beyond = [
-            w for w in planned_only(point, constraints, precision) if w not in self.asked.constraints.planned_only
-        ]
+        found = planned_only(self._job(variant, pins), point, constraints)
+        beyond = [what for what in found if what not in self.asked.constraints.planned_only]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
 

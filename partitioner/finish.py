@@ -25,6 +25,7 @@ from passes.errors import PartitionError
 from runtime.facts import ProgramFacts
 from runtime.memory import host_bytes
 from runtime.offload import host_states
+from runtime.precision import with_fp8
 from runtime.program import Program
 from runtime.prove import prove
 
@@ -53,7 +54,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
                 raise
             lacking = lacking or error
             break
-        beyond = planned_only(chosen.point, job.constraints, job.precision)
+        beyond = planned_only(job, chosen.point, job.constraints)
         beyond += ("estimate_only=True",) if estimate_only else ()
         if beyond:
             return Finished(chosen, certificate, None, chosen.estimate, beyond)
@@ -99,8 +100,8 @@ class Finished:
     beyond: tuple[str, ...]
 
 
-def planned_only(point: Point, constraints: Constraints, precision: str) -> tuple[str, ...]:
-    """What of a candidate this version plans but does not execute, as ``zero=3``."""
+def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:
+    """What of a candidate of ``job`` under ``constraints`` this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
         ep=point.ep,
@@ -111,7 +112,7 @@ def planned_only(point: Point, constraints: Constraints, precision: str) -> tupl
         gather=constraints.gather,
         short_gradients=constraints.short_gradients,
     ).planned_only
-    return (*chosen, *(("precision=fp8",) if precision == "fp8" else ()))
+    return (*chosen, *(("precision=fp8 with experts",) if job.precision == "fp8" and job.num_experts else ()))
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
@@ -150,6 +151,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         offload=chosen.offload,
         reducing=chosen.reducing,
     )
+    program = with_fp8(program) if job.precision == "fp8" else program
     facts = ProgramFacts(program)
     prove(program, facts=facts)
     if program.offload:

@@ -40,6 +40,7 @@ from runtime.groups import Communicator, TorchCommunicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
+from runtime.precision import check_fp8
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
 from runtime.scaling import Scale, scale_of
@@ -91,6 +92,7 @@ class Engine:
         self.share = share_of(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
+        check_fp8(program, self.device)
         self.seed = seed
         self.steps = 0
         source = None if weights is None else weights_of(weights)

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 
 from passes.blocks import Block
+from passes.eight_bits import as_it_was, in_eight_bits, ops
 from passes.errors import InputsError
 from passes.retype import retype
-from passes.serialize import block_from_data, block_to_data, dtype_name, dtype_of
+from passes.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
+from runtime.errors import LaunchError
 from runtime.program import BlockGraph, Program, Stage
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
 
 
 def with_precision(program: Program, precision: str | None) -> Program:
@@ -32,6 +35,29 @@ def with_precision(program: Program, precision: str | None) -> Program:
     )
 
 
+def with_fp8(program: Program) -> Program:
+    """``program`` with its products with weights in 8 bits, where kernels take them so."""
+
+    def rounded(name: str, data: BlockGraph) -> BlockGraph:
+        block = block_from_data(name, data.nodes, data.states, data.inputs)
+        return data.model_copy(update={"nodes": block_to_data(block)}) if in_eight_bits(block) else data
+
+    return program.model_copy(update={"blocks": {n: rounded(n, block) for n, block in program.blocks.items()}})
+
+
+def check_fp8(program: Program, device: torch.device) -> None:
+    """Raise :class:`LaunchError` where ``device`` has no kernels for the products in 8 bits that ``program`` has."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _WITH_FP8:
+        return
+    name = target_name(ops.linear_fp8.default)
+    if any(node.get("target") == name for block in program.blocks.values() for node in block.nodes):
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise LaunchError(
+            f"the plan multiplies in fp8, for which {torch.cuda.get_device_name(device)} (compute capability {found}) "
+            'has no kernels; expected 8.9 or more (Ada, Hopper, Blackwell): plan with precision="bf16"'
+        )
+
+
 def uncompressed(program: Program) -> Program:
     """``program`` with gradients sent as they are, in the same turns."""
 
@@ -49,5 +75,6 @@ def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 def _retyped(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
     block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
+    as_it_was(block)
     retype(block.graph, dtype)
     return data.model_copy(update={"nodes": block_to_data(block)})

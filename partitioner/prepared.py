@@ -20,6 +20,7 @@ from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.inputs import Inputs
 from passes.normalize import normalize
+from passes.reached import freeze_unreached
 
 Objective = Literal["train", "infer"]
 Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
@@ -55,8 +56,9 @@ class PreparedModel:
                 precision=type_of(self.precision),
                 objective=self.objective,
             )
-            folded = fold(normalize(captured))
             train = self.objective == "train"
+            normal = normalize(captured)
+            folded = fold(freeze_unreached(normal) if train else normal)
             check_work(folded, train)
             mark_gradients(folded, train)
             self.captured_as(global_batch, folded)

@@ -64,7 +64,7 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
 
 
 def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] | None = None) -> Run:
-    """The whole results. ``extra``: gradients of parameters that the program does not read."""
+    """The whole results. ``extra``: gradients of parameters that the program computes none of."""
     by_rank = {p.rank: p for p in parts}
     leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
     grads: dict[str, Tensor] = dict(extra or {})
@@ -121,7 +121,7 @@ def _rebuilt(program: Program, leaves: dict[str, Any]) -> Any:
 
 
 def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros for the parameters of the model that the program does not read, as far as they take gradients."""
-    known = {n for name, s in program.states.items() for n in model_names(name, s)}
+    """Zeros for the parameters of the model that no gradient reaches in the program, as far as they take some."""
+    known = {n for name, s in program.states.items() if s.requires_grad for n in model_names(name, s)}
     unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}

@@ -16,9 +16,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.errors import LaunchError
+from runtime.restarts import timeout_of_all
 from runtime.waiting import wait_for
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never wait for each other
 
 
@@ -288,17 +288,17 @@ def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 class TorchCommunicator:
     """The ranks ``0 .. world_size - 1`` on the processes of the default process group, which is there already.
-
     ``placement[rank]`` is the process that runs a rank (empty: its namesake); see :func:`processes_of`.
     Groups are made without the other ranks' help, from the default group's store: ``torch.distributed.new_group`` takes
-    all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order.
+    all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order. They
+    wait for ``timeout``; by default as long as the default group.
     """
 
     def __init__(
         self,
         world_size: int,
         device: torch.device,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | None = None,
         placement: Sequence[int] = (),
     ) -> None:
         if not dist.is_initialized():
@@ -316,7 +316,7 @@ class TorchCommunicator:
         self.home = self._processes.index(0)
         self.device = device
         self.everyone = tuple(range(world_size))
-        self._timeout = timeout
+        self._timeout = timeout_of_all(device) if timeout is None else timeout
         self._on_gpu = device.type == "cuda"
 
     def prepare(
@@ -391,7 +391,7 @@ class TorchCommunicator:
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that run on ``processes``, those of them that the program uses."""
+        """The program's ranks that run on ``processes``."""
         return tuple(self._processes.index(p) for p in processes if p in self._processes)
 
     def barrier(self) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from runtime.groups import DEFAULT_TIMEOUT
-
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of torchrun: one for each attempt
 
 
@@ -30,3 +32,11 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     store.set_timeout(timeout)
     own = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def timeout_of_all(device: torch.device) -> timedelta:
+    """How long a rank waits for another one in the default process group, which serves ``device``."""
+    backend: Any = c10d._get_default_group()._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", DEFAULT_TIMEOUT)
+    return timeout

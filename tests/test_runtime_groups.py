@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,3 +135,45 @@ def test_a_failure_releases_those_that_wait():
     threading.Timer(0.1, world.abort, ["rank 1 has failed"]).start()
     with pytest.raises(CommunicationError, match="rank 1 has failed"):
         pending.wait()
+
+
+ALONE = """
+import os, sys, torch, runtime
+from datetime import timedelta
+from runtime.groups import TorchCommunicator
+runtime.init_process_group("gloo", timedelta(seconds=3))
+communicator = TorchCommunicator(2, torch.device("cpu"))
+communicator.prepare([(0, 1)], [])
+if os.environ["RANK"] == "1":
+    sys.stdin.read()  # until the other one has given up
+    os._exit(0)
+try:
+    communicator.barrier()
+except RuntimeError as error:
+    print("gave up:", error, flush=True)
+os._exit(0)
+"""
+
+
+def test_groups_wait_as_long_as_the_process_group_does():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    settings = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE],
+            env={**settings, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in RANKS
+    ]
+    try:
+        told, _ = started[0].communicate(timeout=120)
+        assert told.startswith("gave up:"), told
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

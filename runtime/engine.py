@@ -30,10 +30,11 @@ from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
 from runtime.checkpoint.folders import recover
+from runtime.checkpoint.hyperparameters import described
 from runtime.checkpoint.residuals import load_residuals, residual_pieces, way_of
 from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
 from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
-from runtime.errors import CheckpointError, LaunchError
+from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator, all_ranks
@@ -252,14 +253,16 @@ class Engine:
         training = {
             "steps": self.steps,
             "seed": self.seed,
-            "groups": None if held is None else held.groups(),
             "scale": None if self._scale is None else self._scale.state_dict(),
-            "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
             "residuals": way_of(self.program),
+        }
+        own = {
+            "optimizer": None if optimizer is None else described(optimizer, self._parameters, self.program),
+            "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
         }
         moving, still = pieces_of(self.rank_program, self._masters.held, held)
         moving += residual_pieces(self.rank_program, self._gradients.residuals)
-        content = Content(self.rank_program, moving, still, training, random_state(self.device), self.steps)
+        content = Content(self.rank_program, moving, still, training, random_state(self.device), own, self.steps)
         with self._doing("saving"):
             return self._saver.save(Path(directory), content, optimizer, wait=wait, then=then)
 
@@ -292,7 +295,9 @@ class Engine:
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
         found = loading.find(directory)
         with self._doing("loading"):
-            training = loading.load(found, self.rank_program, self._masters.held, held, self.communicator, verify)
+            training = loading.load(
+                found, self.rank_program, self._masters.held, held, self.communicator, verify, tuple(extra or ())
+            )
             load_residuals(found.folder, self.rank_program, self._gradients.residuals, training)
         self.steps, self.seed = training["steps"], training["seed"]
         if self._scale is not None and training["scale"] is not None:
@@ -302,9 +307,6 @@ class Engine:
         of = generators["of"]
         set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)
         for name, target in (extra or {}).items():
-            if name not in training["extra"]:
-                have = ", ".join(training["extra"]) or "nothing"
-                raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
             target.load_state_dict(training["extra"][name])
 
     def _doing(self, phase: Phase) -> AbstractContextManager[None]:

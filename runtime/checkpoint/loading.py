@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.boxes import Piece, held_by, number, pieces
 from runtime.checkpoint.folders import MANIFEST, read_manifest
+from runtime.checkpoint.plain import unpacked
 from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
-from runtime.checkpoint.training import STATE, OptimizerState, unpacked
+from runtime.checkpoint.training import STATE, OptimizerState
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram
@@ -72,16 +74,22 @@ def load(
     optimizer: OptimizerState | None,
     communicator: Communicator,
     verify: bool = True,
+    extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Fill ``states``, and ``optimizer``; all ranks call it. Returns what the checkpoint knows of the run.
+    """Fill ``states``, and ``optimizer``; all ranks call it. Returns what the checkpoint knows of the run; in its
+    ``extra`` this rank's state of what is asked for.
 
     ``verify``: read every file once, all ranks together, and compare with its checksum. Raises
-    :class:`CheckpointError` on all ranks where one finds a file damaged or missing: nothing was changed then.
+    :class:`CheckpointError` on all ranks where one finds a file damaged or missing, or what does not belong together:
+    nothing was changed then.
     """
     _same(found, rank, communicator)
     if verify:
         _together(communicator, rank, lambda: _check_files(found, rank))
     reader = _together(communicator, rank, lambda: ShardReader(found.folder), found)
+    training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
+    extras = _together(communicator, rank, lambda: _extras(found, training, rank, extra))
+    groups = _together(communicator, rank, lambda: _groups(training, rank, optimizer))
     names, moments = _together(communicator, rank, lambda: _planned(found, reader, rank, states, optimizer))
     held = [p for n, name in names.items() for p in _pieces(MODEL, rank, n, name, states[n])]
     for n, name in names.items():
@@ -89,12 +97,40 @@ def load(
             held += _pieces(STATE, rank, n, name, tensor, f".{key}")
     with torch.no_grad():
         _together(communicator, rank, lambda: reader.read(held), found)
-    training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
     if optimizer is not None:
-        for n, state in moments.items():
-            optimizer.take(n, state)
-        optimizer.set_groups(training["groups"])
-    return training
+        for n in optimizer.parameters:
+            optimizer.take(n, moments.get(n, {}))
+        hyperparameters.take(optimizer.optimizer, groups)
+    return {**training, "extra": extras}
+
+
+def _extras(found: Found, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]) -> dict[str, Any]:
+    """This rank's state of each of ``asked``: its own, where ranks differed and are the same ones now."""
+    held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
+    for name in asked:
+        if name not in held:
+            have = ", ".join(held) or "nothing"
+            raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
+        if name in of_ranks and found.manifest["mesh"] != rank.program.mesh:
+            raise CheckpointError(
+                f"the state of {name!r} in {found.folder} was not the same on all ranks, and this is another mesh: "
+                f"which rank's would be right cannot be known; go on under {found.manifest['mesh']}, or leave it out "
+                "of extra="
+            )
+    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
+
+
+def _groups(
+    training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
+) -> Sequence[Mapping[str, Any]]:
+    """The hyperparameters of each of the optimizer's groups."""
+    if optimizer is None:
+        return ()
+    saved = training.get("optimizer")
+    if saved is None:  # none at all; or of a version that kept those of the first rank alone, by their place
+        return hyperparameters.by_place(optimizer.optimizer, training.get("groups"))
+    hyperparameters.check_kind(optimizer.optimizer, saved)
+    return hyperparameters.given_back(optimizer.optimizer, optimizer.parameters, rank.program, saved)
 
 
 def _planned(

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
 from runtime.checkpoint.folders import MANIFEST, Target, remove
+from runtime.checkpoint.plain import alike, packed, unpacked
 from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
-from runtime.checkpoint.training import OptimizerState, packed
+from runtime.checkpoint.training import OptimizerState
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
 from runtime.groups import Communicator, all_ranks
@@ -34,7 +36,8 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``: this rank's.
+    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``, and ``own``, what
+    ``extra`` names and the optimizer's groups: this rank's.
 
     ``still``: what does not change before the optimizer steps; ``moving``: the rest.
     """
@@ -44,6 +47,7 @@ class Content:
     still: Sequence[Piece]
     training: Mapping[str, Any]
     random: Mapping[str, Any]
+    own: Mapping[str, Any]
     steps: int
 
 
@@ -121,7 +125,7 @@ class Saver:
         held = [*content.moving, *content.still]
         if not wait:
             held = self._staging.begin(content.moving, content.still, optimizer)
-            content = replace(content, training=copy.deepcopy(content.training) if first else {})
+            content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(directory, self._staging.copied)
 
         def work() -> None:
@@ -205,7 +209,8 @@ def _write(
             finish()
         target.partial.mkdir(parents=True, exist_ok=True)
         written = write_shards(target.partial, rank, held)
-        write_bytes(target.record(rank), pickle.dumps((written, dict(content.random))))
+        own = packed(content.own, "the run")
+        write_bytes(target.record(rank), pickle.dumps((written, dict(content.random), own)))
         if rank == 0:
             _complete(target, content, timeout)
     except BaseException as error:
@@ -226,11 +231,18 @@ def _complete(target: Target, content: Content, timeout: float) -> None:
     """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
     program = content.rank.program
     records = target.wait_for_records(program.world_size, timeout)
-    loaded: list[tuple[Written, dict[str, Any]]] = [pickle.loads(r.read_bytes()) for r in records]
-    written = [w for w, _ in loaded]
+    loaded: list[tuple[Written, dict[str, Any], bytes]] = [pickle.loads(r.read_bytes()) for r in records]
+    written = [w for w, _, _ in loaded]
     write_metadata(target.partial, written)
-    generators = {"random": _distinct([random for _, random in loaded])}
-    write_bytes(target.partial / TRAINING, packed(dict(content.training) | generators, "the run"))
+    owns = [unpacked(own) for _, _, own in loaded]
+    training = {
+        **content.training,
+        "random": _distinct([random for _, random, _ in loaded]),
+        "optimizer": hyperparameters.joined([own["optimizer"] for own in owns]),
+        "extra": owns[0]["extra"],
+        "extra_of_ranks": _of_ranks([own["extra"] for own in owns]),
+    }
+    write_bytes(target.partial / TRAINING, packed(training, "the run"))
     for record in records:
         record.unlink()
     files: dict[str, FileSum] = {name: total for w in written for name, total in w.files.items()}
@@ -242,7 +254,7 @@ def _complete(target: Target, content: Content, timeout: float) -> None:
         "world_size": program.world_size,
         "mesh": program.mesh,
         "fingerprint": program.fingerprint,
-        "optimizer": content.training.get("groups") is not None,
+        "optimizer": training["optimizer"] is not None,
         "files": {name: asdict(files[name]) for name in sorted(files)},
     }
     write_text(target.partial / MANIFEST, json.dumps(manifest, indent=1))
@@ -254,6 +266,13 @@ def _distinct(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
     return {"of": of, "states": [states[of.index(i)] for i in range(len(places))]}
+
+
+def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What is not the same on all ranks: by name the state on each."""
+    first, *others = extras
+    differ = [n for n, state in first.items() if not all(alike(state, other.get(n)) for other in others)]
+    return {name: [extra.get(name) for extra in extras] for name in differ}
 
 
 def _as_told(error: BaseException, directory: Path) -> BaseException:

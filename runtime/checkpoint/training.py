@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ STATE = "optimizer.state."
 class Stateful(Protocol):
     """A data loader, a learning-rate scheduler: anything that tells its state and takes it back.
 
-    The state is the same on all ranks: the first one's is kept, and given to all, however many they are.
+    A state that is the same on all ranks is kept once and given to all, however many they are. Of others each rank gets
+    its own back, under the same mesh.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -31,12 +31,24 @@ class Stateful(Protocol):
 
 
 class OptimizerState:
-    """The state that an optimizer holds for a rank's parameters, by name."""
+    """The state that an optimizer holds for a rank's parameters, by name.
+
+    Raises :class:`CheckpointError` where it has other parameters: they would not be saved, and if they are the model's
+    own, an engine's are not trained.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
-        self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stepped = {id(p) for p in stepped}
+        other = [p for p in stepped if id(p) not in {id(own) for own in parameters.values()}]
+        if other:
+            raise CheckpointError(
+                f"{len(other)} of the optimizer's {len(stepped)} parameters are not this engine's, the first of shape "
+                f"{list(other[0].shape)}: make the optimizer of engine.parameters(), not of the model's; what is "
+                "trained besides needs an optimizer of its own"
+            )
 
     def steps(self, name: str) -> bool:
         """Whether this optimizer's step is what changes a parameter."""
@@ -66,33 +78,13 @@ class OptimizerState:
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""
         parameter = self.parameters[name]
+        if not state:
+            self.optimizer.state.pop(parameter, None)
+            return
         on_device = any(g.get("capturable") or g.get("fused") for g in self.optimizer.param_groups)
         self.optimizer.state[parameter] = {
             k: t.to(parameter.device) if t.dim() or on_device else t for k, t in state.items()
         }
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group."""
-        plain = (bool, int, float, str, type(None), list, tuple, Tensor)
-        return [
-            {k: v for k, v in group.items() if k != "params" and isinstance(v, plain)}
-            for group in self.optimizer.param_groups
-        ]
-
-    def set_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raises :class:`CheckpointError` where the optimizer has another number of groups."""
-        have = len(self.optimizer.param_groups)
-        if len(groups) != have:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has {have}: make it as the "
-                "one that was saved, with its groups in the same order"
-            )
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            for key, value in saved.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -115,22 +107,3 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def packed(content: Mapping[str, Any], names: str) -> bytes:
-    """``content`` as bytes that :func:`unpacked` reads. Raises :class:`CheckpointError` for what is no plain data."""
-    file = io.BytesIO()
-    try:
-        torch.save(dict(content), file)
-        unpacked(file.getvalue())
-    except Exception as error:
-        raise CheckpointError(
-            f"the state of {names} cannot be saved ({error}): it may hold numbers, strings, tensors, lists, tuples and "
-            "dicts; let its state_dict() return only such"
-        ) from error
-    return file.getvalue()
-
-
-def unpacked(content: bytes) -> dict[str, Any]:
-    """Raises what ``torch.load`` raises."""
-    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]

@@ -1,0 +1,153 @@
+"""What a checkpoint holds besides weights comes back to whom it belongs, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from runtime import CheckpointError, Engine
+from tests.runtime_programs import Net, program_of_net
+from tests.test_checkpoint import Loader, one_rank
+from tests.test_runtime_state import on_every_rank, train
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def test_state_that_was_not_there_is_gone_after_loading(tmp_path: Path):
+    engine, optimizer, _ = one_rank(tmp_path)
+    engine.save(tmp_path / "before", optimizer)
+    train(engine, optimizer=optimizer)
+    engine.load(tmp_path / "before", optimizer)
+    assert not optimizer.state
+    again, other, _ = one_rank(tmp_path)
+    for e, o in ((engine, optimizer), (again, other)):
+        train(e, optimizer=o)
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, saved: str, loaded: str):
+    engine, _, _ = one_rank(tmp_path)
+    engine.save(tmp_path / "out", train(engine, optimizer=OPTIMIZERS[saved](engine.parameters())))
+    other, _, _ = one_rank(tmp_path)
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(CheckpointError, match="load without one"):
+        other.load(tmp_path / "out", OPTIMIZERS[loaded](other.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), before, strict=True))
+    other.load(tmp_path / "out")
+    assert other.steps == engine.steps
+
+
+def test_an_optimizer_of_the_same_hyperparameters_goes_on(tmp_path: Path):
+    engine, _, _ = one_rank(tmp_path)
+    engine.save(tmp_path / "out", train(engine, optimizer=OPTIMIZERS["adam"](engine.parameters())))
+    optimizer = OPTIMIZERS["adamw"](engine.parameters())
+    engine.load(tmp_path / "out", optimizer)
+    assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
+
+
+def by_layer(engine: Engine, factor: float) -> torch.optim.Optimizer:
+    """A group, with a rate of its own, for each top-level module of those that the rank has: layerwise decay, say."""
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in engine.named_parameters():
+        groups.setdefault(".".join(name.split(".")[:-2]) or name, []).append(parameter)
+    rates = {name: factor * (1 + sum(map(ord, name)) % 100) for name in groups}
+    return torch.optim.AdamW([{"params": held, "lr": rates[name]} for name, held in groups.items()])
+
+
+def rates(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    names = {id(p): name for name, p in engine.named_parameters()}
+    return {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("loaded", [{"pp": 2}, {}, {"tp": 2}], ids=str)
+def test_hyperparameters_come_back_to_their_parameters(tmp_path: Path, loaded: dict[str, Any]):
+    """Whichever stage had them: the first groups of two stages are groups of different layers."""
+
+    def save(communicator: Any) -> dict[str, float]:
+        engine = Engine(program_of_net(pp=2), Net(), communicator=communicator)
+        optimizer = by_layer(engine, 0.001)
+        engine.save(tmp_path / "out", optimizer)
+        return rates(engine, optimizer)
+
+    def load(communicator: Any) -> dict[str, float]:
+        engine = Engine(program_of_net(**loaded), None, communicator=communicator)
+        optimizer = by_layer(engine, 1.0)
+        engine.load(tmp_path / "out", optimizer)
+        return rates(engine, optimizer)
+
+    saved: dict[str, float] = {}
+    for part in on_every_rank(program_of_net(pp=2), save):
+        saved |= part
+    assert len(set(saved.values())) > 2
+    for part in on_every_rank(program_of_net(**loaded), load):
+        assert part == {name: saved[name] for name in part}
+
+
+def test_groups_that_were_split_or_joined_are_refused(tmp_path: Path):
+    engine, optimizer, _ = one_rank(tmp_path)
+    first, *rest = engine.parameters()
+    two = torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": rest}])
+    engine.save(tmp_path / "one", optimizer)
+    with pytest.raises(CheckpointError, match="split into groups 0 and 1"):
+        engine.load(tmp_path / "one", two)
+    engine.save(tmp_path / "two", two)
+    with pytest.raises(CheckpointError, match=r"group 0 has parameters saved with lr=0\.5 and with lr=0\.001"):
+        engine.load(tmp_path / "two", optimizer)
+
+
+def test_parameters_of_another_owner_are_refused(tmp_path: Path):
+    model = Net()
+    engine = Engine(program_of_net(), model)
+    with pytest.raises(CheckpointError, match=r"make the optimizer of engine\.parameters\(\)"):
+        engine.save(tmp_path / "out", torch.optim.AdamW(model.parameters()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_differs_among_ranks_comes_back_to_each(tmp_path: Path):
+    """A scheduler whose optimizer has other groups on each stage, say."""
+
+    def position(communicator: Any, plan: dict[str, Any], at: int | None) -> int:
+        engine = Engine(program_of_net(**plan), Net(), communicator=communicator)
+        loader = Loader()
+        if at is None:
+            engine.load(tmp_path / "out", extra={"data": loader})
+        else:
+            loader.position = at + communicator.rank
+            engine.save(tmp_path / "out", extra={"data": loader})
+        return loader.position
+
+    two = program_of_net(pp=2)
+    on_every_rank(two, lambda c: position(c, {"pp": 2}, 7))
+    assert on_every_rank(two, lambda c: position(c, {"pp": 2}, None)) == [7, 8]
+    with pytest.raises(CheckpointError, match=r"the state of .data. in .* was not the same on all ranks"):
+        on_every_rank(program_of_net(tp=2), lambda c: position(c, {"tp": 2}, None))
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [(np.int64(3), "of type numpy.int64"), (object(), "of type builtins.object")],
+    ids=["numpy", "object"],
+)
+def test_state_that_is_no_plain_data_is_refused_by_name(tmp_path: Path, odd: Any, told: str):
+    engine, optimizer, _ = one_rank(tmp_path)
+
+    class Odd(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": [1, odd]}
+
+    with pytest.raises(
+        CheckpointError, match=rf"extra\.data\.at\.1 is {told}\): it may hold numbers, strings, tensors"
+    ):
+        engine.save(tmp_path / "out", optimizer, extra={"data": Odd()})
+    assert not (tmp_path / "out").exists()

@@ -293,8 +293,8 @@ class Engine:
             self._gradients.rescale(0.0)
             return
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
-        found = loading.find(directory)
         with self._doing("loading"):
+            found = loading.find_together(directory, self.rank_program, self.communicator)
             training = loading.load(
                 found, self.rank_program, self._masters.held, held, self.communicator, verify, tuple(extra or ())
             )

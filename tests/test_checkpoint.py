@@ -523,3 +523,64 @@ def test_a_folder_copied_elsewhere_loads(tmp_path: Path):
     shutil.move(tmp_path / "out", tmp_path / "moved")
     got = loaded_under({}, tmp_path / "moved")
     assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+def test_a_run_that_was_gone_back_in_goes_on_from_what_was_written_last(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, every=1, keep_last=2)
+    run(engine, optimizer, checkpoints, 5)
+    checkpoints.wait()
+    kept = "step-0000000004"
+    engine.load(tmp_path / kept, optimizer)
+    checkpoints = Checkpoints(tmp_path, engine, optimizer, every=1, keep_last=2)
+    shutil.move(tmp_path / "step-0000000005", tmp_path / "step-0000000009")  # as if it had gone on for longer
+    manifest = tmp_path / "step-0000000009" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"steps": 5', '"steps": 9'))
+    run(engine, optimizer, checkpoints, 3)
+    checkpoints.wait()
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == [
+        "step-0000000006",
+        "step-0000000007",
+        "step-0000000009",
+    ]
+    engine, optimizer, checkpoints = one_rank(tmp_path)
+    assert checkpoints.restore() == 7
+
+
+def test_a_checkpoint_that_was_complete_before_it_was_named_is_gone_on_from(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, every=1)
+    run(engine, optimizer, checkpoints, 1)
+    checkpoints.wait()
+    named = (tmp_path / "latest").read_text()
+    before = (tmp_path / "latest").stat()
+    run(engine, optimizer, checkpoints, 1)
+    checkpoints.wait()
+    (tmp_path / "latest").write_text(named)
+    os.utime(tmp_path / "latest", ns=(before.st_atime_ns, before.st_mtime_ns))
+    engine, optimizer, checkpoints = one_rank(tmp_path)
+    assert checkpoints.restore() == 2
+
+
+def test_ranks_that_see_different_folders_are_told(tmp_path: Path):
+    """A folder on each host's own disk, say; one that has none waits for nobody, nor do the others for it."""
+    engine, optimizer, checkpoints = one_rank(tmp_path / "0", every=1)
+    run(engine, optimizer, checkpoints, 1)
+    checkpoints.wait()
+    told: list[str] = []
+
+    def restore(communicator: Any, load: bool) -> None:
+        engine = Engine(program_of_net(dp=2), Net(), communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        folder = tmp_path / str(communicator.rank)
+        try:
+            if load:
+                engine.load(folder, optimizer)
+            else:
+                Checkpoints(folder, engine, optimizer).restore()
+        except CheckpointError as error:
+            told.append(str(error))
+
+    on_every_rank(program_of_net(dp=2), lambda c: restore(c, load=False))
+    assert sorted(t.split("this one ")[1].split(":")[0] for t in told) == ["none", "step-0000000001"]
+    told.clear()
+    on_every_rank(program_of_net(dp=2), lambda c: restore(c, load=True))
+    assert sorted(t.startswith("the checkpoint was not loaded: rank 1") for t in told) == [False, True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -65,6 +67,39 @@ def complete_in(root: Path) -> list[Found]:
     """The complete checkpoints of a folder of many, the oldest first."""
     found = [Found(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
+
+
+def to_go_on_from(root: Path) -> list[Found]:
+    """The complete checkpoints of a folder of many, the one to go on from first.
+
+    That is what ``latest`` names, or one that was complete after it and is not named yet. What has more steps and is
+    older is of a run that was gone back in: it comes last.
+    """
+    found = complete_in(root)[::-1]
+    named = root / LATEST
+    try:
+        latest = next(f for f in found if f.folder.name == named.read_text().strip())
+        written = named.stat().st_mtime_ns
+    except (OSError, ValueError, StopIteration):
+        return found
+    left = [f for f in found if f.steps > latest.steps and (f.folder / MANIFEST).stat().st_mtime_ns < written]
+    return [f for f in found if f not in left] + left
+
+
+def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> Found:
+    """What :func:`find` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on all."""
+    return _together(communicator, rank, lambda: find(directory))
+
+
+def check_alike(root: Path, found: Sequence[Found], rank: RankProgram, communicator: Communicator) -> None:
+    """Raise :class:`CheckpointError` on all ranks where they do not find the same in a folder of many checkpoints."""
+    told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
+    if not _agree(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
+        here = ", ".join(f.folder.name for f in found) or "none"
+        raise CheckpointError(
+            f"ranks see different checkpoints in {root.absolute()}, this one {here}: let all ranks see the same file "
+            "system"
+        )
 
 
 def load(
@@ -237,14 +272,18 @@ def _together(
 
 def _same(found: Found, rank: RankProgram, communicator: Communicator) -> None:
     """Raise on all ranks where they do not see the same checkpoint."""
-    token = int(found.manifest["token"], 16)
-    bounds = torch.tensor([token, -token], dtype=torch.int64, device=communicator.device)
-    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
-    if high != -low:
+    if not _agree(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
             "let all ranks see the same file system"
         )
+
+
+def _agree(number: int, rank: RankProgram, communicator: Communicator) -> bool:
+    """Whether all ranks have the same number, of at most 60 bits."""
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
+    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
+    return bool(high == -low)
 
 
 def _candidates(directory: Path) -> Sequence[Path]:

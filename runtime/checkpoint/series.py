@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.checkpoint.folders import remove
-from runtime.checkpoint.loading import LATEST, STEP, complete_in
+from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
 from runtime.checkpoint.saving import Saving
 from runtime.checkpoint.training import Stateful
 from runtime.errors import CheckpointError, DamagedCheckpointError
@@ -91,15 +91,17 @@ class Checkpoints:
     def restore(self) -> int | None:
         """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
 
-        A damaged one is named in a warning, and the one before it is taken; raises :class:`CheckpointError` if there is
-        none.
+        The last one is the one that was written last: after going back to an earlier one by :meth:`Engine.load`, what
+        was there of later steps is left where it is, and not gone on from. A damaged one is named in a warning, and the
+        one before it is taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
         """
-        found = complete_in(self.folder)
-        for number, checkpoint in reversed([*enumerate(found)]):
+        found = to_go_on_from(self.folder)
+        check_alike(self.folder, found, self.engine.rank_program, self.engine.communicator)
+        for number, checkpoint in enumerate(found, 1):
             try:
                 self.engine.load(checkpoint.folder, self.optimizer, extra=self.extra)
             except DamagedCheckpointError as error:
-                if not number:
+                if number == len(found):
                     raise
                 warnings.warn(f"{error}; going on from that one", stacklevel=2)
             else:
@@ -112,7 +114,9 @@ class Checkpoints:
         write_text(self.folder / LATEST, directory.name)
         if self.keep_last is None:
             return
-        for checkpoint in complete_in(self.folder)[: -self.keep_last]:
+        # what has more steps is of a run that was gone back in: it goes when its step is reached again
+        here = [c for c in complete_in(self.folder) if c.folder.name <= directory.name]
+        for checkpoint in here[: -self.keep_last]:
             kept = self.keep_every is not None and checkpoint.steps % self.keep_every == 0
             if not kept and checkpoint.folder != directory:
                 remove(checkpoint.folder)

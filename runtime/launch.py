@@ -113,8 +113,9 @@ def _train(options: argparse.Namespace) -> None:
 
 def _steps(engine: Engine, options: argparse.Namespace) -> None:
     trained = [p for p in engine.parameters() if p.requires_grad]
-    train = engine.program.objective == "train" and bool(trained)
-    optimizer = torch.optim.AdamW(trained, lr=options.lr) if train else None
+    program = engine.program
+    train = program.objective == "train" and any(state.requires_grad for state in program.states.values())
+    optimizer = torch.optim.AdamW(trained, lr=options.lr) if train and trained else None  # a stage may be frozen
     kept = None
     if options.checkpoints is not None:
         kept = Checkpoints(options.checkpoints, engine, optimizer, every=options.every)

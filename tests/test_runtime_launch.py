@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
 from runtime.engine import program_of
 from runtime.launch import random_batch
@@ -107,6 +108,20 @@ def test_it_goes_on_from_the_last_step(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         seen += re.findall(r"^step (\d+) ", done.stdout, re.MULTILINE)
     assert seen == ["1", "2", "3", "4"]
+
+
+def test_a_stage_without_trained_parameters_clips_and_saves_with_the_others(tmp_path: Path):
+    model = Net()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    plan = partition(model, Topology.local(2), net_inputs(), constraints=Constraints(pp=2))
+    assert [any(plan.program.states[s].requires_grad for s in plan.rank(r).states) for r in (0, 1)] == [False, True]
+    plan.save(tmp_path / "plan.json")
+    options = ["--checkpoints", str(tmp_path / "out"), "--clip", "1.0", "--patience", "20", "--timeout", "60"]
+    for steps in ("1", "2"):
+        done = torchrun(2, str(tmp_path / "plan.json"), *options, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+        assert re.findall(r"^step (\d+) .* norm \d", done.stdout, re.MULTILINE) == [steps]
 
 
 def test_a_random_batch_fits_the_program():

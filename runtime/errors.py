@@ -10,6 +10,7 @@ from passes.errors import PartitionError
 DIED = "ProcessDied"  # the kinds of failure that no exception of a rank tells
 STALLED = "Stalled"
 LOST = "ConnectionLost"
+LEFT = "LeftEarly"
 
 
 class BatchError(PartitionError):

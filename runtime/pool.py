@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from runtime.errors import DIED, LOST, Failure, RankError, RankTimeout, first_cause
+from runtime.errors import DIED, LEFT, LOST, Failure, RankError, RankTimeout, first_cause
 from runtime.forkserver import Child, ForkServer, fork_server
 from runtime.messages import get, put
 from runtime.watch.monitor import Monitor
@@ -130,7 +130,7 @@ class LocalRanks:
         if watch is None:
             return tuple(failures)
         cause = watch.settle(_SETTLE_S, died=None if first.secondary else first.rank)
-        if cause is None or (cause.kind == LOST and not first.secondary):
+        if cause is None or (cause.kind in (LEFT, LOST) and not first.secondary):
             return tuple(failures)  # it ended before it could be watched
         if cause.kind == DIED and first.kind == DIED:
             cause = replace(cause, error=first.error)  # with the signal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ def test_a_process_that_ended_is_the_cause_of_connections_lost():
     found = cause(state(0, failure=lost, failed_at=1.0, lost=(1,)), state(1, alive=False), state(2, alive=False))
     assert found is not None
     assert (found.rank, found.kind) == (1, "ProcessDied")
+
+
+def test_a_rank_that_left_early_is_the_cause_of_connections_lost():
+    lost = Failure(0, "Connection closed by peer", "RuntimeError", secondary=True)
+    left = replace(state(1, alive=False), moment=Moment(step=4, phase="gone", action=0, moved=0, beat=0))
+    found = cause(state(0, failure=lost, failed_at=1.0, lost=(1,)), left)
+    assert found is not None
+    assert (found.rank, found.kind, found.step) == (1, "LeftEarly", 5)
+    assert "rank 0 needed it at step 5, instruction 3: 0F0" in found.error
 
 
 def test_where_all_processes_live_the_rank_that_most_have_lost_is_told():

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from runtime.errors import DIED, LOST, STALLED, Failure
+from runtime.errors import DIED, LEFT, LOST, STALLED, Failure
 from runtime.watch.board import RankState
 
 _SETTLE_S = 1.0  # a rank that lost another is no cause before that one had the time to say why
@@ -36,7 +36,7 @@ def cause_of(
         first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
         return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
     if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
-        return _lost(told)
+        return _left(told, states) or _lost(told)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:
         return _stalled(running, patience_s)
@@ -124,6 +124,18 @@ def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> Rank
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
+def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
+    """A rank that others have lost because it has left: its script has ended early, or was interrupted."""
+    gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
+    for state in gone:
+        losers = [s for s in told if state.rank in s.lost]
+        if losers:
+            who = "; ".join(f"rank {s.rank} needed it at {s.doing}" for s in losers[:4])
+            text = f"has left, of its own accord or interrupted (sys.exit, Ctrl-C), before the others did: {who}"
+            return Failure(state.rank, text, LEFT, "after the steps", step=state.moment.step + 1)
+    return None
+
+
 def _lost(told: Sequence[RankState]) -> Failure:
     """Connections broke, and all processes live: the rank that most others have lost; of two, the one that told first
     stands for the link between them."""
@@ -140,6 +152,6 @@ def _lost(told: Sequence[RankState]) -> Failure:
         who = ", ".join(str(s.rank) for s in told if suspects[0] in s.lost)
         text = f"lost its connections to rank {who}, and no process is known to have ended: {state.failure.error}"
         return replace(state.failure, kind=LOST, error=text, secondary=False)
-    peers = ", ".join(map(str, sorted(first.lost))) or "another one"
-    text = f"lost its connection to rank {peers}, and no process is known to have ended: {first.failure.error}"
+    peers = f"rank {', '.join(map(str, sorted(first.lost)))}" if first.lost else "another rank"
+    text = f"lost its connection to {peers}, and no process is known to have ended: {first.failure.error}"
     return replace(first.failure, kind=LOST, error=text, secondary=False)

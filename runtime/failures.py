@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Iterable
@@ -59,3 +60,14 @@ def failure_of(
         secondary=is_secondary(error),
         step=step,
     )
+
+
+def users_line(error: BaseException) -> str:
+    """The innermost line that is not of this package or of a library: where the user's script was."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    lines = [
+        f"{f.filename}:{f.lineno}"
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename and not f.filename.startswith((own, "<"))
+    ]
+    return lines[-1] if lines else ""

@@ -60,7 +60,13 @@ def _cause(folder: Path, error: ChildFailedError) -> str:
     found = Monitor(attempts[-1]).settle(_SETTLE_S, died=rank) if attempts else None
     how = f"{first.signal_name()} " if first.exitcode < 0 else ""
     if found is None:
-        return f"rank {rank}: {how}{' '.join(str(first.message).split())}"
+        message = first.message["message"] if isinstance(first.message, dict) else first.message
+        told = " ".join(str(message).split()).removeprefix("InstructionError: ")
+        if first.error_file == "<N/A>" and first.exitcode > 0:
+            told = f"left with status {first.exitcode}, before it could say why here; its own words are above"
+        return (
+            f"{told}{f' ({how.strip()})' if how else ''}" if told.startswith("rank ") else f"rank {rank}: {how}{told}"
+        )
     return f"{found}{f' ({how.strip()})' if how and found.rank == rank else ''}"
 
 

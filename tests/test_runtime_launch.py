@@ -124,6 +124,43 @@ def test_a_stage_without_trained_parameters_clips_and_saves_with_the_others(tmp_
         assert re.findall(r"^step (\d+) .* norm \d", done.stdout, re.MULTILINE) == [steps]
 
 
+ENDS = """
+import os, time
+from datetime import timedelta
+import runtime
+first = os.environ["RANK"] == "0"
+if {early!r} and not first:
+    os.environ.pop("MASTER_PORT")
+runtime.init_process_group("gloo", timedelta(seconds=60))
+if not first:
+    raise KeyError("sample 17")  # the line
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("early", "told"),
+    [
+        (True, r"rank 1, \S+ends\.py:8: ValueError: Error initializing .* variable MASTER_PORT expected"),
+        (False, r"rank 1, \S+ends\.py:10: KeyError: 'sample 17'"),
+    ],
+    ids=["before the ranks meet", "before the steps"],
+)
+def test_what_ends_a_script_that_nobody_watches_is_the_logs_last_line(tmp_path: Path, early: bool, told: str):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS.format(early=early))
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(f"first cause: {told}.*", done.stderr.strip().splitlines()[-1])
+
+
 def test_a_random_batch_fits_the_program():
     program = program_of_net()
     batch = random_batch(program, seed=0)

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from runtime.errors import STALLED, Failure, InstructionError
-from runtime.failures import is_secondary
+from runtime.failures import is_secondary, users_line
 from runtime.groups import TorchCommunicator
 from runtime.recorder import Recorder, Recording
 from runtime.waiting import waited
@@ -143,7 +143,7 @@ class Watch:
                 kind=type(error).__name__,
                 instruction=moment.phase,
                 step=moment.step + 1,
-                source=_users_line(error),
+                source=users_line(error),
                 traceback="".join(traceback.format_exception(error)),
                 secondary=is_secondary(error),
             )
@@ -231,17 +231,6 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
     if about.host == host == socket.gethostname() and state.alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(about.pid, signal.SIGKILL)
-
-
-def _users_line(error: BaseException) -> str:
-    """The innermost line that is not of this package or of a library: where the user's script was."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    lines = [
-        f"{f.filename}:{f.lineno}"
-        for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and not f.filename.startswith((own, "<"))
-    ]
-    return lines[-1] if lines else ""
 
 
 def default_folder() -> Path:

@@ -56,7 +56,7 @@ class Flat:
     def rows(self, whole: Tensor, i: int) -> Tensor:
         """State ``i`` in ``whole``, the pieces of all ranks, flat: of shape ``[ranks, length]``."""
         start = self.starts[i]
-        return whole.view(-1, self.length)[:, start : start + self.pieces[i].length]
+        return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
 class Room:
@@ -68,13 +68,13 @@ class Room:
         self._padding = self.padded[piece.numel :]
         self._storage = self.padded.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self.ranks = piece.ranks
+        self._rows = piece.ranks, piece.length
 
     @property
     def rows(self) -> Tensor:
         """Of shape ``[ranks, length]``. What is written here counts as no change of the parameter: it has its value
         from the optimizer's step, or is having it copied for a checkpoint."""
-        return self.padded.data.view(self.ranks, -1)
+        return self.padded.data.view(self._rows)
 
     def take(self) -> None:
         if self._storage.nbytes() != self._nbytes:

@@ -637,3 +637,37 @@ def test_pieces_of_float32_copies_train_as_whole_ones(sharding: str):
         return result
 
     assert losses(sharding) == pytest.approx(losses("zero0"), rel=1e-3)
+
+
+class WithNothing(nn.Module):
+    """A parameter without elements, of which all ranks have as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.head = nn.Parameter(torch.zeros(0, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).square().mean() + self.nothing.sum()
+
+
+def test_parameters_without_elements_are_saved_once(tmp_path: Path):
+    model, x = WithNothing(), torch.randn(4, 4)
+    plan = partition(model, Topology.local(2), (x,), constraints=Constraints(dp=2, zero=3))
+
+    def work(communicator: Any, load: bool) -> set[str]:
+        engine = Engine(plan, model, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        if load:
+            engine.load(tmp_path / "out", optimizer)
+        else:
+            engine.step((x,))
+            optimizer.step()
+            engine.save(tmp_path / "out", optimizer)
+        return {key for state in optimizer.state.values() for key in state}
+
+    on_every_rank(plan.program, lambda c: work(c, load=False))
+    reader = ShardReader(tmp_path / "out")
+    assert {k for k in reader.tensors if "nothing" in k} == {"model.nothing"} | {
+        f"optimizer.state.nothing.{k}" for k in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert on_every_rank(plan.program, lambda c: work(c, load=True)) == [{"step", "exp_avg", "exp_avg_sq"}] * 2

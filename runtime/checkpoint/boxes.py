@@ -30,10 +30,14 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds of a state: what cut upon cut leaves, and of that (flat) the elements of its ``piece``."""
+    """What a rank holds of a state: what cut upon cut leaves, and of that (flat) the elements of its ``piece``.
+
+    ``first``: of those that have the pieces; which elements that are does not tell where there are none.
+    """
 
     shards: tuple[Shard, ...]
     piece: tuple[int, int] | None = None  # the first element and how many; ``None``: all
+    first: bool = True
 
 
 def held_by(program: Program, state: str, rank: int) -> Held:
@@ -43,7 +47,7 @@ def held_by(program: Program, state: str, rank: int) -> Held:
         return Held(shards)
     group = program.rank(rank).zero_group(state)
     piece = FlatPiece(math.prod(shard_shape(program, state)), len(group), group.index(rank))
-    return Held(shards, (piece.start, piece.size))
+    return Held(shards, (piece.start, piece.size), piece.index == 0)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,9 @@ def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, 
     shape = state.shape
     for layout, num_ranks, _ in held.shards:
         shape = local_shape(layout, shape, num_ranks)
+    if not math.prod(shape):  # of nothing the first one has all
+        yield from ((box, tensor.view(box.sizes)) for box in boxes(state.shape, held.shards) if held.first)
+        return
     for run in runs(shape, *held.piece):
         flat = tensor[run.local[0] : run.local[0] + math.prod(run.sizes)].view(run.sizes)
         for box in boxes(state.shape, held.shards, run):
@@ -152,7 +159,7 @@ def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor,
     A number (a 0-d ``tensor``, of a state that is none) belongs to the box at the tensor's origin.
     """
     found = []
-    if state.shape and not tensor.dim() and held.piece is not None and held.piece[0]:
+    if state.shape and not tensor.dim() and not held.first:
         return []  # of those that share a state the first one has its numbers
     for box, view in _views(state, held, tensor):
         if not state.parts:

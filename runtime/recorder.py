@@ -117,7 +117,7 @@ class Recorder:
         self.times[BEAT] = time.monotonic_ns()
 
     def moved(self) -> None:
-        """Say that something moves, outside of steps."""
+        """Say that something moves: outside of steps, or within an action."""
         self.times[MOVED] = time.monotonic_ns()
 
     @contextmanager
@@ -193,7 +193,7 @@ class Recording:
         times, begun = slot[_SLOT_HEAD::2], slot[BEGUN]
         begun_actions = bisect_left(range(len(times)), True, key=lambda k: times[k] < begun)  # others are of old steps
         moved = times[begun_actions - 1] if begun_actions else begun
-        return Moment(step, phase, max(0, begun_actions - 1), moved, numbers[BEAT])
+        return Moment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
         """The last whole step; ``None`` before there is one."""

@@ -151,7 +151,7 @@ def work(program: str, folder: str, how: str, rank: int) -> float | None:
 
             def strike() -> None:
                 if engine.steps == 1:
-                    {"kill": kill, "stop": stop, "sleep": sleep, "raise": fail}[how]()
+                    {"kill": kill, "stop": stop, "sleep": sleep, "raise": fail, "busy": compiles}[how]()
                 action()
 
             actions[place] = index, strike
@@ -170,6 +170,14 @@ def stop() -> None:
 
 def sleep() -> None:
     time.sleep(600)
+
+
+def compiles() -> None:
+    """Takes longer than there is patience, and is at another line now and then, as a compiler is."""
+    end = time.monotonic() + 2 * PATIENCE_S
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        time.sleep(0.3)
 
 
 def fail() -> None:
@@ -191,6 +199,14 @@ def test_the_rank_and_instruction_that_are_the_cause_are_told(
     failure = caught.value.failure
     assert (failure.rank, failure.index, failure.step, failure.kind) == (1, index, 2, kind)
     assert str(caught.value).endswith(f"first cause: {failure}")
+
+
+def test_a_rank_that_is_busy_for_longer_than_there_is_patience_is_waited_for(tmp_path: Path):
+    program = program_of_net(pp=2, num_microbatches=2)
+    with LocalRanks(2) as ranks:
+        monitor = Monitor(tmp_path, PATIENCE_S)
+        losses = ranks.call(work, program.model_dump_json(), str(tmp_path), "busy", 1, timeout=120, watch=monitor)
+    assert losses[0] == losses[1] is not None
 
 
 def test_hosts_learn_of_each_others_ranks(tmp_path: Path):

@@ -173,7 +173,8 @@ class Watch:
             frame = sys._current_frames().get(self._main)
             place = place_of(stack(frame), self.executor)
             seen, last = (waited.ns, place.line), seen
-            if moment.phase != "step" and seen != last:  # a checkpoint is under way, and it proceeds
+            # a checkpoint is under way, a block is compiled: it proceeds
+            if seen != last and (moment.phase != "step" or not place.waits):
                 self.recorder.moved()
             if self._recording.moment().action == moment.action:  # else it has moved on meanwhile
                 with contextlib.suppress(OSError):

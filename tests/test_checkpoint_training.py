@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from partitioner import Topology, partition
 from runtime import CheckpointError, Engine
 from tests.runtime_programs import Net, program_of_net
 from tests.test_checkpoint import Loader, one_rank
@@ -151,3 +153,41 @@ def test_state_that_is_no_plain_data_is_refused_by_name(tmp_path: Path, odd: Any
     ):
         engine.save(tmp_path / "out", optimizer, extra={"data": Odd()})
     assert not (tmp_path / "out").exists()
+
+
+def test_factors_of_whole_parameters_are_kept(tmp_path: Path):
+    """Of Adafactor, whose states are rows and columns; on stages that cut nothing, and on one rank."""
+
+    def trained(communicator: Any, plan: dict[str, Any], load: bool) -> dict[str, Any]:
+        engine = Engine(program_of_net(**plan), Net(), communicator=communicator)
+        optimizer = torch.optim.Adafactor(engine.parameters(), lr=0.01)
+        if load:
+            engine.load(tmp_path / "out", optimizer)
+        else:
+            engine.save(tmp_path / "out", train(engine, optimizer=optimizer))
+        return {f"{n}.{k}": v for n, p in engine.named_parameters() for k, v in optimizer.state[p].items()}
+
+    first, second = on_every_rank(program_of_net(pp=2), lambda c: trained(c, {"pp": 2}, False))
+    expected = first | second
+    assert any(name.endswith("row_var") for name in expected)
+    [got] = on_every_rank(program_of_net(), lambda c: trained(c, {}, True))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(torch.as_tensor(got[name]), torch.as_tensor(expected[name])) for name in got)
+    for load in (True, False):
+        with pytest.raises(CheckpointError, match="use such an optimizer with a plan that shards nothing"):
+            on_every_rank(program_of_net(tp=2), lambda c, load=load: trained(c, {"tp": 2}, load))
+
+
+def test_tensors_that_the_model_does_not_have_are_told(tmp_path: Path):
+    """Of a model of more layers, say, whose first ones would otherwise be taken without a word."""
+
+    def engine(layers: int) -> Engine:
+        model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), (torch.randn(4, 4),)
+        return Engine(partition(model, Topology.local(1), x, loss=torch.sum), model)
+
+    engine(3).save(tmp_path / "out")
+    with pytest.warns(UserWarning, match=r"holds 2 tensors that the plan's model does not have \(2\.bias, 2\.weight\)"):
+        engine(2).load(tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(3).load(tmp_path / "out")

@@ -174,6 +174,11 @@ def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor,
     return found
 
 
+def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> Piece:
+    """All of a tensor that has a shape of its own."""
+    return Piece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
 def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> Piece:
     """Where every rank reads a number from: the parts of a stack have the same."""
     return Piece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)

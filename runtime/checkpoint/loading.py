@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.boxes import Piece, held_by, number, pieces
+from runtime.checkpoint.boxes import Piece, held_by, number, pieces, whole_piece
 from runtime.checkpoint.folders import MANIFEST, read_manifest
 from runtime.checkpoint.plain import unpacked
 from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, saved_states
 from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
-from runtime.checkpoint.training import STATE, OptimizerState
+from runtime.checkpoint.training import STATE, OptimizerState, check_whole
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.groups import Communicator, all_ranks
+from runtime.parts import model_names
 from runtime.program import RankProgram
 
 LATEST = "latest"
@@ -122,6 +124,8 @@ def load(
     if verify:
         _together(communicator, rank, lambda: _check_files(found, rank))
     reader = _together(communicator, rank, lambda: ShardReader(found.folder), found)
+    if rank.rank == 0:
+        _warn_of_others(found.folder, reader, rank)
     training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
     extras = _together(communicator, rank, lambda: _extras(found, training, rank, extra))
     groups = _together(communicator, rank, lambda: _groups(training, rank, optimizer))
@@ -129,7 +133,10 @@ def load(
     held = [p for n, name in names.items() for p in _pieces(MODEL, rank, n, name, states[n])]
     for n, name in names.items():
         for key, tensor in moments.get(n, {}).items():
-            held += _pieces(STATE, rank, n, name, tensor, f".{key}")
+            if optimizer is not None and optimizer.of_own_shape(n, tensor):
+                held.append(whole_piece(STATE, name, tensor, f".{key}"))
+            else:
+                held += _pieces(STATE, rank, n, name, tensor, f".{key}")
     with torch.no_grad():
         _together(communicator, rank, lambda: reader.read(held), found)
     if optimizer is not None:
@@ -137,6 +144,20 @@ def load(
             optimizer.take(n, moments.get(n, {}))
         hyperparameters.take(optimizer.optimizer, groups)
     return {**training, "extra": extras}
+
+
+def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
+    """Warn of tensors of a model that the plan's model does not have: it may be another one."""
+    known = {name for state, data in rank.program.states.items() for name in model_names(state, data)}
+    saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
+    if others := [name for name in saved if name not in known]:
+        more = ", ..." if len(others) > _SHOWN else ""
+        warnings.warn(
+            f"{folder} holds {len(others)} tensors that the plan's model does not have "
+            f"({', '.join(others[:_SHOWN])}{more}): they are left out; load a checkpoint of the same model if "
+            "they are missed",
+            stacklevel=2,
+        )
 
 
 def _extras(found: Found, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]) -> dict[str, Any]:
@@ -217,7 +238,12 @@ def _room(
         for key in saved.get(owner, ()):
             spec = reader.tensors[f"{STATE}{owner}.{key}"]
             shape, device = (parameter.shape, parameter.device) if spec.size else ((), "cpu")
-            room.setdefault(n, {})[key] = torch.empty(shape, dtype=spec.properties.dtype, device=device)
+            if spec.size and spec.size != reader.tensors[f"{MODEL}{owner}"].size:
+                shape = spec.size
+            tensor = torch.empty(shape, dtype=spec.properties.dtype, device=device)
+            if optimizer.of_own_shape(n, tensor):
+                check_whole(rank, n, key, tensor)
+            room.setdefault(n, {})[key] = tensor
     return room
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.boxes import Piece, held_by, pieces
+from runtime.checkpoint.boxes import Piece, held_by, pieces, whole_piece
 from runtime.errors import CheckpointError
 from runtime.program import RankProgram
 
@@ -55,25 +55,32 @@ class OptimizerState:
         return id(self.parameters.get(name)) in self._stepped
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """The tensors held for one parameter. Raises :class:`CheckpointError` on one that is not sharded as it is."""
-        parameter = self.parameters[name]
-        held = {
+        """The tensors held for one parameter."""
+        return {
             k: v if isinstance(v, Tensor) else torch.tensor(v)
-            for k, v in self.optimizer.state.get(parameter, {}).items()
+            for k, v in self.optimizer.state.get(self.parameters[name], {}).items()
             if v is not None
         }
-        for key, tensor in held.items():
-            if tensor.dim() and tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the optimizer's {key!r} of {name} has shape {list(tensor.shape)}, the parameter's shard "
-                    f"{list(parameter.shape)}: only state of the parameter's shape, or numbers, can be saved"
-                )
-        return held
 
     def pieces(self, rank: RankProgram, name: str) -> list[Piece]:
-        """What this rank holds for one parameter."""
+        """What this rank holds for one parameter: numbers, what is cut as the parameter is, and of a parameter that is
+        whole here tensors of any shape (factors of a matrix, as Adafactor's).
+
+        Raises :class:`CheckpointError` on others.
+        """
         data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
-        return [p for key, t in self.of(name).items() for p in pieces(STATE, name, data, held, t, f".{key}")]
+        found: list[Piece] = []
+        for key, tensor in self.of(name).items():
+            if self.of_own_shape(name, tensor):
+                check_whole(rank, name, key, tensor)
+                found.append(whole_piece(STATE, name, tensor, f".{key}"))
+            else:
+                found += pieces(STATE, name, data, held, tensor, f".{key}")
+        return found
+
+    def of_own_shape(self, name: str, tensor: Tensor) -> bool:
+        """Whether what is held for a parameter is neither a number nor of the parameter's shape."""
+        return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""
@@ -85,6 +92,17 @@ class OptimizerState:
         self.optimizer.state[parameter] = {
             k: t.to(parameter.device) if t.dim() or on_device else t for k, t in state.items()
         }
+
+
+def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
+    """Raise :class:`CheckpointError` where a state of its own shape belongs to a part of a parameter."""
+    data = rank.program.states[name]
+    if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
+        raise CheckpointError(
+            f"the optimizer's {key!r} of {name} has shape {list(tensor.shape)}, and of the parameter, of shape "
+            f"{list(data.shape)}, this rank has a part or a stack: only numbers and what has the parameter's shape can "
+            "be kept then; use such an optimizer with a plan that shards nothing"
+        )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class Engine:
 
     def export_weights(self, directory: str | Path) -> None:
         """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
-        call it. The folder appears complete or not at all."""
+        call it. The folder appears complete or not at all. What it held besides weights stays."""
         export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
     def save(
@@ -241,7 +241,8 @@ class Engine:
     ) -> Saving:
         """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
 
-        The folder appears complete or not at all; one that it replaces stays until then. It holds the weights, the
+        The folder appears complete or not at all; one that it replaces stays until then, and what else that held stays
+        for good. It holds the weights, the
         steps, the state of random generators, with ``optimizer`` its state and hyperparameters, and the state of what
         ``extra`` names. With ``wait=False`` the state is copied to host memory, and written, while training goes on;
         the step of ``optimizer`` waits until what it changes is copied. An error is then raised by the result's
@@ -287,7 +288,7 @@ class Engine:
         """
         directory = Path(directory)
         self._saver.wait_until_copied()
-        recover(directory.absolute())
+        recover(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)

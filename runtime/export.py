@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from passes.layouts import Layout, join_shards
 from passes.serialize import dtype_of
 from runtime.checkpoint.saving import agreed_target, saved_states
+from runtime.errors import CheckpointError
 from runtime.files import write_text
 from runtime.groups import Communicator
 from runtime.parts import by_model_names
@@ -26,6 +28,8 @@ from runtime.pieces import join_pieces, padded_piece
 from runtime.program import Program, RankProgram, shard_shape
 from runtime.weights import INDEX
 
+OWN = r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"  # what an export writes and replaces
+_WEIGHTS = r".*\.(safetensors|bin)(\.index\.json)?"
 FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other ranks' shards
 
 
@@ -46,7 +50,8 @@ def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], com
 
     Raises :class:`CheckpointError` where the first rank cannot make room for it, before anything is written.
     """
-    target = agreed_target(directory.absolute(), communicator, rank.program.world_size)
+    place = directory.resolve()
+    target = agreed_target(place, communicator, rank.program.world_size, lambda: _check_others(place), OWN)
     target.partial.mkdir(exist_ok=True)
     chunks = chunks_of(rank.program)
     for chunk in chunks:
@@ -58,6 +63,17 @@ def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], com
         _index(target.partial, chunks, rank.program)
         target.commit()
     communicator.barrier()
+
+
+def _check_others(place: Path) -> None:
+    """Raise :class:`CheckpointError` where weights are that would be read instead of those that are written."""
+    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
+    if others:
+        raise CheckpointError(
+            f"{place} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
+            "into another folder, or move them away"
+        )
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 Every rank writes into ``.name.TOKEN.partial`` and then a record of what it wrote. The first rank waits for all records,
 writes the manifest, and renames the folder. Whoever fails leaves ``.name.TOKEN.failed``, with the reason. Nobody needs
-to communicate meanwhile, so that training may.
+to communicate meanwhile, so that training may. Of a folder that was there what is a checkpoint's is replaced; what else
+it holds stays.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from runtime.errors import CheckpointError
 from runtime.files import sync_folder, write_text
 
 MANIFEST = "manifest.json"
+OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
 _LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes; ``token`` is its own, so that nothing that an earlier attempt left is taken for it."""
+    """Where a checkpoint goes; ``token`` is its own, so that nothing that an earlier attempt left is taken for it.
+
+    ``own``: the names of what is written and replaced, as a regular expression.
+    """
 
     final: Path
     token: str
+    own: str = OWN
 
     @property
     def partial(self) -> Path:
@@ -95,13 +101,31 @@ class Target:
             remove(self.old)
             os.rename(self.final, self.old)
         os.rename(self.partial, self.final)
+        self._keep_others()
         sync_folder(self.final.parent)
         remove(self.old)
 
+    def _keep_others(self) -> None:
+        """Move what somebody else has put into the folder that was replaced to the one in its place."""
+        if self.old.is_dir() and self.final.is_dir():
+            for path in self.old.iterdir():
+                if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
+                    os.rename(path, self.final / path.name)
+
+    def check_place(self) -> None:
+        """Raise :class:`CheckpointError` where no folder can take this place."""
+        if self.final.exists() and not self.final.is_dir():
+            raise CheckpointError(f"{self.final} is a file: name a folder")
+        if Path.cwd().is_relative_to(self.final) or os.path.ismount(self.final):
+            what = "a mount point" if os.path.ismount(self.final) else "the current folder, or holds it"
+            raise CheckpointError(f"{self.final} is {what}, which cannot be replaced: name a folder in it")
+
     def clean(self) -> None:
         """Remove what attempts that were cut short left beside ``final``; called by one rank before any writes."""
+        self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
         recover(self.final)
+        self._keep_others()
         prefix = f".{self.final.name}."
         for path in self.final.parent.glob(f"{prefix}*"):
             if _LEFT.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
-from runtime.checkpoint.folders import MANIFEST, Target, remove
+from runtime.checkpoint.folders import MANIFEST, OWN, Target, remove
 from runtime.checkpoint.plain import alike, packed, unpacked
 from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
@@ -120,7 +120,7 @@ class Saver:
 
         Raises :class:`CheckpointError` where the save before failed on any rank: before anything is done.
         """
-        target = agreed_target(directory.absolute(), self.communicator, self.world_size, before=self.wait)
+        target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=self.wait)
         first = content.rank.rank == 0
         held = [*content.moving, *content.still]
         if not wait:
@@ -148,9 +148,14 @@ class Saver:
 
 
 def agreed_target(
-    final: Path, communicator: Communicator, world_size: int, before: Callable[[], None] | None = None
+    final: Path,
+    communicator: Communicator,
+    world_size: int,
+    before: Callable[[], None] | None = None,
+    own: str = OWN,
 ) -> Target:
     """Where all ranks write what is to be ``final``, cleared by the first; once ``before`` has gone well on all.
+    ``own``: the names of what is replaced there.
 
     Raises what ``before`` raises; :class:`CheckpointError` where it, or the clearing, has failed on another rank.
     """
@@ -161,7 +166,10 @@ def agreed_target(
             before()
         if communicator.rank == 0:
             token = secrets.randbits(60)
-            Target(final, f"{token:015x}").clean()
+            Target(final, f"{token:015x}", own).clean()
+    except OSError as caught:
+        error = CheckpointError(f"{final} cannot be written: {caught}")
+        error.__cause__ = caught
     except Exception as caught:
         error = caught
     numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=communicator.device)
@@ -173,7 +181,7 @@ def agreed_target(
             f"{final} is not begun: {failed} other ranks could not end the save before, or make room for this one; "
             "they say why"
         )
-    return Target(final, f"{token:015x}")
+    return Target(final, f"{token:015x}", own)
 
 
 def pieces_of(

@@ -214,7 +214,10 @@ class Engine:
             self._scale.overflowed = False
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before."""
+        """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before.
+
+        Raises :class:`LaunchError` for a norm that cannot be.
+        """
         return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
@@ -338,8 +341,9 @@ def placement_of(plan: Any) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> Program:
+    content = _content(path)
     try:
-        return Program.model_validate(_content(path)["program"])
+        return Program.model_validate(content["program"])
     except ValueError as error:
         raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable
 
@@ -63,11 +64,11 @@ def failure_of(
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line that is not of this package or of a library: where the user's script was."""
-    own = os.path.dirname(os.path.abspath(__file__))
+    """The innermost line that is not of this package or of a library, Python's own too: where the user's script was."""
+    others = (os.path.dirname(os.path.abspath(__file__)), sysconfig.get_path("stdlib"), "<")
     lines = [
         f"{f.filename}:{f.lineno}"
         for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and not f.filename.startswith((own, "<"))
+        if "site-packages" not in f.filename and not f.filename.startswith(others)
     ]
     return lines[-1] if lines else ""

@@ -12,11 +12,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -37,6 +37,7 @@ from runtime.spikes import LossSpikes
 from runtime.watch.watchdog import Watch
 
 _PATIENCE_S = 5.0
+_Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -58,26 +59,44 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os._exit(status)  # Gloo's tear-down sometimes aborts the process
 
 
+def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
+    """A type of arguments that are numbers from ``least`` on."""
+
+    def number(text: str) -> _Number:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        return value
+
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m runtime", description="Train a plan on its ranks for some steps."
     )
     parser.add_argument("plan", help="a plan's JSON file")
     parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--steps", type=_at_least(int, 0), default=1, help="in all, those before a restart too")
     parser.add_argument(
         "--batch", default="random", help="a safetensors file with the inputs of one global batch by path, or 'random'"
     )
-    parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW")
-    parser.add_argument("--clip", type=float, help="the largest norm of the whole gradient")
+    parser.add_argument("--lr", type=_at_least(float, 0.0), default=1e-4, help="of AdamW")
+    parser.add_argument("--clip", type=_at_least(float, 0.0), help="the largest norm of the whole gradient")
     parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
     parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints; the last is saved, too")
+    parser.add_argument(
+        "--every", type=_at_least(int, 0), default=100, help="steps between checkpoints; the last is saved, too"
+    )
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
     parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds without movement that count as a stall")
+    parser.add_argument(
+        "--patience", type=_at_least(float, 0.0), default=300.0, help="seconds without movement that count as a stall"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another one")
+    parser.add_argument(
+        "--timeout", type=_at_least(float, 0.0), default=600.0, help="seconds that a rank waits for another one"
+    )
     return parser
 
 

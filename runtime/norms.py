@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runtime.errors import LaunchError
 from runtime.gradients import Gradients
 from runtime.groups import Communicator
 from runtime.program import AXES, RankProgram
@@ -13,7 +14,12 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before."""
+    """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
+
+    Raises :class:`LaunchError` for a negative norm, which would turn the gradients round.
+    """
+    if not max_norm >= 0:
+        raise LaunchError(f"the largest norm must be 0 or more, got {max_norm}; leave clipping out to have none")
     norm = total_norm(rank, gradients, communicator)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for view in gradients.owned.values():

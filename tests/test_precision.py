@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,14 @@ def test_what_is_planned_is_what_is_held(precision: str, optimizer: str):
     for stage, estimate in enumerate(plan.estimate.stages):
         planned = tuple(estimate.memory.get(k, 0) for k in ("parameters", "gradients", "optimizer"))
         assert {held[r] for r in range(4) if plan.rank(r).stage_index == stage} == {planned}
+
+
+@pytest.mark.parametrize("norm", [-1.0, math.nan])
+def test_a_norm_that_cannot_be_is_refused(norm: float):
+    """A negative one would turn all gradients round."""
+    engine = Engine(program_of_net(), Net())
+    engine.step(net_inputs())
+    before = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
+    with pytest.raises(LaunchError, match="must be 0 or more"):
+        engine.clip_grad_norm_(norm)
+    assert all(torch.equal(p.grad, g) for p, g in zip(engine.parameters(), before, strict=True) if p.grad is not None)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
 from runtime.engine import program_of
-from runtime.launch import random_batch
+from runtime.launch import _parser, random_batch
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, infer_only
@@ -83,7 +83,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path):
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
-    with pytest.raises(LaunchError, match="cannot read the plan"):
+    with pytest.raises(LaunchError, match=r"^cannot read the plan"):
         program_of(tmp_path / "nothing.json")
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(LaunchError, match="not complete JSON"):
@@ -159,6 +159,15 @@ def test_what_ends_a_script_that_nobody_watches_is_the_logs_last_line(tmp_path: 
     )
     assert done.returncode == 1
     assert re.fullmatch(f"first cause: {told}.*", done.stderr.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--steps", "-3"], ["--clip", "-1"], ["--clip", "nan"], ["--every", "-1"]], ids=" ".join
+)
+def test_numbers_that_cannot_be_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["plan.json", *wrong])
+    assert f"argument {wrong[0]}: expected 0" in capsys.readouterr().err
 
 
 def test_a_random_batch_fits_the_program():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from runtime import Engine, LocalRanks, Monitor, RankError, Watch
 from runtime.errors import Failure
+from runtime.failures import users_line
 from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
@@ -207,6 +209,12 @@ def test_a_rank_that_is_busy_for_longer_than_there_is_patience_is_waited_for(tmp
         monitor = Monitor(tmp_path, PATIENCE_S)
         losses = ranks.call(work, program.model_dump_json(), str(tmp_path), "busy", 1, timeout=120, watch=monitor)
     assert losses[0] == losses[1] is not None
+
+
+def test_the_users_line_is_no_librarys():
+    with pytest.raises(ValueError, match="property name") as caught:
+        json.loads("{")
+    assert users_line(caught.value).startswith(f"{__file__}:")
 
 
 def test_hosts_learn_of_each_others_ranks(tmp_path: Path):

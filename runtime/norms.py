@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from passes.serialize import dtype_of
 from runtime.errors import LaunchError
 from runtime.gradients import Gradients
 from runtime.groups import Communicator
@@ -31,11 +32,12 @@ def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicat
     """The 2-norm of all gradients of all ranks; the same on all ranks."""
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]
-    double = any(view.dtype == torch.float64 for view in gradients.owned.values())  # what this rank counts or not
+    # whatever this rank has of it: all return the same number in the same type
+    double = any(s.requires_grad and dtype_of(s.dtype) == torch.float64 for s in rank.program.states.values())
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
     for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
         squares += (norm * norm).to(device)
-    # All ranks add up the same numbers in the same order. Stages may differ in type.
+    # All ranks add up the same numbers in the same order.
     total = squares.to(torch.float64)
     return communicator.group(rank.group(*_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
 

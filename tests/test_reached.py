@@ -79,3 +79,21 @@ def test_its_gradient_is_told_as_zero():
     assert plan.verify(model, batch()).ok
     grads = run_threads(plan, model, batch()).grads
     assert not grads["frozen.weight"].any() and grads["late.weight"].any()
+
+
+def test_a_stage_without_trained_parameters_knows_the_norm_as_exactly_as_the_others():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).double(), (batch()["x"],)
+    model[:7].requires_grad_(False)
+    plan = partition(model, Topology.local(2), x, loss=torch.sum, constraints=Constraints(pp=2, microbatch_size=2))
+    assert [any(plan.program.states[s].requires_grad for s in plan.rank(r).states) for r in (0, 1)] == [False, True]
+    model(*x).sum().backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    def work(communicator: Any) -> Tensor:
+        engine = Engine(plan, model, communicator=communicator)
+        engine.step(x)
+        return engine.clip_grad_norm_(0.5)
+
+    for norm in on_every_rank(plan.program, work):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)

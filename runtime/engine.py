@@ -267,7 +267,7 @@ class Engine:
         moving, still = pieces_of(self.rank_program, self._masters.held, held)
         moving += residual_pieces(self.rank_program, self._gradients.residuals)
         content = Content(self.rank_program, moving, still, training, random_state(self.device), own, self.steps)
-        with self._doing("saving"):
+        with self.doing("saving"):
             return self._saver.save(Path(directory), content, optimizer, wait=wait, then=then)
 
     def wait_for_save(self) -> None:
@@ -297,7 +297,7 @@ class Engine:
             self._gradients.rescale(0.0)
             return
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
-        with self._doing("loading"):
+        with self.doing("loading"):
             found = loading.find_together(directory, self.rank_program, self.communicator)
             training = loading.load(
                 found, self.rank_program, self._masters.held, held, self.communicator, verify, tuple(extra or ())
@@ -313,7 +313,7 @@ class Engine:
         for name, target in (extra or {}).items():
             target.load_state_dict(training["extra"][name])
 
-    def _doing(self, phase: Phase) -> AbstractContextManager[None]:
+    def doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)

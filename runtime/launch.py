@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--every", type=_at_least(int, 0), default=100, help="steps between checkpoints; the last is saved, too"
     )
+    parser.add_argument(
+        "--copies-every",
+        type=_at_least(int, 0),
+        default=0,
+        help="with --checkpoints: steps between copies in the nodes' memory",
+    )
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
     parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
     parser.add_argument(
@@ -113,6 +119,8 @@ def _train_patiently(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     program = program_of(options.plan)
     _check_world(program)
+    if options.copies_every and options.checkpoints is None:
+        raise LaunchError("--copies-every expects --checkpoints, a folder that all ranks see, and got none: name one")
     with ExitStack() as stack:
         gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if "RANK" in os.environ:
@@ -137,10 +145,12 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(trained, lr=options.lr) if train and trained else None  # a stage may be frozen
     kept = None
     if options.checkpoints is not None:
-        kept = Checkpoints(options.checkpoints, engine, optimizer, every=options.every)
+        kept = Checkpoints(
+            options.checkpoints, engine, optimizer, every=options.every, copies_every=options.copies_every
+        )
         kept.restore()
     spikes = LossSpikes()
-    first = _rank() == 0
+    first, told = _rank() == 0, False
     with StepLog(engine, options.plan, options.metrics if first else None) as log:
         for batch in _batches(engine.program, options, engine.steps):
             loss = engine.step(batch)
@@ -159,8 +169,20 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
                 print(f"loss spike: {spike}", file=sys.stderr, flush=True)
             if kept is not None:
                 kept.after_step()
+                told = told or _tell_copies(kept)
     if kept is not None:
         kept.close()
+
+
+def _tell_copies(kept: Checkpoints) -> bool:
+    """Say, once it is known, what copies take."""
+    copies = kept.copies
+    if copies is None or not copies.nbytes:
+        return False
+    if _rank() == 0:
+        told = f"{copies.nbytes / 2**30:.2f} GiB of this node's memory, in {copies.folder}"
+        print(f"copies of the state: {told}", file=sys.stderr, flush=True)
+    return True
 
 
 def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.checkpoint.copies import Copies, forget
 from runtime.checkpoint.folders import remove
 from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
 from runtime.checkpoint.saving import Saving
@@ -32,6 +33,9 @@ class Checkpoints:
         keep_every: those whose step is a multiple of it stay for good.
         behind: copy the state to host memory and write while training goes on; else wait until it is written.
         extra: what else to save and to restore, by name: data loaders, schedulers.
+        copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of steps is a
+            multiple of it, from which a run whose ranks were started anew goes on; 0: never. See :class:`Copies`.
+        copies_in: a folder in each node's memory; by default ``/dev/shm``.
 
     An error of writing is raised by the next save, or by :meth:`wait`; the checkpoints that were complete stay so. One
     run at a time may use a folder.
@@ -48,8 +52,15 @@ class Checkpoints:
         keep_every: int | None = None,
         behind: bool = True,
         extra: Mapping[str, Stateful] | None = None,
+        copies_every: int = 0,
+        copies_in: str | Path | None = None,
     ) -> None:
-        for name, value, least in (("every", every, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+        for name, value, least in (
+            ("every", every, 0),
+            ("keep_last", keep_last, 1),
+            ("keep_every", keep_every, 1),
+            ("copies_every", copies_every, 0),
+        ):
             if value is not None and value < least:
                 raise CheckpointError(f"{name} must be at least {least}, got {value}")
         self.folder = Path(folder)
@@ -60,10 +71,16 @@ class Checkpoints:
         self.keep_every = keep_every
         self.behind = behind
         self.extra = dict(extra or {})
-        self._last: int | None = None  # the step that was saved or restored last
+        self.copies_every = copies_every
+        memory = None if copies_in is None else Path(copies_in)
+        self.copies = Copies(self.folder, engine, memory) if copies_every else None
+        self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Save if it is time."""
+        """Copy, and save, if it is time. Raises :class:`CheckpointError`."""
+        if self.copies is not None and self.engine.steps % self.copies_every == 0:
+            with self.engine.doing("saving"):
+                self.copies.save(self.optimizer, self.extra)
         return self.save() if self.every and self.engine.steps % self.every == 0 else None
 
     def save(self) -> Saving:
@@ -80,21 +97,30 @@ class Checkpoints:
         self.engine.wait_for_save()
 
     def close(self) -> None:
-        """Save the last step, unless it is saved, and wait: before the process ends.
+        """Save the last step, unless it is saved, and wait: before the process ends. Copies in memory are removed.
 
         Raises :class:`CheckpointError`."""
         self.wait()
         if self._last != self.engine.steps:
             self.save()
             self.wait()
+        if self.copies is not None:
+            self.copies.remove()
 
     def restore(self) -> int | None:
         """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
 
-        The last one is the one that was written last: after going back to an earlier one by :meth:`Engine.load`, what
-        was there of later steps is left where it is, and not gone on from. A damaged one is named in a warning, and the
-        one before it is taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
+        Copies in memory are taken where they are of this plan, and the last checkpoint is not newer. The last one is the
+        one that was written last: after going back to an earlier one by :meth:`Engine.load`, what was there of later
+        steps is left where it is, and not gone on from. A damaged one is named in a warning, and the one before it is
+        taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
         """
+        if self.copies is not None:
+            with self.engine.doing("loading"):
+                step = self.copies.restore(self.optimizer, self.extra)
+            if step is not None:
+                return step
+        forget(self.folder, self.engine.rank_program.rank)
         found = to_go_on_from(self.folder)
         check_alike(self.folder, found, self.engine.rank_program, self.engine.communicator)
         for number, checkpoint in enumerate(found, 1):

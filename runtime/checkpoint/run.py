@@ -1,0 +1,81 @@
+"""What a run is made of on one rank, to be saved and gone on from, as an engine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.residuals import way_of
+from runtime.checkpoint.saving import MODEL, saved_states
+from runtime.checkpoint.training import STATE, OptimizerState, Stateful, set_random_state
+from runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+_RESIDUAL = "residual."
+
+
+def run_state(
+    engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Stateful] | None
+) -> dict[str, Any]:
+    """All but tensors and random generators."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {
+        "steps": engine.steps,
+        "seed": engine.seed,
+        "groups": None if optimizer is None else [{k: v for k, v in g.items() if k != "params"} for g in groups],
+        "scale": None if engine._scale is None else engine._scale.state_dict(),
+        "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
+        "residuals": way_of(engine.program),
+    }
+
+
+def go_on(
+    engine: Engine, run: Mapping[str, Any], random: Mapping[str, Any], extra: Mapping[str, Stateful] | None, origin: str
+) -> None:
+    """Take what :func:`run_state` gave, and this rank's generators; when tensors are what they were.
+
+    Raises :class:`CheckpointError` where ``origin`` lacks what ``extra`` names.
+    """
+    engine.steps, engine.seed = run["steps"], run["seed"]
+    if engine._scale is not None and run["scale"] is not None:
+        engine._scale.load_state_dict(run["scale"])
+        engine._gradients.rescale(engine._scale.value / run["scale"]["value"])
+    set_random_state(random, engine.device)
+    for name, target in (extra or {}).items():
+        if name not in run["extra"]:
+            have = ", ".join(run["extra"]) or "nothing"
+            raise CheckpointError(f"{origin} holds no state of {name!r}; beside the weights it has {have}")
+        target.load_state_dict(run["extra"][name])
+
+
+def own_tensors(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """All that this rank holds: of the model, what compressing gradients lost, and what ``optimizer`` holds."""
+    held, parameters = engine._masters.held, dict(engine.named_parameters())
+    tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
+    tensors |= {f"{_RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
+    if optimizer is not None:
+        state = OptimizerState(optimizer, parameters)
+        tensors |= {f"{STATE}{n}.{key}": t.detach() for n in parameters for key, t in state.of(n).items()}
+    return tensors
+
+
+def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+    """Make a rank hold what :func:`own_tensors` gave under the same plan."""
+    with torch.no_grad():
+        for name, held in own_tensors(engine, None).items():
+            held.copy_(tensors[name])
+    if optimizer is None:
+        return
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(STATE):
+            name, _, what = key.removeprefix(STATE).rpartition(".")
+            moments.setdefault(name, {})[what] = tensor.clone()
+    state = OptimizerState(optimizer, dict(engine.named_parameters()))
+    for name, found in moments.items():
+        state.take(name, found)

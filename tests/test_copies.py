@@ -196,6 +196,19 @@ def test_state_that_grows_gets_room(tmp_path: Path):
         assert torch.equal(one, other)
 
 
+def test_a_run_may_go_back_and_go_on(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=2)
+    train(engine, optimizer, checkpoints, 5)
+    assert checkpoints.restore() == 4
+    train(engine, optimizer, checkpoints, 3)
+    assert one_rank(tmp_path, copies_every=2)[2].restore() == 6
+    (tmp_path / "run" / "copies").unlink()
+    engine.save(tmp_path / "run" / "step-0000000007", optimizer)
+    assert checkpoints.restore() == 7
+    train(engine, optimizer, checkpoints, 1)
+    assert one_rank(tmp_path, copies_every=2)[2].restore() == 8
+
+
 def test_a_slot_holds_any_tensor(tmp_path: Path):
     tensors = {
         "a": torch.arange(5, dtype=torch.bfloat16),

@@ -56,18 +56,22 @@ class Copies:
         self.engine = engine
         self.rank = engine.rank_program.rank
         self.folder = folder_of(checkpoints, memory or SHARED_MEMORY)
-        self.step: int | None = None  # of the copy that is complete on all ranks
         self._way = hashlib.sha256(engine.program.model_dump_json().encode()).hexdigest()
         self._peers = Peers(self.rank, engine.program.world_size)
         self._peers.together(f"copies cannot be kept in {memory or SHARED_MEMORY}", self._make_folder)
         self._nodes = self._peers.each(node_of(self.folder))
         self._keepers = keepers(self._nodes)
+        self._sending: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """As before the first copy, whatever is on the nodes."""
+        self.step: int | None = None  # of the copy that is complete on all ranks
+        self._written: int | None = None  # of the copy that is being sent
         self._identity = ""
         self._slots: dict[int, list[Slot]] = {}  # this rank's own, and those that it keeps
         self._room: list[list[int]] = [[], []]  # of which sizes the ranks' two files are, the same on all ranks
-        self._written: int | None = None  # the step whose sending is under way
-        self._sending: threading.Thread | None = None
-        self._error: Exception | None = None
         self._restored = False
 
     @property
@@ -100,8 +104,9 @@ class Copies:
     def restore(self, optimizer: torch.optim.Optimizer | None, extra: _Extra) -> int | None:
         """Go on from the newest step that is in memory for every rank; ``None``, and nothing is changed, where there is
         none, or a newer checkpoint. Returns the step."""
-        first = self.rank == 0
-        token, disk = self._peers.total(_line(self.checkpoints) if first else [0, 0])
+        self._peers.together("the copy in memory was not made", self._join)
+        self._begin()
+        token, disk = self._peers.total(_line(self.checkpoints) if self.rank == 0 else [0, 0])
         if not token:
             return None
         identity = self._identity_of(token)

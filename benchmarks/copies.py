@@ -70,6 +70,8 @@ def rank(number: int, store: str, memory: list[str], options: argparse.Namespace
         start = time.perf_counter()
         checkpoints.save()
         found["checkpoint"].append(time.perf_counter() - start)
+    size = copies.nbytes // 4  # two copies of two ranks
+    for _ in range(options.repeat + 1):
         engine.barrier()
         start = time.perf_counter()
         engine.load(options.folder, optimizer)
@@ -77,10 +79,8 @@ def rank(number: int, store: str, memory: list[str], options: argparse.Namespace
         start = time.perf_counter()
         assert copies.restore(optimizer, {}) == engine.steps
         found["restore"].append(time.perf_counter() - start)
-    if number == 0:
-        shutil.rmtree(options.folder)
     medians = {name: round(statistics.median(times[1:]), 4) for name, times in found.items()}
-    results.put({"bytes of a rank": copies.nbytes // 4, **medians})
+    results.put({"bytes of a rank": size, **medians})
     engine.barrier()
 
 
@@ -91,13 +91,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("out/copies"))
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    options.folder = Path(tempfile.mkdtemp(dir=options.folder))
     memory = [tempfile.mkdtemp(dir="/dev/shm") for _ in range(WORLD)]
     try:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(rank, (tempfile.mktemp(), memory, options, results), nprocs=WORLD)
         print(json.dumps(results.get()))
     finally:
-        for folder in memory:
+        for folder in (*memory, options.folder):
             shutil.rmtree(folder)
 
 

@@ -19,6 +19,7 @@ from runtime.checkpoint import copies, slots
 from runtime.checkpoint.peers import keepers
 from runtime.checkpoint.slots import Name, Slot, State
 from tests.runtime_programs import Net, net_inputs, program_of_net
+from tests.test_runtime_launch import SCRIPT, plan_file, supervised
 
 ROOT = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
@@ -136,6 +137,29 @@ def test_another_plan_and_another_run_take_the_disk(tmp_path: Path):
         [None] * 2,
         [5] * 2,
     ]
+
+
+@pytest.mark.timeout(300)
+def test_what_torchrun_starts_anew_goes_on_from_the_step_before(tmp_path: Path):
+    plan_file(tmp_path, program_of_net(**PAIR))
+    options = f"every=2, behind=False, copies_every=1, copies_in={str(tmp_path)!r}"
+    (tmp_path / "script.py").write_text(SCRIPT.replace("every=2, behind=False", options))
+    done = supervised("--max-restarts", "1", str(tmp_path / "script.py"), str(tmp_path), "1", "SIGKILL")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at 3" in done.stdout
+
+
+def test_the_command_line_tells_what_copies_take_and_what_they_need(tmp_path: Path):
+    command = [sys.executable, "-m", "runtime", str(plan_file(tmp_path, program_of_net())), "--copies-every", "1"]
+    told = []
+    for options in ([], ["--checkpoints", str(tmp_path / "run")]):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, cwd=ROOT)
+        told.append((done.returncode, done.stderr))
+    assert told[0][0] == 1
+    assert "--copies-every expects --checkpoints" in told[0][1]
+    assert told[1][0] == 0, told[1][1]
+    assert "copies of the state: 0.00 GiB of this node's memory, in /dev/shm/copies-" in told[1][1]
+    assert not copies.folder_of(tmp_path / "run", Path("/dev/shm")).exists()
 
 
 def one_rank(tmp_path: Path, **options: Any) -> tuple[Engine, torch.optim.Optimizer, Checkpoints]:

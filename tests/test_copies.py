@@ -233,6 +233,20 @@ def test_a_run_may_go_back_and_go_on(tmp_path: Path):
     assert one_rank(tmp_path, copies_every=2)[2].restore() == 8
 
 
+def test_copies_of_steps_that_are_done_again_are_not_taken(tmp_path: Path):
+    """The run goes back to an earlier checkpoint: neither later copies nor later checkpoints are gone on from."""
+    engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=1, every=2, behind=False)
+    train(engine, optimizer, checkpoints, 8)
+    engine.load(tmp_path / "run" / "step-0000000004", optimizer)
+    checkpoints.every = 0
+    train(engine, optimizer, checkpoints, 1)
+    engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=1, every=2, behind=False)
+    assert checkpoints.restore() == 5
+    train(engine, optimizer, checkpoints, 1)
+    assert one_rank(tmp_path, copies_every=0)[2].restore() == 6  # the checkpoint
+    assert one_rank(tmp_path, copies_every=1)[2].restore() == 6
+
+
 def test_a_slot_holds_any_tensor(tmp_path: Path):
     tensors = {
         "a": torch.arange(5, dtype=torch.bfloat16),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
+from runtime.checkpoint.folders import MANIFEST
 from runtime.checkpoint.loading import to_go_on_from
 from runtime.checkpoint.peers import Peers, keepers, node_of
 from runtime.checkpoint.run import go_on, own_tensors, run_state, take_tensors
@@ -85,6 +86,8 @@ class Copies:
         state = self._peers.together("the copy in memory was not made", lambda: self._state(optimizer, extra))
         self._complete()
         sizes = self._peers.each(state.nbytes)
+        if self.step is not None and self.engine.steps <= self.step:
+            self._begin()  # the run was gone back in: what is there is of steps that are done again
         if not self._identity:
             self._begin_line()
         if not self._slots:
@@ -315,9 +318,12 @@ def _resize(wanted: Mapping[Slot, int]) -> None:
 
 
 def _line(checkpoints: Path) -> list[int]:
-    """The token of the line, 0 where there is none, and the newest step on the disk."""
+    """The token of the line, 0 where there is none, and the newest step on the disk that was written in it: one that
+    was there before is of steps that are done again."""
     try:
         token = int((checkpoints / LINE).read_text(), 16)
+        begun = (checkpoints / LINE).stat().st_mtime_ns
     except (OSError, ValueError):
-        token = 0
-    return [token, next((found.steps for found in to_go_on_from(checkpoints)), 0)]
+        return [0, 0]
+    written = (f.steps for f in to_go_on_from(checkpoints) if (f.folder / MANIFEST).stat().st_mtime_ns > begun)
+    return [token, max(written, default=0)]

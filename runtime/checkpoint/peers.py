@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.errors import CheckpointError
-from runtime.groups import DEFAULT_TIMEOUT
+from runtime.restarts import timeout_of_all
 from runtime.waiting import wait_for
 
 _CHUNK = 1 << 28  # bytes of one message
@@ -42,7 +42,7 @@ class Peers:
                 "ranks: start them with torchrun, or leave copies_every out"
             )
         store = c10d.PrefixStore(f"partition copies {len(_opened)}", c10d._get_default_store())
-        self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=DEFAULT_TIMEOUT)
+        self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout_of_all(torch.device("cpu")))
         _opened.append(self._backend)
 
     def total(self, numbers: Sequence[int]) -> list[int]:

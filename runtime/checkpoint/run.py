@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.hyperparameters import described
 from runtime.checkpoint.residuals import way_of
 from runtime.checkpoint.saving import MODEL, saved_states
 from runtime.checkpoint.training import STATE, OptimizerState, Stateful, set_random_state
@@ -23,11 +24,11 @@ def run_state(
     engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
     """All but tensors and random generators."""
-    groups = [] if optimizer is None else optimizer.param_groups
+    told = None if optimizer is None else described(optimizer, dict(engine.named_parameters()), engine.program)
     return {
         "steps": engine.steps,
         "seed": engine.seed,
-        "groups": None if optimizer is None else [{k: v for k, v in g.items() if k != "params"} for g in groups],
+        "groups": None if told is None else [group["values"] for group in told["groups"]],
         "scale": None if engine._scale is None else engine._scale.state_dict(),
         "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
         "residuals": way_of(engine.program),

@@ -110,10 +110,10 @@ class Checkpoints:
     def restore(self) -> int | None:
         """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
 
-        Copies in memory are taken where they are of this plan, and the last checkpoint is not newer. The last one is the
-        one that was written last: after going back to an earlier one by :meth:`Engine.load`, what was there of later
-        steps is left where it is, and not gone on from. A damaged one is named in a warning, and the one before it is
-        taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
+        Copies in memory are taken where they are of this plan, and the last checkpoint is not newer. The last one is
+        the one that was written last: after going back to an earlier one by :meth:`Engine.load`, what was there of
+        later steps is left where it is, and not gone on from. A damaged one is named in a warning, and the one before
+        it is taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
         """
         if self.copies is not None:
             with self.engine.doing("loading"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from passes.serialize import dtype_of
-from runtime.checkpoint.training import packed, unpacked
+from runtime.checkpoint.plain import packed, unpacked
 
 _NAME = re.compile(r"([0-9a-f]{16})\.(\d+)\.(\d+)")
 _PARTIAL = re.compile(r"\.([0-9a-f]{16})\.(\d+)\.\d+\.partial")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from partitioner.evaluate import Solved
 from partitioner.plan import Candidate, Certificate
-from partitioner.solve.bestfirst import Bounds, Evaluated, candidate, refused
+from partitioner.solve.bestfirst import Bounds, Evaluated, bound_and_gap, candidate, refused
 from partitioner.solve.points import Point, Space, several_stages
 from passes.errors import PartitionError
 
@@ -96,8 +96,8 @@ def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, fou
     step, chosen = best.estimate.step_time, candidate(best.point)
     solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
     rows = [row.model_copy(update={"status": "chosen"}) if _same(row, chosen) else row for row in rows]
-    bound = min([certificate.bound, *(row.bound for row in rows if row.status == "chosen")])
-    gap = (step - bound) / step if step else 0.0
+    chosen_s = [row.bound for row in rows if row.status == "chosen"]
+    bound, gap = bound_and_gap(step, [certificate.bound, *chosen_s])
     return certificate.model_copy(
         update={"objective": step, "bound": bound, "gap": gap, "candidates": (*solved, *rows)}
     )

@@ -26,6 +26,7 @@ from passes.errors import PartitionError
 
 _MOST_ROWS = 1000  # of a certificate, besides those that were solved
 _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
+_ROUNDING = 1e-12  # of a step: no gap
 
 
 @dataclass(frozen=True)
@@ -318,16 +319,24 @@ def _certificate(state: _State) -> Certificate:
     objective = state.best_time
     loose = (row for row in state.rows.values() if row.evaluated is not None and row.evaluated.least is not None)
     open_rows = [*loose, *(row for row in state.rows.values() if row.status == "bounded")]
-    bound = min([objective, *(row.bound for row in open_rows)])
+    bound, gap = bound_and_gap(objective, (row.bound for row in open_rows))
     rows = sorted(state.rows.values(), key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
     shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
     return Certificate(
         objective=objective,
         bound=bound,
-        gap=(objective - bound) / objective if objective else 0.0,
+        gap=gap,
         candidates=tuple(_candidate(row) for row in rows[:shown]),
         left=dict(Counter(row.status for row in rows[shown:])),
     )
+
+
+def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
+    """The least of ``bounds``, and how far ``objective`` is from it, as a part; nothing where that is rounding."""
+    bound = min([objective, *bounds])
+    if objective - bound <= _ROUNDING * objective:
+        return objective, 0.0
+    return bound, (objective - bound) / objective
 
 
 def _seconds(row: _Row) -> float:
@@ -365,4 +374,4 @@ def refused(point: Point, error: PartitionError) -> Candidate:
     return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
 
 
-__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "candidate", "refused", "search"]
+__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "bound_and_gap", "candidate", "refused", "search"]

@@ -14,32 +14,23 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
 
+from benchmarks.checkpoints import WIDTH, Layers
 from partitioner import Constraints, Topology, partition
 from runtime import Checkpoints, Engine
 
-WIDTH = 1024
 WORLD = 2
-
-
-class Layers(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x**2).sum()
 
 
 def rank(number: int, store: str, memory: list[str], options: argparse.Namespace, results: Any) -> None:

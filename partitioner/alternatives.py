@@ -70,8 +70,7 @@ def best_schedule(
         except PartitionError as error:
             rows.append(refused(point, error))
             continue
-        least = min(max(least, told.least or 0.0), told.step_time)
-        rows.append(candidate(point, told).model_copy(update={"bound": least}))
+        rows.append(_at_least(candidate(point, told), max(least, told.least or 0.0)))
         if told.step_time < enough:
             best = told.payload
     if best is not found:
@@ -105,7 +104,7 @@ def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, fou
 
 def _at_least(row: Candidate, seconds: float) -> Candidate:
     assert row.step_time is not None, row
-    return row.model_copy(update={"bound": min(max(row.bound or 0.0, seconds), row.step_time)})
+    return row.model_copy(update={"bound": min(max(row.bound, seconds), row.step_time)})
 
 
 def _same(row: Candidate, other: Candidate) -> bool:

@@ -30,10 +30,10 @@ from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
 from runtime.checkpoint.folders import recover
-from runtime.checkpoint.hyperparameters import described
-from runtime.checkpoint.residuals import load_residuals, residual_pieces, way_of
+from runtime.checkpoint.residuals import load_residuals, residual_pieces
+from runtime.checkpoint.run import common_state, go_on, own_state
 from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
-from runtime.checkpoint.training import OptimizerState, Stateful, random_state, set_random_state
+from runtime.checkpoint.training import OptimizerState, Stateful, random_state
 from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
@@ -245,25 +245,16 @@ class Engine:
         """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
 
         The folder appears complete or not at all; one that it replaces stays until then, and what else that held stays
-        for good. It holds the weights, the
-        steps, the state of random generators, with ``optimizer`` its state and hyperparameters, and the state of what
-        ``extra`` names. With ``wait=False`` the state is copied to host memory, and written, while training goes on;
-        the step of ``optimizer`` waits until what it changes is copied. An error is then raised by the result's
-        ``wait``, or by the next save. ``then``: called on the first rank with the folder, when it is complete.
+        for good. It holds the weights, the steps, the state of random generators, with ``optimizer`` its state and
+        hyperparameters, and the state of what ``extra`` names. With ``wait=False`` the state is copied to host memory,
+        and written, while training goes on; the step of ``optimizer`` waits until what it changes is copied. An error
+        is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with the
+        folder, when it is complete.
 
         Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
         """
         held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
-        training = {
-            "steps": self.steps,
-            "seed": self.seed,
-            "scale": None if self._scale is None else self._scale.state_dict(),
-            "residuals": way_of(self.program),
-        }
-        own = {
-            "optimizer": None if optimizer is None else described(optimizer, self._parameters, self.program),
-            "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
-        }
+        training, own = common_state(self), own_state(self, optimizer, extra)
         moving, still = pieces_of(self.rank_program, self._masters.held, held)
         moving += residual_pieces(self.rank_program, self._gradients.residuals)
         content = Content(self.rank_program, moving, still, training, random_state(self.device), own, self.steps)
@@ -303,15 +294,10 @@ class Engine:
                 found, self.rank_program, self._masters.held, held, self.communicator, verify, tuple(extra or ())
             )
             load_residuals(found.folder, self.rank_program, self._gradients.residuals, training)
-        self.steps, self.seed = training["steps"], training["seed"]
-        if self._scale is not None and training["scale"] is not None:
-            self._scale.load_state_dict(training["scale"])
-            self._gradients.rescale(self._scale.value / training["scale"]["value"])
         generators = training["random"]
         of = generators["of"]
-        set_random_state(generators["states"][of[self.rank_program.rank % len(of)]], self.device)
-        for name, target in (extra or {}).items():
-            target.load_state_dict(training["extra"][name])
+        random = generators["states"][of[self.rank_program.rank % len(of)]]
+        go_on(self, training, random, extra, str(found.folder))
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""

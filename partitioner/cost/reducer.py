@@ -17,8 +17,9 @@ from runtime.compression import wire_share
 # How often compressing and making again pass through memory what is compressed, kernel by kernel.
 _PASSES: dict[Compression, float] = {"bf16": 3.0, "int8": 14.0}
 
-_INNER = {"dp": "dp_shard", "experts": "edp_shard"}  # what the machine calls the axes of levels
-_OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
+# What the machine calls the axes inside a part of dp, and beyond it.
+INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
+OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 _EXACT = frozenset({"tp"})  # axes that alone are no data's: what is added up over them stays as it is
 
 
@@ -58,10 +59,10 @@ class Reducer:
         return self._added(num_bytes, self.group(axes), axes)
 
     def _levels(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
-        if not self.how.inside or not any(axis in _OUTER for axis in axes):
+        if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
-        inner = tuple(_INNER.get(axis, axis) for axis in axes)
-        return self.group(inner), self.group(tuple(_OUTER[axis] for axis in axes if axis in _OUTER))
+        inner = tuple(INNER.get(axis, axis) for axis in axes)
+        return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
 
     def _added(self, num_bytes: float, group: Group, axes: Sequence[str]) -> Sent:
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:

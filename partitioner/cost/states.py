@@ -14,7 +14,7 @@ from functools import cached_property
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
-from partitioner.cost.reducer import Reducer
+from partitioner.cost.reducer import INNER, OUTER, Reducer
 from partitioner.emit_buckets import bucket_limit
 from partitioner.errors import ConstraintError
 from partitioner.topology.parts import DeviceType
@@ -55,8 +55,6 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
-_INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
-_OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 _RESIDUAL = 1.5  # of what is sent: as much again, and of the sums that a rank sends back at most half
 
 
@@ -84,14 +82,14 @@ class StateCost:
     def scatter_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are scattered to their shards; none without ZeRO."""
         shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
-        return tuple(_INNER[a] for a in shared) if self.hybrid else shared
+        return tuple(INNER[a] for a in shared) if self.hybrid else shared
 
     @property
     def rest_axes(self) -> tuple[str, ...]:
         """The axes over which the gradients, or the shards that are left of them, are added up."""
         if not self.stage:
             return self.grad_axes
-        outer = (_OUTER[a] for a in self.grad_axes if self.hybrid and a in _OUTER)
+        outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
         return (*outer, *(a for a in self.grad_axes if a == "tp"))
 
     @cached_property

@@ -34,7 +34,7 @@ from partitioner.solve.elimination import (
     eliminate,
     elimination_order,
 )
-from partitioner.solve.fixing import Dual, fixed
+from partitioner.solve.fixing import fixed, minima
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
@@ -183,17 +183,17 @@ def _solve_exactly(
         program = _Program(reduction, nodes)
         size += program.num_variables
         known = _known(reduction, nodes, near) if settle else None
-        try:
-            if known is not None and program.num_variables > _MOST_VARIABLES:
-                raise TimeLimitError("no use trying")
+        if known is None or program.num_variables <= _MOST_VARIABLES:
             left = max(until - time.perf_counter(), 0.1)
-            bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
-        except TimeLimitError:
-            if known is None:
-                raise
-            costs, tables = _part(reduction, nodes)
-            choice.update(improved(costs, tables, known, time.perf_counter() + _IMPROVED_S))
-            bound += Dual(costs, tables).bound
+            try:
+                bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
+                continue
+            except TimeLimitError:
+                if known is None:
+                    raise
+        costs, tables = _part(reduction, nodes)
+        choice.update(improved(costs, tables, known, time.perf_counter() + _IMPROVED_S))
+        bound += minima(costs, tables)
     bound = max(bound, proven)
     full = reduction.restore(choice)
     objective = problem.objective(full)
@@ -240,7 +240,7 @@ def _fix(reduction: Reduction, most_work: int) -> tuple[dict[int, int], float]:
     for nodes in _components(reduction):
         costs, tables = _part(reduction, nodes)
         if _narrow(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
-            bound += Dual(costs, tables).bound
+            bound += minima(costs, tables)
             continue
         found = fixed(costs, tables)
         near |= {i: int(reduction.alive[i][place]) for i, place in (found.choice or {}).items()}

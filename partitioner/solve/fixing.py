@@ -39,7 +39,7 @@ class Dual:
 
     @property
     def bound(self) -> float:
-        return sum(float(c.min()) for c in (*self.unary.values(), *self.tables.values()))
+        return minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
         """Take from each node's tables what its choices cost in any case, and hand it on to the tables to come."""
@@ -98,6 +98,11 @@ class Dual:
                 extra = extra + (least - least.min())
             masks[node] = extra <= room
         return masks
+
+
+def minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
+    """The sum of all, which no assignment costs less than."""
+    return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
 
 @dataclass(frozen=True)

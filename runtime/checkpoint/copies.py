@@ -28,7 +28,7 @@ from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.folders import MANIFEST
 from runtime.checkpoint.loading import to_go_on_from
 from runtime.checkpoint.peers import Peers, keepers, node_of
-from runtime.checkpoint.run import go_on, own_tensors, run_state, take_tensors
+from runtime.checkpoint.run import common_state, go_on, own_state, own_tensors, take_tensors
 from runtime.checkpoint.slots import Name, Slot, State, content_of, read, remove, slots_in
 from runtime.checkpoint.training import Stateful, random_state
 from runtime.errors import CheckpointError
@@ -134,7 +134,8 @@ class Copies:
             return None
         take_tensors(self.engine, tensors, optimizer)
         if optimizer is not None:
-            hyperparameters.take(optimizer, hyperparameters.by_place(optimizer, run["groups"]))
+            groups = [group["values"] for group in run["optimizer"]["groups"]]
+            hyperparameters.take(optimizer, hyperparameters.by_place(optimizer, groups))
         go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
         if self._leads():
             for name, path in slots_in(self.folder):
@@ -224,8 +225,8 @@ class Copies:
 
     def _state(self, optimizer: torch.optim.Optimizer | None, extra: _Extra) -> State:
         self._join()
-        run = run_state(self.engine, optimizer, extra) | {"random": random_state(self.engine.device)}
-        return State.of(own_tensors(self.engine, optimizer), run)
+        run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
+        return State.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join(self) -> None:
         """Until what was sent has come. Raises what that raised."""
@@ -295,7 +296,7 @@ class Copies:
             got = list(tensors[name].shape) if name in tensors else "nothing"
             if got != list(held.shape):
                 raise CheckpointError(f"the copy in memory has of {name} {got}, expected {list(held.shape)}")
-        if optimizer is not None and run["groups"] is None:
+        if optimizer is not None and run["optimizer"] is None:
             raise CheckpointError("the copy in memory has no optimizer state; give Checkpoints the optimizer always")
         return tensors, run
 

@@ -18,7 +18,7 @@ from runtime.checkpoint.boxes import Piece
 from runtime.checkpoint.storage import ShardReader
 from runtime.program import Program, RankProgram
 
-_KEY = "residual."
+RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
@@ -34,7 +34,8 @@ def way_of(program: Program) -> str:
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[Piece]:
     """What this rank writes."""
     return [
-        Piece(f"{_KEY}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor) for place, tensor in residuals.items()
+        Piece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
+        for place, tensor in residuals.items()
     ]
 
 

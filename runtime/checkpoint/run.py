@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.hyperparameters import described
-from runtime.checkpoint.residuals import way_of
+from runtime.checkpoint.residuals import RESIDUAL, way_of
 from runtime.checkpoint.saving import MODEL, saved_states
 from runtime.checkpoint.training import STATE, OptimizerState, Stateful, set_random_state
 from runtime.errors import CheckpointError
@@ -17,28 +17,32 @@ from runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
-_RESIDUAL = "residual."
 
-
-def run_state(
-    engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Stateful] | None
-) -> dict[str, Any]:
-    """All but tensors and random generators."""
-    told = None if optimizer is None else described(optimizer, dict(engine.named_parameters()), engine.program)
+def common_state(engine: Engine) -> dict[str, Any]:
+    """What is the same on all ranks."""
     return {
         "steps": engine.steps,
         "seed": engine.seed,
-        "groups": None if told is None else [group["values"] for group in told["groups"]],
         "scale": None if engine._scale is None else engine._scale.state_dict(),
-        "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
         "residuals": way_of(engine.program),
+    }
+
+
+def own_state(
+    engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Stateful] | None
+) -> dict[str, Any]:
+    """What is this rank's, but for tensors and random generators."""
+    return {
+        "optimizer": None if optimizer is None else described(optimizer, engine._parameters, engine.program),
+        "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
     }
 
 
 def go_on(
     engine: Engine, run: Mapping[str, Any], random: Mapping[str, Any], extra: Mapping[str, Stateful] | None, origin: str
 ) -> None:
-    """Take what :func:`run_state` gave, and this rank's generators; when tensors are what they were.
+    """Take what :func:`common_state` and :func:`own_state` gave, but for the optimizer, and this rank's generators;
+    when tensors are what they were.
 
     Raises :class:`CheckpointError` where ``origin`` lacks what ``extra`` names.
     """
@@ -56,9 +60,9 @@ def go_on(
 
 def own_tensors(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """All that this rank holds: of the model, what compressing gradients lost, and what ``optimizer`` holds."""
-    held, parameters = engine._masters.held, dict(engine.named_parameters())
+    held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
-    tensors |= {f"{_RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
+    tensors |= {f"{RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
     if optimizer is not None:
         state = OptimizerState(optimizer, parameters)
         tensors |= {f"{STATE}{n}.{key}": t.detach() for n in parameters for key, t in state.of(n).items()}
@@ -77,6 +81,6 @@ def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: torch
         if key.startswith(STATE):
             name, _, what = key.removeprefix(STATE).rpartition(".")
             moments.setdefault(name, {})[what] = tensor.clone()
-    state = OptimizerState(optimizer, dict(engine.named_parameters()))
+    state = OptimizerState(optimizer, engine._parameters)
     for name, found in moments.items():
         state.take(name, found)

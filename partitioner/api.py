@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from partitioner.changes import Asked, advised
 from partitioner.constraints import Constraints
-from partitioner.explore import context_ways, explore
+from partitioner.explore import explore
 from partitioner.finish import plan_to_fit
 from partitioner.garbage import rare_collections
 from partitioner.job import Job
@@ -85,7 +85,7 @@ def partition(
         precision=prepared.precision,
         optimizer=optimizer,
         notes=job.model.notes,
-        context=() if estimate_only else context_ways(job, chosen),
+        context=found.context,
         objective=prepared.objective,
         global_batch=job.global_batch,
         planned_only=found.beyond,

@@ -57,19 +57,40 @@ def shard_context(
     tp: int = 1,
     algorithm: Algorithm | None = None,
     allowed: Allowed | None = None,
+    known: ShardingSolution | None = None,
 ) -> ContextModel:
     """``split``, the model of one microbatch, with its sequence sharded over ``cp`` at the least cost.
 
     ``batch``: which dim of each value has the samples. ``tp``: ranks that share the heads that are left.
-    ``algorithm``: that of every attention. Raises :class:`PlanError` where that, or sharing at all, is not possible.
+    ``algorithm``: that of every attention. ``known``: the sharding, where it was found before. Raises
+    :class:`PlanError` where that, or sharing at all, is not possible.
     """
+    solution = known or _solved(split, batch, num_ranks, costs, tp, algorithm, allowed)
+    _check_divided(split, solution)
+    blocks = {n: shard_block(block, solution.blocks[n], "cp", num_ranks) for n, block in split.blocks.items()}
+    values = {
+        name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, num_ranks), spec.dtype)
+        for name, spec in split.values.items()
+    }
+    return ContextModel(split.with_(blocks=blocks, values=values), solution)
+
+
+def _solved(
+    split: FoldedModel,
+    batch: ShardingSolution,
+    num_ranks: int,
+    costs: TensorCosts,
+    tp: int,
+    algorithm: Algorithm | None,
+    allowed: Allowed | None,
+) -> ShardingSolution:
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
     if not lengths:
         raise PlanError(f"cp={num_ranks}: no input has a dim besides that of the samples that {num_ranks} divides")
     try:
-        solution = solve_sharding(
+        return solve_sharding(
             split,
             "cp",
             num_ranks,
@@ -81,13 +102,6 @@ def shard_context(
         )
     except ShardingError as error:
         raise PlanError(f"cp={num_ranks}: {error}") from error
-    _check_divided(split, solution)
-    blocks = {n: shard_block(block, solution.blocks[n], "cp", num_ranks) for n, block in split.blocks.items()}
-    values = {
-        name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, num_ranks), spec.dtype)
-        for name, spec in split.values.items()
-    }
-    return ContextModel(split.with_(blocks=blocks, values=values), solution)
 
 
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
-from partitioner.local_models import LocalKey, LocalModels
+from partitioner.local_models import LocalKey, LocalModels, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
@@ -159,14 +159,17 @@ class Evaluator:
         """
         if not self.placements.complete(point.grid):
             return None
-        whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
-        whole = whole and self.locals.coupled
+        whole = self._is_whole(point, size)
         point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         if key not in self._floors:
             self._floors[key] = self._floor(point, size, whole)
         found, share = self._floors[key], point.microbatch_size / size
         return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
+
+    def expect(self, floors: Iterable[tuple[Point, int]]) -> None:
+        """The floors that will be asked for, about in this order: points and sizes."""
+        self.locals.expect(self._wanted(p, size, self._is_whole(p, size)) for p, size in floors)
 
     def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
         """What a rank runs, what that takes at least on any placement, and its states; ``None`` where there are other
@@ -196,23 +199,30 @@ class Evaluator:
         return list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
 
     def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
-        job = self.job
-        parts = job.global_batch // size
-        key = self.locals.key(point, parts, whole or parts == 1)
+        wanted = self._wanted(point, size, whole)
         try:
-            dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
-            local = self.locals.at(key, parts // dp, dp)
+            local = self.locals.at(*wanted)
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
-        costs = self._seat_costs(key, local)
+        costs = self._seat_costs(wanted[0], local)
         of_block = fastest(self._every(point, costs))
         least = {name: (cost.forward_s, cost.backward_s) for name, cost in of_block.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         floor: dict[str, tuple[float, float]] = {}
-        for call in job.model.calls:  # whose blocks may be others than the local model's
+        for call in self.job.model.calls:  # whose blocks may be others than the local model's
             found = of_path.get(call.path, (0.0, 0.0))
             floor[call.block] = min(floor.get(call.block, found), found)
         return floor
+
+    def _is_whole(self, point: Point, size: int) -> bool:
+        whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+        return whole and self.locals.coupled
+
+    def _wanted(self, point: Point, size: int, whole: bool) -> Wanted:
+        """The local model that a floor is read off."""
+        parts = self.job.global_batch // size
+        dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
+        return self.locals.key(point, parts, whole or parts == 1), parts // dp, dp
 
     def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
         """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""

@@ -17,19 +17,18 @@ from partitioner.alternatives import (
     schedules_of_several,
 )
 from partitioner.baselines import compared, standards, unpinned
-from partitioner.context import ALGORITHMS, algorithms_of, check_algorithm
+from partitioner.context import check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
 from partitioner.job import Job
-from partitioner.plan import Certificate, ContextWay
+from partitioner.plan import Certificate
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload
-from passes.errors import PartitionError
 from runtime.offload import OFFLOADS, Offload
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
@@ -84,6 +83,8 @@ def explore(
             return _explore(asked, evaluator, bounds, progress, compare, deadline)
         except CapacityError as error:
             short = error if asked is job else short  # without offload, which is no less short
+        finally:
+            evaluator.locals.end()
     assert short is not None
     raise short
 
@@ -145,26 +146,6 @@ def _explore(
         certificate,
         deadline,
     )
-
-
-def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
-    """What the step would take with each algorithm of attention over ``cp``; nothing without such an axis."""
-    if chosen.local.context is None or not chosen.context_model:
-        return ()
-    calls = algorithms_of(chosen.context_model, chosen.local.context)
-    ways = []
-    for name in ALGORITHMS:
-        if calls == {name: sum(calls.values())}:
-            ways.append(ContextWay(algorithm=name, calls=calls[name], step_time=chosen.estimate.step_time))
-            continue
-        pinned = job.constraints.model_copy(update={"context": name})
-        try:
-            found = Evaluator(replace(job, constraints=pinned)).solve(chosen.point)
-            way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
-        except PartitionError as error:
-            way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))
-        ways.append(way.model_copy(update={"calls": calls.get(name, 0)}))
-    return tuple(ways)
 
 
 __all__ = ["OFFLOAD_SETS", "Point", "explore", "rooms", "space_of"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, cast
 
 from partitioner.constraints import Constraints
@@ -17,10 +18,12 @@ from partitioner.evaluate import Solved
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
-from partitioner.plan import Certificate, Estimate
+from partitioner.plan import Certificate, ContextWay, Estimate
+from partitioner.solve.aside import Later
 from partitioner.solve.points import Point
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
+from partitioner.ways import context_ways
 from passes.errors import PartitionError
 from runtime.facts import ProgramFacts
 from runtime.memory import host_bytes
@@ -57,8 +60,10 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         beyond = planned_only(job, chosen.point, job.constraints)
         beyond += ("estimate_only=True",) if estimate_only else ()
         if beyond:
-            return Finished(chosen, certificate, None, chosen.estimate, beyond)
-        found = Finished(chosen, certificate, *emit_program(job, chosen), ())
+            ways = () if estimate_only else context_ways(job, chosen)
+            return Finished(chosen, certificate, None, chosen.estimate, beyond, ways)
+        with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
+            found = Finished(chosen, certificate, *emit_program(job, chosen), (), later.result())
         lacks, room = _lacks(job, found)
         if lacks is None:
             return found
@@ -98,6 +103,7 @@ class Finished:
     program: Program | None
     estimate: Estimate
     beyond: tuple[str, ...]
+    context: tuple[ContextWay, ...] = ()  # what other algorithms of attention would take
 
 
 def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:

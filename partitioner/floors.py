@@ -45,8 +45,21 @@ class Floors:
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """Of all points at once."""
-        return self.bounds.times(points)
+        """Of all points at once. What the best ones will ask for may be worked on ahead."""
+        found = self.bounds.times(points)
+        if len(points) > 1:
+            self._expect([points[i] for i in np.argsort(found, kind="stable")])
+        return found
+
+    def _expect(self, points: Sequence[Point]) -> None:
+        """The shardings that bound the first ones first: by the largest microbatches, and then each point's own."""
+        first: dict[tuple[int, ...], Point] = {}
+        for point in points:
+            first.setdefault((point.tp, point.cp, point.ep, point.etp, point.microbatch_size), point)
+        fit = [point for point in first.values() if point.microbatch_size in self._sizes[point.tp]]
+        if self._scales:
+            self.evaluator.expect((p, self._largest(p)) for p in fit if not p.tp == p.cp == p.ep == 1)
+        self.evaluator.expect((point, point.microbatch_size) for point in fit)
 
     def family(self, point: Point) -> Point:
         """What points that are bounded together have in common: all but ZeRO."""
@@ -133,7 +146,7 @@ class Floors:
             states=self.bounds.state_bytes(point) * point.pp,
         )
         floor, needs = self._of_largest(self.family(point)), self._needs_of(point)
-        known = self.bounds.with_floor(points, floor) if floor else float(self.times(points).min())
+        known = self.bounds.with_floor(points, floor) if floor else float(self.bounds.times(points).min())
 
         def of_steps(limit_s: float) -> float:
             """What no step that takes ``limit_s`` at most can go below."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import time
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,17 +15,24 @@ from partitioner.cost.machine import Seat
 from partitioner.experts import Split, allowed_strategies, split_of
 from partitioner.job import Job
 from partitioner.localize import LocalModel, localized
+from partitioner.solve.aside import Aside
+from partitioner.solve.helper import can_help
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
 from partitioner.solve.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.groups import reference_type
 from passes.blocks import Block, FoldedModel
+from passes.errors import PartitionError
 from passes.microbatch import couples_samples, split_batch
 
 _LEAST_ROUNDS = 2
+_WORTH_S = 0.25  # of sharding, after which another process helps
 
 # tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
 LocalKey = tuple[int, int, int, bool, bool, Split]
+ProblemKey = tuple[int, int, int, bool, bool]  # all but the last
+Wanted = tuple[LocalKey, int, int]  # besides: the microbatches of a rank, and the ranks of dp
+Solutions = tuple[ShardingSolution | None, ShardingSolution]  # over cp, and over tp
 
 
 @dataclass
@@ -33,11 +42,15 @@ class LocalModels:
     job: Job
     placements: Placements
     _splits: dict[tuple[int, bool, bool], FoldedModel] = field(default_factory=dict)
-    _contexts: dict[tuple[int, int, int, bool, bool], ContextModel] = field(default_factory=dict)
+    _contexts: dict[ProblemKey, ContextModel] = field(default_factory=dict)
     _blocks: dict[Hashable, Block] = field(default_factory=dict)
-    _problems: dict[tuple[int, int, int, bool, bool], ShardingProblem] = field(default_factory=dict)
+    _problems: dict[ProblemKey, ShardingProblem] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
+    _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
+    _aside: Aside[ProblemKey, dict[LocalKey, Solutions]] | None = None
+    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
+    _spent_s: float = 0.0
 
     def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
         """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
@@ -54,6 +67,17 @@ class LocalModels:
         if key not in self._locals:
             self._locals[key] = self._find(key, num_microbatches, dp)
         return self._locals[key]
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """What will be asked for, about in this order. If it takes long, a second process does it ahead."""
+        for each in wanted:
+            self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
+
+    def end(self) -> None:
+        """Nothing more is asked for that was expected."""
+        self._expected = {}
+        if self._aside is not None:
+            self._aside.end()
 
     def split(self, point: Point, parts: int, whole: bool) -> FoldedModel:
         """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
@@ -78,19 +102,54 @@ class LocalModels:
         return self._seats[tp, cp]
 
     def _find(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
+        start = time.perf_counter()
+        model, context, solution = self._solved(key, num_microbatches, dp, self._done_ahead(key))
+        self._spent_s += time.perf_counter() - start
+        return localized(model, solution, context, self._blocks)
+
+    def _done_ahead(self, key: LocalKey) -> Solutions | None:
+        """A sharding that was found ahead. While the other process looks for it, this one does what comes next."""
+        if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
+            left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
+            self._aside = Aside(left, self._all_of)
+        if self._aside is None or key in self._known:
+            return self._known.get(key)
+        while self._aside.works_on(key[:5]):
+            other = self._aside.claim()
+            if other is None:
+                break
+            self._known |= self._all_of(other)
+        self._known |= self._aside.take(key[:5]) or {}
+        return self._known.get(key)
+
+    def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
+        """What is expected of a problem, where it has a solution."""
+        found = {}
+        for key, wanted in self._expected[problem].items():
+            with suppress(PartitionError):  # raised when it is asked for
+                if key not in self._locals:
+                    found[key] = self._solved(*wanted)[1:]
+        return found
+
+    def _solved(
+        self, key: LocalKey, num_microbatches: int, dp: int, known: Solutions | None = None
+    ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
+        """The model of one microbatch on a rank along ``cp``, and how it is sharded, where that is not ``known``."""
         tp, cp, _, _, _, experts = key
         batch = self._batch(key)
         if key[2:5] not in self._splits:
             self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
-        model = self._splits[key[2:5]]
-        context = self._context(model, key) if cp > 1 else None
-        model = model if context is None else context.model
-        if tp == 1:
+        model, context = self._splits[key[2:5]], None
+        if cp > 1:
+            found = self._context(model, key, known and known[0])
+            model, context = found.model, found.sharding
+        if known is not None:
+            solution = known[1]
+        elif tp == 1:
             solution = whole_sharding(model, "tp", self._costs(model, "tp", key))
         else:
-            problem = self._problem(model, key)
-            solution = problem.solve(allowed_strategies(model, experts))
-        return localized(model, solution, None if context is None else context.sharding, self._blocks)
+            solution = self._problem(model, key).solve(allowed_strategies(model, experts))
+        return model, context, solution
 
     def _batch(self, key: LocalKey) -> ShardingSolution:
         return self.job.expert_batch if key[4] else self.job.batch
@@ -104,8 +163,8 @@ class LocalModels:
             self._problems[key[:5]] = problem
         return self._problems[key[:5]]
 
-    def _context(self, model: FoldedModel, key: LocalKey) -> ContextModel:
-        """``model`` with its sequence shared over ``cp``."""
+    def _context(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
+        """``model`` with its sequence shared over ``cp``; ``known``: how."""
         tp, cp, *_ = key
         if key[:5] not in self._contexts:
             self._contexts[key[:5]] = shard_context(
@@ -116,6 +175,7 @@ class LocalModels:
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
+                known=known,
             )
         return self._contexts[key[:5]]
 

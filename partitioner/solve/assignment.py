@@ -35,6 +35,7 @@ from partitioner.solve.elimination import (
     elimination_order,
 )
 from partitioner.solve.fixing import fixed, minima
+from partitioner.solve.helper import check_threads
 from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
@@ -338,6 +339,7 @@ class _Program:
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
         )
         model = mathopt.Model.from_model_proto(self._proto())
+        check_threads()
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):

@@ -7,6 +7,7 @@ holds nothing. Where there is no fork or no second processor the search goes on 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from partitioner.solve.presolve import Choices
 
 _PAUSE_S = 0.01
+_is_fork = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Slot:
     """Shared memory for the latest finding of one process."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._numbers = _shared(4, np.float64)  # counter, cost, overflow, bound
-        self._choice = _shared(num_nodes, np.int64)
+        self._numbers = shared(4, np.float64)  # counter, cost, overflow, bound
+        self._choice = shared(num_nodes, np.int64)
         self._read = 0.0
 
     def write(self, finding: Finding) -> None:
@@ -59,7 +61,8 @@ class Slot:
         return finding
 
 
-def _shared(size: int, dtype: type) -> NDArray[np.generic]:
+def shared(size: int, dtype: type) -> NDArray[np.generic]:
+    """Zeros that a fork sees changing."""
     return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
 
 
@@ -72,23 +75,41 @@ class Helper:
     """Runs ``work`` in a fork of this process, ``pid``; its errors go nowhere, as it is only ever a help."""
 
     def __init__(self, work: Callable[[], None]) -> None:
+        global _is_fork
         with warnings.catch_warnings():
             # Python warns of locks that other threads hold: the work must need none but numpy's
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
+        self._ended = False
         if self.pid:
             return
         try:
+            _is_fork = True
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted as well, and ends this process
             work()
         finally:
             os._exit(0)  # leaves the parent's files and threads alone
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        if not self._ended:
+            try:
+                self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+            except ChildProcessError:  # whoever ignores SIGCHLD is not told
+                self._ended = True
+        return not self._ended
+
     def end(self, until: float) -> None:
         """Waits for its end, at most until ``until`` of ``time.perf_counter``; then ends it."""
-        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+        while self.runs:
             if time.perf_counter() > until:
                 os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                return
+                until = math.inf
             time.sleep(_PAUSE_S)
+
+
+def check_threads() -> None:
+    """Raise :class:`RuntimeError` in a helper, which lacks the threads that an exact solver may have started."""
+    if _is_fork:
+        raise RuntimeError("the exact solver is for the first process")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import linear_sum_assignment
 from ortools.sat.python import cp_model
 
+from partitioner.solve.helper import check_threads
 from partitioner.topology.fabric import Floats
 from partitioner.topology.groups import group_of
 from partitioner.topology.model import Topology
@@ -50,6 +51,7 @@ def _ranks(values: Sequence[float]) -> list[int]:
 def _partition(n: int, groups: Sequence[tuple[int, ...]], goals: Sequence[Sequence[int]]) -> list[int]:
     """The groups of a partition of ``n`` things, by three goals one after the other: the least sum of the first, the
     greatest minimum of the second, the greatest sum of the third."""
+    check_threads()
     model = cp_model.CpModel()
     taken = [model.new_bool_var(f"group {g}") for g in groups]
     for i in range(n):

@@ -1,0 +1,120 @@
+"""Work that will be asked for, done ahead in a second process: the first takes what is ready and does the rest itself.
+
+Both go through one list. Each marks in shared memory what it begins, so that nothing is done twice but where both begin
+at the same moment; results lie in a file that no folder lists. Nothing depends on the second process: what it fails at
+or has not begun the first does, which waits only for what is being done, and not for long.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Self, TypeVar
+
+import numpy as np
+
+from partitioner.solve.helper import Helper, can_help, shared
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
+
+_FREE, _MINE, _BEGUN, _DONE, _FAILED = range(5)
+_PATIENCE_S = 10.0  # with a process that is at something: it may hang for reasons that are not ours
+_PAUSE_S = 0.002
+
+
+class Aside(Generic[K, R]):
+    """Does ``work`` for each of ``keys``, in this order, in a fork; results are pickled."""
+
+    def __init__(self, keys: Sequence[K], work: Callable[[K], R]) -> None:
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._keys = keys
+        self._marks = shared(len(keys), np.int8)
+        self._ends = shared(len(keys) + 1, np.int64)  # of results in the file
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  as long as this lives
+        parent = os.getpid()
+
+        def go_through() -> None:
+            for place, key in enumerate(keys):
+                if os.getppid() != parent:
+                    return
+                self._ends[place + 1] = self._ends[place]
+                if self._marks[place] == _FREE:
+                    self._marks[place] = _BEGUN
+                    try:
+                        found = pickle.dumps(work(key))
+                        os.pwrite(self._file.fileno(), found, int(self._ends[place]))
+                    except Exception:
+                        self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
+                    else:
+                        self._ends[place + 1] += len(found)
+                        self._marks[place] = _DONE
+
+        self._helper: Helper | None = Helper(go_through)
+
+    def take(self, key: K) -> R | None:
+        """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        if self._marks[place] == _FREE:
+            self._marks[place] = _MINE
+        until = time.perf_counter() + _PATIENCE_S
+        while self.works_on(key):
+            if time.perf_counter() > until:
+                self._stop()
+            time.sleep(_PAUSE_S)
+        if self._marks[place] != _DONE or self._file.closed:
+            return None
+        start, end = int(self._ends[place]), int(self._ends[place + 1])
+        found: R = pickle.loads(os.pread(self._file.fileno(), end - start, start))
+        return found
+
+    def works_on(self, key: K) -> bool:
+        """Whether the second process is doing it."""
+        place = self._places.get(key)
+        return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
+
+    def claim(self) -> K | None:
+        """The next one that nobody has begun, which is the caller's now."""
+        place = next(iter(np.flatnonzero(self._marks == _FREE).tolist()), None)
+        if place is None:
+            return None
+        self._marks[place] = _MINE
+        return self._keys[place]
+
+    def end(self) -> None:
+        """Ends the second process, and forgets what it has done."""
+        self._stop()
+        self._file.close()
+
+    def _stop(self) -> None:
+        if self._helper is not None:
+            self._helper.end(time.perf_counter())
+            self._helper = None
+
+
+class Later(Generic[R]):
+    """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``."""
+
+    def __init__(self, work: Callable[[], R], *, worth_it: bool = True) -> None:
+        self._work = work
+        self._aside = Aside([None], lambda _: work()) if worth_it and can_help() else None
+
+    def result(self) -> R:
+        """Waits for it. Raises what ``work`` raises."""
+        found = None if self._aside is None else self._aside.take(None)
+        return self._work() if found is None else found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._aside is not None:
+            self._aside.end()
+
+
+__all__ = ["Aside", "Later"]

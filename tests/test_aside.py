@@ -1,0 +1,163 @@
+"""Shardings that are found ahead in a second process: the same plans, whatever becomes of that process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from partitioner import Constraints, Topology, local_models, partition, prepare
+from partitioner.solve import aside
+from partitioner.solve.aside import Aside, Later
+from partitioner.solve.helper import Helper, can_help, check_threads, shared
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
+
+
+def test_each_is_done_once_and_everything_arrives() -> None:
+    times = shared(40, np.int64)
+
+    def work(key: int) -> str:
+        times[key] += 1
+        time.sleep(0.002)
+        return f"{key} " * 3000
+
+    ahead = Aside(range(40), work)
+    got, own = {}, 0
+    for key in range(40):
+        while ahead.works_on(key) and (other := ahead.claim()) is not None:
+            got[other] = work(other)
+            own += 1
+        if key not in got:
+            found = ahead.take(key)
+            own += found is None
+            got[key] = work(key) if found is None else found
+    ahead.end()
+    assert got == {key: f"{key} " * 3000 for key in range(40)}
+    assert 0 < own < 40
+    assert times.min() == 1 and times.sum() <= 42, "done twice only where both began at once"
+
+
+def test_what_was_not_said_before_is_for_the_caller() -> None:
+    ahead = Aside([1, 2], lambda key: key)
+    assert ahead.take(3) is None
+    ahead.end()
+    assert ahead.take(1) is None and not ahead.works_on(2)
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
+def test_a_process_that_fails_leaves_the_work_to_the_first(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "_PATIENCE_S", 0.3)
+    began = shared(1, np.int8)
+
+    def work(key: int) -> int:
+        if key == 1:
+            return 10
+        began[0] = 1
+        if how == "raises":
+            raise ValueError(key)
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600.0)
+        return 20
+
+    ahead = Aside([1, 2, 3], work)
+    while not began[0]:
+        time.sleep(0.001)
+    start = time.perf_counter()
+    assert ahead.take(2) is None
+    assert time.perf_counter() - start < 60.0
+    assert ahead.take(1) == 10, "what it had done stays"
+    ahead.end()
+
+
+def test_one_thing_is_done_later() -> None:
+    with Later(os.getpid) as later:
+        while later._aside is not None and later._aside._marks[0] == 0:
+            time.sleep(0.001)
+        assert (later.result() == os.getpid()) is not can_help()
+    with Later(os.getpid, worth_it=False) as later:
+        assert later.result() == os.getpid()
+    with pytest.raises(ZeroDivisionError), Later(lambda: 1 // 0) as later:
+        later.result()
+
+
+def test_a_helper_has_no_exact_solver() -> None:
+    told = shared(1, np.int8)
+
+    def work() -> None:
+        try:
+            check_threads()
+        except RuntimeError:
+            told[0] = 1
+
+    check_threads()
+    helper = Helper(work)
+    helper.end(time.perf_counter() + 60.0)
+    assert told[0] == 1
+
+
+def _llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128
+    )
+    return LlamaForCausalLM(config), _ids(64)
+
+
+def _mixtral() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        vocab_size=128,
+    )
+    return MixtralForCausalLM(config), _ids(16)
+
+
+def _ids(length: int) -> dict[str, Tensor]:
+    ids = torch.arange(16 * length).reshape(16, length) % 128
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("made", "constraints"),
+    [(_llama, {}), (_llama, {"cp": 2}), (_mixtral, {})],
+    ids=["dense", "sequence", "experts"],
+)
+def test_plans_are_the_same(
+    made: Any, constraints: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, inputs = made()
+    prepared = prepare(model, inputs)
+    topology = Topology.preset("dgx-a100", nodes=1)
+    plans, taken = [], []
+
+    def counted(ahead: Aside[Any, Any], key: Any) -> Any:
+        found = take(ahead, key)
+        taken.append(found)
+        return found
+
+    take = Aside.take
+    monkeypatch.setattr(Aside, "take", counted)
+    for helped in (False, True):
+        monkeypatch.setattr(local_models, "_WORTH_S", -1.0)
+        for module in (local_models, aside):
+            monkeypatch.setattr(module, "can_help", lambda helped=helped: helped)
+        plans.append(partition(prepared, topology, constraints=Constraints(**constraints)))
+        assert helped or not taken
+    assert any(taken), "nothing was found ahead"
+    first, second = plans
+    assert first.certificate == second.certificate
+    saved = [plan.save(tmp_path / f"{place}.json").read_bytes() for place, plan in enumerate(plans)]
+    assert saved[0] == saved[1]

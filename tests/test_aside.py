@@ -79,6 +79,16 @@ def test_a_process_that_fails_leaves_the_work_to_the_first(how: str, monkeypatch
     ahead.end()
 
 
+def test_without_room_for_a_process_the_first_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", none)
+    ahead = Aside([1, 2], lambda key: key)
+    assert ahead.take(1) is None and ahead.claim() == 2 and ahead.claim() is None
+    ahead.end()
+
+
 def test_one_thing_is_done_later() -> None:
     with Later(os.getpid) as later:
         while later._aside is not None and later._aside._marks[0] == 0:

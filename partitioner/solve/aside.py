@@ -7,11 +7,13 @@ or has not begun the first does, which waits only for what is being done, and no
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Generic, Self, TypeVar
 
 import numpy as np
@@ -34,7 +36,7 @@ class Aside(Generic[K, R]):
         self._keys = keys
         self._marks = shared(len(keys), np.int8)
         self._ends = shared(len(keys) + 1, np.int64)  # of results in the file
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  as long as this lives
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
         parent = os.getpid()
 
         def go_through() -> None:
@@ -46,14 +48,17 @@ class Aside(Generic[K, R]):
                     self._marks[place] = _BEGUN
                     try:
                         found = pickle.dumps(work(key))
-                        os.pwrite(self._file.fileno(), found, int(self._ends[place]))
+                        if os.pwrite(self._file.fileno(), found, int(self._ends[place])) < len(found):
+                            raise OSError(errno.ENOSPC, "no room for results")
                     except Exception:
                         self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
                     else:
                         self._ends[place + 1] += len(found)
                         self._marks[place] = _DONE
 
-        self._helper: Helper | None = Helper(go_through)
+        self._helper: Helper | None = None
+        with suppress(OSError):  # no room for another process
+            self._helper = Helper(go_through)
 
     def take(self, key: K) -> R | None:
         """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""

@@ -455,6 +455,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert all(bound(floors.members([point]), np.inf) <= least for bound in floors.together), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
+        assert min(solved.estimate.breakdown.values()) >= 0.0
 
 
 @pytest.mark.parametrize("name", ["llama", "experts"])

@@ -146,10 +146,10 @@ def estimate(
     """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch.
 
     ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
-    ``tp_communication``, ``pp_communication``), ``bubble``: what it waits for the others, ``contention``: by which more
-    devices compute at a time than their node can, ``reduction``: of gradients, as far as nothing hides it,
-    ``optimizer``: the update after it, and ``offload``: of gradients and parameters between device and host, as far as
-    nothing hides it.
+    ``tp_communication``, ``pp_communication`` that nothing hides), ``bubble``: what it waits for the others,
+    ``contention``: by which more devices compute at a time than their node can, ``reduction``: of gradients, as far as
+    nothing hides it, ``optimizer``: the update after it, and ``offload``: of gradients and parameters between device
+    and host, as far as nothing hides it.
     """
     m = problem.num_microbatches
     slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
@@ -172,12 +172,14 @@ def estimate(
     contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated + exchanged
     communicated = m * _communication(problem, stage)
+    waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)  # for others; sends may run behind computation
+    sent = min(m * stage.transfer_s, max(0.0, waited))
     breakdown = {
-        "compute": m * (stage.forward_s + stage.backward_s) - communicated,
+        "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited),
         "recompute": m * stage.recompute_s,
         "tp_communication": communicated,
-        "pp_communication": m * stage.transfer_s,
-        "bubble": split.pipeline_s - m * stage.time_s,
+        "pp_communication": sent,
+        "bubble": max(0.0, waited - sent),
         "contention": contention,
         "reduction": reduced,
         "optimizer": updated,

@@ -12,9 +12,10 @@ import os
 import pickle
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Generic, Self, TypeVar
+from typing import IO, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -29,7 +30,8 @@ _PAUSE_S = 0.002
 
 
 class Aside(Generic[K, R]):
-    """Does ``work`` for each of ``keys``, in this order, in a fork; results are pickled."""
+    """Does ``work`` for each of ``keys``, in this order, in a fork; results are pickled. ``end()`` ends the fork and
+    forgets what it has done."""
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R]) -> None:
         self._places = {key: place for place, key in enumerate(keys)}
@@ -59,6 +61,7 @@ class Aside(Generic[K, R]):
         self._helper: Helper | None = None
         with suppress(OSError):  # no room for another process
             self._helper = Helper(go_through)
+        self.end = weakref.finalize(self, _end, self._helper, self._file)
 
     def take(self, key: K) -> R | None:
         """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""
@@ -91,15 +94,16 @@ class Aside(Generic[K, R]):
         self._marks[place] = _MINE
         return self._keys[place]
 
-    def end(self) -> None:
-        """Ends the second process, and forgets what it has done."""
-        self._stop()
-        self._file.close()
-
     def _stop(self) -> None:
         if self._helper is not None:
             self._helper.end(time.perf_counter())
             self._helper = None
+
+
+def _end(helper: Helper | None, file: IO[bytes]) -> None:
+    if helper is not None:
+        helper.end(time.perf_counter())
+    file.close()
 
 
 class Later(Generic[R]):

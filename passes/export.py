@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -130,9 +131,12 @@ def export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel."""
+    """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel; and
+    distributions do not look at the numbers that they are given."""
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
+    looks = Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)
+    Distribution.set_default_validate_args(False)
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -140,6 +144,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+        Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
 
 

@@ -117,6 +117,22 @@ def test_operators_know_where_they_come_from():
     assert devices <= {torch.device("meta")}
 
 
+def test_distributions_do_not_look_at_numbers_while_they_are_traced():
+    class Mixture(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            parts = torch.distributions.Normal(x, x.exp())
+            return (
+                -torch.distributions.MixtureSameFamily(torch.distributions.Categorical(logits=x), parts)
+                .log_prob(x.mean(-1))
+                .mean()
+            )
+
+    before = torch.distributions.Distribution._validate_args
+    captured = capture(Mixture(), (torch.randn(2, 4),))
+    assert captured.loss is not None
+    assert torch.distributions.Distribution._validate_args == before
+
+
 def test_meta_models_and_one_tensor_given_twice():
     with torch.device("meta"):
         model = Tied()

@@ -33,6 +33,8 @@ def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
             if _takes_default(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
+            elif dtype == torch.float64 and _promotes(node):
+                _promote(graph, node, dtype)
     propagate(graph)
 
 
@@ -44,3 +46,25 @@ def _takes_default(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     named = schema is not None and any(a.name == "dtype" for a in schema.arguments)
     return named and node.kwargs.get("dtype") is None
+
+
+def _promotes(node: fx.Node) -> bool:
+    """Whether whole numbers are computed with as fractions, of torch's default type."""
+    value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point or not operands:
+        return False
+    whole = all(isinstance(x, Tensor) and not x.dtype.is_floating_point and not x.dtype.is_complex for x in operands)
+    name = str(getattr(node.target, "_schema", None) and node.target._schema.name)  # type: ignore[union-attr]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return whole and pointwise and name not in _OF_GIVEN_TYPE
+
+
+_OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
+
+
+def _promote(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+    for operand in node.all_input_nodes:
+        with graph.inserting_before(node):
+            wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})
+        wide.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
+        node.replace_input_with(operand, wide)

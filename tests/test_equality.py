@@ -121,3 +121,23 @@ def test_verify_without_the_loss_of_the_plan_says_so():
     plan = partition(model, Topology.local(1), inputs, loss=torch.sum)
     with pytest.raises(InputsError, match="expected the same loss="):
         plan.verify(model, inputs)
+
+
+class OfWholeNumbers(nn.Module):
+    """Computes with whole numbers and truth values as fractions, of torch's default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        late = (steps / 7 + torch.arange(4).sqrt()) * ((steps > 2) * 0.3)
+        return self.up(x) * late + torch.arange(4).pow(0.3)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])
+def test_whole_numbers_become_fractions_as_exact_as_the_rest(mesh: dict[str, int]):
+    torch.manual_seed(0)
+    model, inputs = OfWholeNumbers(), (torch.randn(8, 16), torch.arange(8)[:, None])
+    plan = partition(model, Topology.local(2), inputs, loss=torch.sum, constraints=Constraints(pp=1, **mesh))
+    assert plan.verify(model, inputs, loss=torch.sum).max_error < TOLERANCE

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.random import dropout
+from passes.draws import draw_of
+from passes.random import drawn, dropout
 from runtime.batch import leaves_by_path
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -90,6 +91,22 @@ def _widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _REDUCED else value
 
 
+class _Drawing(TorchDispatchMode):
+    """Operators that draw do so by place, one stream per call in order; ``streams`` counts them."""
+
+    def __init__(self, seed: int, streams: _ByPlace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.streams = seed, streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw = draw_of(func, args, kwargs or {})
+        made = func(*args, **(kwargs or {}))
+        if draw is None:
+            return made
+        numbers = drawn(draw.distribution, tuple(made.shape), made.device, [self.seed, self.streams.next()])
+        return made.copy_(draw.of(lambda target, *a, **k: target(*a, **k), numbers, made.dtype))
+
+
 class _ByPlace(TorchFunctionMode):
     """Dropout draws by place, one stream per call in order, as plans do; see ``passes/random.py``."""
 
@@ -156,9 +173,13 @@ class _ByPlace(TorchFunctionMode):
             last.append(tuple(ends))
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
-    def drop(self, x: Tensor, p: float) -> Tensor:
+    def next(self) -> int:
+        """The stream of the next call that draws."""
         self.streams += 1
-        return dropout(x, p, self.seed, self.streams - 1)
+        return self.streams - 1
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        return dropout(x, p, self.seed, self.next())
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         dropped = self.drop(input, p)
@@ -228,13 +249,13 @@ def run_reference(
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
-    ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of its dropout, which draws what
-    plans draw. The caller's gradients are left alone.
+    ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
+    plans do. The caller's gradients are left alone.
     """
     model = copy.deepcopy(model)
     if double:
         model, inputs = model.double(), pytree.tree_map(_double, inputs)
-    with float64() if double else nullcontext(), _ByPlace(seed):
+    with float64() if double else nullcontext(), _ByPlace(seed) as streams, _Drawing(seed, streams):
         return _run(model, inputs, loss, train)
 
 

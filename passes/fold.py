@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from passes.blocks import Block, Call, FoldedModel, State, TensorSpec
 from passes.capture import Captured
+from passes.random import DRAWS
 from passes.rewrite import aten
 from passes.segment import Unit, is_product, segment
 from passes.signature import Signature, signature
@@ -174,9 +174,8 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 def _mark_copied(graph: fx.Graph) -> None:
     """Mark the values that each reader makes itself, since that is cheaper than to keep them: what has no operands, and
     the places that random numbers are drawn by, which are as many as the numbers."""
-    draws = torch.ops.partition.uniform.default
     for node in reversed(graph.nodes):
-        places = bool(node.users) and all(u.target is draws or _is_copied(u) for u in node.users)
+        places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
         returned = any(u.op == "output" for u in node.users)
         node.meta["copied"] = node.op == "call_function" and not returned and (places or not node.all_input_nodes)
 

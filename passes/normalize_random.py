@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.draws import Draw, draw_of, drawing
 from passes.errors import UnsupportedError
 from passes.infer import META
-from passes.random import SEED, is_stream, stream_name
+from passes.random import SEED, is_stream, ops, stream_name
 from passes.rewrite import KEEP, Builder, Rule, shape, val, where
 
 aten = torch.ops.aten
@@ -33,12 +34,22 @@ def _dropped(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
     return build(aten.where.self, kept, scaled, build(aten.zeros_like.default, scaled, device=META)), kept
 
 
-def _numbers(build: Builder, sizes: list[int]) -> fx.Node:
-    """Uniform numbers, one for each element of a tensor of these sizes, in a stream of their own."""
+def drawn(build: Builder, *args: Any, **kwargs: Any) -> Any:
+    """What an operator of torch draws, by place."""
+    assert build.node is not None
+    draw = draw_of(build.node.target, args, kwargs)
+    if draw is None:
+        return KEEP
+    made = val(build.node)
+    return draw.of(build, _numbers(build, list(made.shape), draw.distribution), made.dtype)
+
+
+def _numbers(build: Builder, sizes: list[int], distribution: Any = ops.uniform.default) -> fx.Node:
+    """Random numbers, one for each element of a tensor of these sizes, in a stream of their own."""
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
-    return build(torch.ops.partition.uniform.default, _index(build, sizes), seed, own)
+    return build(distribution, _index(build, sizes), seed, own)
 
 
 def _index(build: Builder, sizes: list[int]) -> fx.Node:
@@ -129,17 +140,47 @@ def _differs(node: fx.Node) -> UnsupportedError:
 
 
 def channels(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    """Dropout of whole channels is nothing outside of training."""
+    """Dropout of whole channels."""
     if not train or p == 0:
         return x
-    assert build.node is not None
-    raise _differs(build.node)
+    if p == 1:
+        return build(aten.zeros_like.default, x, device=META)
+    return build(aten.mul.Tensor, x, build(aten.mul.Tensor, _kept(build, x, p, of_channels=True), 1 / (1 - p)))
 
 
-_CHANNELS = (aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+def alpha(of_channels: bool) -> Rule:
+    """Dropout that keeps mean and variance (Klambauer et al. 2017), of elements or of whole channels."""
+
+    def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+        if not train or p == 0:
+            return x
+        if p == 1:
+            return build(aten.zeros_like.default, x, device=META)
+        kept = _kept(build, x, p, of_channels)
+        scale = 1 / math.sqrt((_SATURATED * _SATURATED * p + 1) * (1 - p))
+        instead = build(aten.mul.Tensor, build(aten.sub.Tensor, kept, 1.0), _SATURATED * scale)
+        instead = build(aten.add.Tensor, instead, _SATURATED * scale * p)
+        return build(aten.add.Tensor, build(aten.mul.Tensor, x, build(aten.mul.Tensor, kept, scale)), instead)
+
+    return rule
+
+
+_SATURATED = 1.7580993408473766  # what SELU gives far below zero, without its sign
+
+
+def _kept(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
+    """Ones for what is kept, of each element or each channel, and zeros."""
+    sizes = shape(x)
+    sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
+    kept: fx.Node = Draw(ops.uniform.default, 0.0, 1 - p, "truth").of(build, _numbers(build, sizes), val(x).dtype)
+    return kept
+
 
 RANDOM: dict[Any, Rule] = {
-    **dict.fromkeys(_CHANNELS, channels),
+    **dict.fromkeys(drawing(), drawn),
+    aten.feature_dropout.default: channels,
+    aten.alpha_dropout.default: alpha(of_channels=False),
+    aten.feature_alpha_dropout.default: alpha(of_channels=True),
     aten.dropout.default: dropout,
     aten.native_dropout.default: native_dropout,
     aten.scaled_dot_product_attention.default: attention,

@@ -22,6 +22,9 @@ POINTWISE = [
     case("feature_alpha_dropout", f(4, 6, 2), 0.5, False),
     case("_prelu_kernel", f(4, 6, 2), f(1, 6, 1)),
     case("partition::uniform", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
+    case("partition::normal", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
+    case("partition::exponential", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
+    case("partition::bits", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
 ]
 CONTRACTION = [case("addmv", f(4), f(4, 6), f(6))]
 ATTENTION = [

@@ -51,7 +51,7 @@ def elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
     return named(node, operands, [names] * len(results), linear=linear)
 
 
-family(*NONLINEAR, "partition::uniform")(elementwise)
+family(*NONLINEAR)(elementwise)
 
 
 @family(*LINEAR)
@@ -165,7 +165,7 @@ def glu(node: fx.Node) -> OpFactors:
     return OpFactors(sizes, (halves,), found.results, frozenset(("half",)))
 
 
-@family("partition::uniform")
-def uniform(node: fx.Node) -> OpFactors:
+@family("partition::uniform", "partition::normal", "partition::exponential", "partition::bits")
+def drawn(node: fx.Node) -> OpFactors:
     """Numbers by place are a function of each element's index alone."""
     return elementwise(node)

@@ -106,6 +106,6 @@ def test_numbers_have_their_distribution(distribution: Any):
 def test_whole_numbers_are_spread_evenly():
     count = 1 << 18
     numbers = drawn(ops.bits.default, (count,), torch.device("cpu"), [7, 3])
-    assert 0 <= int(numbers.min()) and int(numbers.max()) < MOST_BITS
+    assert int(numbers.min()) >= 0 and int(numbers.max()) < MOST_BITS
     of_each = torch.bincount(numbers % 10, minlength=10)
     assert int((of_each - count / 10).abs().max()) < 5 * math.sqrt(count / 10)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from passes.errors import InputsError
 from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
+from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import Inputs, bind_inputs, without_numbers
 from passes.putaway import PutAway
@@ -68,6 +70,8 @@ def capture(
         canonical, kept = _canonical_names(program.state_dict.items()), {}
         captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
+        if objective == "train":
+            refuse_hooks(model)
         twin = make_twin(model, dtype)
         args, kwargs = bind_inputs(
             twin,
@@ -78,7 +82,8 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
-        captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
+        with hooks_refused() if objective == "train" else nullcontext():
+            captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))

@@ -192,21 +192,22 @@ def _reason(error: Exception) -> str:
 def _where(error: Exception) -> str:
     """`` at file:line (code)`` of the innermost frame that is the user's."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if _is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
+    user = [f for f in frames if is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    named = [f for f in _FRAME.findall(str(error)) if _is_users(f[0])]
+    named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]
     return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
     """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
-    frames = [f for f in _FRAME.findall(stack_trace or "") if _is_users(f[0])]
+    frames = [f for f in _FRAME.findall(stack_trace or "") if is_users(f[0])]
     return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a source file is neither torch's nor Python's own."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not in_python and not file.startswith((_TORCH, "<"))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from passes.errors import CaptureError, InputsError, PartitionError
@@ -116,7 +118,7 @@ def export(
     and torch.export's reason where it cannot be traced.
     """
     try:
-        with _quiet(), traced_with_own_gradients() if train else contextlib.nullcontext():
+        with _quiet(), _lines_of_helpers(), traced_with_own_gradients() if train else contextlib.nullcontext():
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
@@ -146,6 +148,24 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _lines_of_helpers() -> Iterator[None]:
+    """Operators keep the lines of the user's functions that forward calls; torch.export keeps forward's alone."""
+
+    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((i for i, frame in enumerate(frames) if frame.name in _ENTRIES), len(frames))
+        return traceback.StackSummary.from_list([f for f in frames[first:] if is_users(f.filename)])
+
+    if not hasattr(TracerBase, "_filter_traceback_frames"):  # another torch
+        yield
+        return
+    with mock.patch.object(TracerBase, "_filter_traceback_frames", kept):
+        yield
+
+
+_ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss
 
 
 def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,6 +226,7 @@ def source_of(stack_trace: str | None) -> str:
     return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 
 
+@lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether a source file is neither torch's nor Python's own."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file

@@ -8,6 +8,7 @@ possible only where one microbatch is the whole local batch, and then runs over 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from passes.collectives import COMMUNICATING, collective_name, ops
 from passes.errors import UnsupportedError
 from passes.infer import META, call
 from passes.layouts import Layout, local_shape
+from passes.rules import has_rule
 from passes.shard import BlockSharding, shard_block
 from passes.unused import drop_unused
 
@@ -196,13 +198,56 @@ def _localise(model: FoldedModel, num_microbatches: int) -> None:
             if num_microbatches == 1:
                 node.args = tuple("dp" if a == DATA else a for a in node.args)
             elif name in COMMUNICATING or (node.meta.get("grad") and name in ("copy", "shard_slice")):
-                where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
                 raise UnsupportedError(
-                    f"{where} combines samples across the batch, which cannot be kept exact over {num_microbatches} "
+                    f"{_meeting(model, block, node)}, which cannot be kept exact over {num_microbatches} "
                     "microbatches; use one microbatch: microbatch_size = batch / dp"
                 )
             elif name in ("shard_slice", "shard_narrow"):
                 _slice_by_index(block.graph, node)
+
+
+def _meeting(model: FoldedModel, block: Block, node: fx.Node) -> str:
+    """Where samples meet: at what adds them up, or at what reads all of those that ``node`` brings together."""
+    reader = node if collective_name(node.target) in _ADDING else _reader(model, block, node) or node
+    where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
+    if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
+        return f"{where} combines samples across the batch"
+    if not has_rule(reader.target):
+        return f"{reader.target} at {where} has no rule that tells samples apart (partitioner.rule gives it one)"
+    return f"{where} combines samples across the batch ({reader.target})"
+
+
+_ADDING = ("all_reduce", "all_reduce_max", "reduce_scatter")
+_MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
+
+
+def _reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
+    """The first operator that reads what ``node`` makes, in this block or in what is called after it."""
+    place = node.meta.get("path"), node.meta.get("source")
+    waiting: list[tuple[Block, fx.Node]] = [(block, node)]
+    seen: set[fx.Node] = set()
+    while waiting:
+        block, node = waiting.pop(0)
+        for user in node.users:
+            moves = user.target in _MOVING and (user.meta.get("path"), user.meta.get("source")) == place
+            if user.op == "call_function" and not moves and collective_name(user.target) is None:
+                return user
+            found = [(block, user)] if user.op == "call_function" else _passed_on(model, block, node)
+            waiting += [f for f in found if f[1] not in seen]
+            seen.update(f[1] for f in found)
+    return None
+
+
+def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
+    """The placeholders of later calls' blocks that stand for an output of ``block``."""
+    number = block.outputs.index(output)
+    values = {c.outputs[number] for c in model.calls if c.block == block.name}
+    found = []
+    for later in model.calls:
+        reading = model.blocks[later.block]
+        names = {n for n, value in zip(reading.inputs, later.inputs, strict=True) if value in values}
+        found += [(reading, n) for n in reading.placeholders if n.name in names]
+    return found
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:

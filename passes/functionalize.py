@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -44,9 +45,11 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
         return flat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        depth = get_dynamic_layer_stack_depth()
         try:
             decomposed: ExportedProgram = flat.run_decompositions({})
         except Exception as error:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)  # transforms that were entered and not left
             if inliner.transforms is None:
                 raise
             raise UnsupportedError(

@@ -55,7 +55,10 @@ def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
     try:
         with META:
-            traced = make_fx(torch.func.functionalize(run))(*(o.meta["val"] for o in operands))
+            values = [o.meta["val"] for o in operands]
+            traced = make_fx(torch.func.functionalize(run))(*values)
+            if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+                traced = make_fx(torch.func.functionalize(traced))(*values)
     except Exception:  # it looks at numbers, or its kernel knows no tensors without any
         return KEEP
     parts = list(traced.graph.nodes)
@@ -64,7 +67,8 @@ def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
     env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     for part in parts:
         if part.op == "output":
-            return fx.node.map_arg(part.args[0], env.__getitem__)
+            made = fx.node.map_arg(part.args[0], env.__getitem__)
+            return tuple(made) if isinstance(made, list) else made
         if part.op == "call_function":
             given, named = fx.node.map_arg((part.args, part.kwargs), env.__getitem__)
             several = part.target is operator.getitem and isinstance(given[0], tuple)

@@ -6,6 +6,7 @@ The count depends on targets alone, so that it can be had over the whole global 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 from torch import fx
@@ -135,6 +136,11 @@ def l1(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node
     return _reduce(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
 
 
+def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: int = MEAN) -> fx.Node:
+    terms = build(aten.multilabel_margin_loss_forward.default, x, target, NONE)
+    return _reduce(build, build(operator.getitem, terms, 0), reduction)
+
+
 def elementwise(target: Any, position: int) -> Rule:
     """A loss whose argument at ``position`` is its reduction: its terms, then the reduction."""
 
@@ -158,11 +164,9 @@ _ELEMENTWISE = {
     aten.kl_div.default: 2,
     aten.hinge_embedding_loss.default: 3,
     aten.binary_cross_entropy.default: 3,
-    aten.margin_ranking_loss.default: 4,
-    aten.cosine_embedding_loss.default: 4,
     aten.binary_cross_entropy_with_logits.default: 4,
     aten.poisson_nll_loss.default: 5,
-    aten.triplet_margin_loss.default: 7,
+    aten.multi_margin_loss.default: 5,
 }
 
 LOSSES: dict[Any, Rule] = {
@@ -172,5 +176,6 @@ LOSSES: dict[Any, Rule] = {
     aten.nll_loss2d.default: nll,
     aten.mse_loss.default: mse,
     aten.l1_loss.default: l1,
+    aten.multilabel_margin_loss.default: multilabel_margin,
     **{target: elementwise(target, position) for target, position in _ELEMENTWISE.items()},
 }

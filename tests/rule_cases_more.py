@@ -57,6 +57,9 @@ CONVOLUTION = [
         [2] * 3,
         [0] * 3,
     ),
+    case("grid_sampler_2d", f(4, 6, 3, 3), f(4, 2, 5, 2).tanh(), 0, 0, False),
+    case("grid_sampler_3d", f(4, 6, 3, 3, 3), f(4, 2, 2, 4, 3).tanh(), 0, 0, True),
+    case("affine_grid_generator", f(4, 2, 3), [4, 3, 2, 5], False),
     case("upsample_nearest1d.vec", f(4, 6, 4), None, [2.0]),
     case("_upsample_nearest_exact1d.vec", f(4, 6, 4), None, [2.0]),
     case("upsample_linear1d.vec", f(4, 6, 4), [8], False, None),
@@ -88,6 +91,10 @@ INDEXING = [
     case("index_reduce", f(4, 6), 0, places(4, 2), positive(2, 6), "amax"),
 ]
 REDUCTION = [
+    *(
+        case(name, f(4, 6), f(4, 6), -1, torch.float64)
+        for name in ("_softmax_backward_data", "_log_softmax_backward_data")
+    ),
     case("argmin", f(4, 6), -1),
     case("min.dim", f(4, 6), 1),
     case("min", f(4, 6)),
@@ -102,6 +109,8 @@ REDUCTION = [
     case("fft_irfft", torch.complex(f(4, 6), f(4, 6))),
 ]
 LOSS = [
+    *(case("multi_margin_loss", f(4, 6), i(6, 4), 1, 1.0, positive(6), reduction) for reduction in (0, 1, 2)),
+    *(case("multilabel_margin_loss_forward", f(4, 6), i(6, 4, 6), reduction) for reduction in (0, 1, 2)),
     case("l1_loss", f(4, 6), f(4, 6)),
     case("huber_loss", f(4, 6), f(4, 6)),
     case("binary_cross_entropy", positive(4, 6), positive(4, 6), grad=[0]),
@@ -161,7 +170,29 @@ RESHAPE = [
     case("expand_copy", f(4, 1, 6), [2, 4, 8, -1]),
     case("broadcast_to", f(4, 1), [4, 6]),
 ]
+
+
+def _matrices(*outer: int) -> torch.Tensor:
+    """Symmetric ones, positive definite."""
+    x = f(*outer, 3, 3)
+    return x @ x.transpose(-1, -2) + 3 * torch.eye(3, dtype=x.dtype)
+
+
+LINALG = [
+    *(case(name, _matrices(4, 2)) for name in ("_linalg_det", "_linalg_slogdet", "cholesky", "linalg_cholesky_ex",
+                                               "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_matrix_exp",
+                                               "linalg_qr")),
+    case("_linalg_eigh", _matrices(4), "L", True),
+    case("_linalg_svd", _matrices(4)),
+    case("_linalg_solve_ex", _matrices(4, 2), f(4, 2, 3, 5)),
+    case("_linalg_solve_ex", _matrices(4), f(4, 3)),
+    case("linalg_solve_triangular", _matrices(4), f(4, 3, 5), upper=True),
+    case("cholesky_inverse", torch.linalg.cholesky(_matrices(4))),
+    case("cholesky_solve", f(4, 3, 5), torch.linalg.cholesky(_matrices(4))),
+    case("linalg_lu_solve", *torch.linalg.lu_factor(_matrices(4)), f(4, 3, 5)),
+]  # fmt: skip
 MORE: dict[str, list[Any]] = {
+    "linalg": LINALG,
     "pointwise": POINTWISE,
     "contraction": CONTRACTION,
     "attention": ATTENTION,

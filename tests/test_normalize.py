@@ -126,6 +126,8 @@ LOSSES = {
     "triplet": lambda x, y, **k: F.triplet_margin_loss(x, y, x * y, **k),
     "cosine": lambda x, y, **k: F.cosine_embedding_loss(x, y, x[:, 0].sign(), **k),
     "margin": lambda x, y, **k: F.margin_ranking_loss(x, y, x.sign(), **k),
+    "multi margin": lambda x, y, **k: F.multi_margin_loss(x, y.argmax(-1), margin=0.5, weight=y[0].exp(), **k),
+    "multilabel margin": lambda x, y, **k: F.multilabel_margin_loss(x, y.argsort(-1), **k),
     "hinge": lambda x, y, **k: F.hinge_embedding_loss(x, y.sign(), **k),
 }
 
@@ -161,10 +163,11 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "tensordot": (lambda x: torch.tensordot(x, x, 2), []),
     "kron": (lambda x: torch.kron(x, x[:2]), []),
     "trapezoid": (lambda x: torch.trapezoid(x), []),
+    "meshgrid": (lambda x: torch.stack(torch.meshgrid(x[0], x[1], indexing="ij")), []),
 }
 
 
-@pytest.mark.parametrize("name", ["tensordot", "kron", "trapezoid"])
+@pytest.mark.parametrize("name", ["tensordot", "kron", "trapezoid", "meshgrid"])
 def test_composites_without_a_rule_are_taken_apart(name: str):
     function, _ = REWRITES[name]
     assert all(has_rule(n.target) for n in normal_form(function, numbers(4, 4)).graph.nodes if n.op == "call_function")

@@ -10,6 +10,7 @@ from passes.rules import (
     creation,
     experts,
     indexing,
+    linalg,
     loss,
     normalisation,
     pieces,
@@ -23,6 +24,6 @@ from passes.rules.registry import factors_of, has_rule, rule
 __all__ = ["Local", "Lowering", "OpFactors", "Spans", "by_expert", "by_group", "factors_of", "has_rule", "rule"]
 
 FAMILIES = (
-    attention, collective, contraction, convolution, creation, experts, indexing, loss, normalisation, pieces,
+    attention, collective, contraction, convolution, creation, experts, indexing, linalg, loss, normalisation, pieces,
     pointwise, reduction, reshape,
 )  # fmt: skip

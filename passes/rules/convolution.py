@@ -111,3 +111,15 @@ def columns(node: fx.Node) -> OpFactors:
     patch: Dims = (*batch_dims, ("c", "k"), ())
     before, after = (image, patch) if takes_apart else (patch, image)
     return OpFactors(sizes, (before,), (after,), frozenset("k"), FIRST)
+
+
+@family("affine_grid_generator")
+def affine_grid(node: fx.Node) -> OpFactors:
+    """A grid for each sample's matrix."""
+    rank = len(node.meta["val"].shape)
+    return named(node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid)
+
+
+def _local_affine_grid(local: Local) -> fx.Node:
+    sizes = list(argument(local.node, "size"))
+    return local.copy(size=[local.result_shape()[0], *sizes[1:]])

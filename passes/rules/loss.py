@@ -14,6 +14,7 @@ from passes.rules.algebra import (
     argument,
     named,
     operands_of,
+    results_of,
     shape,
 )
 from passes.rules.pointwise import elementwise
@@ -66,6 +67,17 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
     whole = frozenset((names[class_dim],)) if reduction == _SUM else frozenset(names)
     losses = samples if reduction == _NONE else []
     return named(node, [names, samples, *([names[class_dim]] for _ in weight)], [losses, []], whole=whole)
+
+
+@family("multi_margin_loss", "multilabel_margin_loss_forward")
+def margin_loss(node: fx.Node) -> OpFactors:
+    """A number for each sample, of all its classes; or, of all samples, their sum or mean."""
+    scores, target, *weight = operands_of(node)
+    names = NAMES[: len(shape(scores))]
+    samples = [names[0]] if len(names) > 1 and argument(node, "reduction") == _NONE else []
+    results = [samples, *(names for _ in results_of(node)[1:])]
+    patterns = [names, names[: len(shape(target))], *([names[-1]] for _ in weight)]
+    return named(node, patterns, results, whole=frozenset(names) - frozenset(samples))
 
 
 @family("cosine_similarity")

@@ -78,6 +78,13 @@ def along_whole_dim(node: fx.Node) -> OpFactors:
     return named(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
 
+@family("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_gradient(node: fx.Node) -> OpFactors:
+    """The same of two operands, a gradient and a result."""
+    names = NAMES[: len(node.meta["val"].shape)]
+    return named(node, [names, names], [names], whole=factors_along(node))
+
+
 @family("softmax", "log_softmax")
 def softmax(node: fx.Node) -> OpFactors:
     """Along a sharded dim: the ranks agree on the largest, and add up their exponentials."""

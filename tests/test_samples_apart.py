@@ -1,0 +1,102 @@
+"""What works on each sample by itself is equal to the model over microbatches; what does not is refused by its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partitioner import Constraints, Topology, partition
+from partitioner.errors import PlanError
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """``function`` makes a scalar of what a layer gives of two inputs."""
+
+    def __init__(self, function: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.then = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
+        self.cells = nn.ModuleList((nn.LSTMCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.RNNCell(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self, self.first(x).tanh(), self.first(y))
+
+
+def cells(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    lstm, gru, rnn = model.cells
+    hidden, cell = torch.zeros_like(y), y
+    for _ in range(3):
+        hidden, cell = lstm(x, (hidden, cell))
+        x = rnn(gru(hidden, x), y)
+    return x.square().mean()
+
+
+def warped(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    grid = F.affine_grid(model.then(x).view(-1, 2, 3), [x.shape[0], 2, 4, 4], align_corners=False)
+    return F.grid_sample(y.view(-1, 2, 2, 2), grid, align_corners=False).square().mean()
+
+
+def solved(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    matrix = torch.eye(WIDTH) + x.unsqueeze(-1) @ x.unsqueeze(-2)
+    found = torch.linalg.solve(matrix, y.unsqueeze(-1)) + torch.linalg.inv(matrix)
+    return found.square().mean() + torch.linalg.cholesky(matrix).square().mean() + matrix.logdet().mean()
+
+
+APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
+    "triplets": lambda model, x, y: F.triplet_margin_loss(x, y, x.flip(1), swap=True),
+    "ranking": lambda model, x, y: F.margin_ranking_loss(x, y, x.detach().sign(), margin=0.2),
+    "cosine embedding": lambda model, x, y: F.cosine_embedding_loss(x, y, x[:, 0].detach().sign(), margin=0.1),
+    "margins": lambda model, x, y: F.multi_margin_loss(model.then(x), y[:, :6].argmax(-1)),
+    "margins of several": lambda model, x, y: F.multilabel_margin_loss(model.then(x), y[:, :6].argsort(-1)),
+    "cells": cells,
+    "warped": warped,
+    "solved": solved,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_equal_to_the_model_over_microbatches(name: str):
+    torch.manual_seed(0)
+    model, inputs = Model(APART[name]), (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    constraints = Constraints(pp=1, dp=2, tp=1, microbatch_size=2)
+    report = partition(model, Topology.local(2), inputs, constraints=constraints).verify(model, inputs)
+    assert report.ok, str(report)
+
+
+@torch.library.custom_op("samples_apart::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+TOGETHER: dict[str, tuple[Callable[[Model, Tensor, Tensor], Tensor], str]] = {
+    "without a rule": (
+        lambda model, x, y: doubled(x).square().mean(),
+        r"samples_apart.doubled.default at the model \(.*test_samples_apart.py:\d+\) has no rule.* 2 microbatches",
+    ),
+    "medians": (lambda model, x, y: x.median(), r"the model \(.*\) combines samples .* \(aten.median.default\)"),
+    "neighbours": (
+        lambda model, x, y: (model.then(x)[1:] - model.then(x)[:-1]).square().mean(),
+        r"the model \(.*\) combines samples .* \(aten.slice.Tensor\)",
+    ),
+    "root of a mean": (lambda model, x, y: x.square().mean().sqrt(), r"the model \(.*\) combines samples"),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_samples_that_meet_are_refused_where_they_do(name: str):
+    function, message = TOGETHER[name]
+    inputs = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    line = function.__code__.co_firstlineno
+    constraints = Constraints(pp=1, dp=2, tp=1, microbatch_size=2)
+    with pytest.raises(PlanError, match=message) as caught:
+        partition(Model(function), Topology.local(2), inputs, constraints=constraints)
+    assert f"test_samples_apart.py:{line})" in str(caught.value)

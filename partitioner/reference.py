@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.draws import draw_of
 from passes.random import drawn, dropout
+from passes.retype import as_type
 from runtime.batch import leaves_by_path
 
-_REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Te
 
 
 def _widen(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _REDUCED else value
+    return as_type(value, torch.float64) if isinstance(value, torch.dtype) and value in _REDUCED else value
 
 
 class _Drawing(TorchDispatchMode):
@@ -252,15 +253,24 @@ def run_reference(
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do. The caller's gradients are left alone.
     """
-    model = copy.deepcopy(model)
+    model = _copy(model)
     if double:
-        model, inputs = model.double(), pytree.tree_map(_double, inputs)
+        model, inputs = model._apply(_double), pytree.tree_map(_double, inputs)
     with float64() if double else nullcontext(), _ByPlace(seed) as streams, _Drawing(seed, streams):
         return _run(model, inputs, loss, train)
 
 
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy; what its modules compute and keep (a weight of two parts, say), which torch refuses, by value."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
+        memo |= {id(value): value.detach().clone() for value in kept}
+    return copy.deepcopy(model, memo)
+
+
 def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
 def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Reference:
@@ -273,6 +283,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
             total.backward()
     named = model.named_parameters(remove_duplicate=False)
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
+    grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(output)
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     return Reference(leaves, None if total is None else total.detach(), grads if train else {})

@@ -88,10 +88,16 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
         return math.inf
     if theirs.numel() == 0:
         return 0.0
-    mine, theirs = mine.detach().double().cpu(), theirs.detach().double().cpu()
+    mine, theirs = _in_doubles(mine), _in_doubles(theirs)
     same = mine == theirs  # infinities among them
     difference = float(torch.where(same, torch.zeros_like(mine), (mine - theirs).abs()).max())
     finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
     scale = max(float(finite.abs().max()), least_scale)
     error = difference / scale if scale > 0.0 else difference
     return math.inf if math.isnan(error) else error
+
+
+def _in_doubles(x: Tensor) -> Tensor:
+    """Real numbers of float64; of complex ones both parts."""
+    x = x.detach().cpu()
+    return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

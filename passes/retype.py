@@ -16,18 +16,27 @@ from passes.infer import propagate
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a type becomes where floating ones become ``dtype``: complex ones have parts of it where there is such."""
+    if given.is_complex:
+        return _WITH_PARTS.get(dtype, given)
+    return dtype if given.is_floating_point else given
+
+
+_WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
 def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Turn every floating placeholder and every floating type among the arguments into ``dtype``, in place."""
 
     def retyped(argument: Any) -> Any:
-        floating = isinstance(argument, torch.dtype) and argument.is_floating_point and argument not in _SMALL
-        return dtype if floating else argument
+        return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
 
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.dtype.is_floating_point:
-                node.meta["val"] = value.to(dtype)
+            if isinstance(value, Tensor):
+                node.meta["val"] = value.to(as_type(value.dtype, dtype))
         elif node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, retyped)
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
@@ -51,7 +60,7 @@ def _takes_default(node: fx.Node) -> bool:
 def _promotes(node: fx.Node) -> bool:
     """Whether whole numbers are computed with as fractions, of torch's default type."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
-    if not isinstance(value, Tensor) or not value.dtype.is_floating_point or not operands:
+    if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
         return False
     whole = all(isinstance(x, Tensor) and not x.dtype.is_floating_point and not x.dtype.is_complex for x in operands)
     name = str(getattr(node.target, "_schema", None) and node.target._schema.name)  # type: ignore[union-attr]

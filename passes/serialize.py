@@ -138,6 +138,8 @@ def _to_json(value: Any) -> Any:
             return value
         case float():
             return value if math.isfinite(value) else {"float": str(value)}
+        case complex():
+            return {"complex": [_to_json(value.real), _to_json(value.imag)]}
         case torch.dtype():
             return {"dtype": dtype_name(value)}
         case torch.device():
@@ -168,6 +170,8 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
             return META
         case "float":
             return float(content)
+        case "complex":
+            return complex(*(_from_json(part, made) for part in content))
         case "layout" | "memory_format":
             return getattr(torch, content)
         case "slice":

@@ -9,7 +9,7 @@ import torch
 from passes.blocks import Block
 from passes.eight_bits import as_it_was, in_eight_bits, ops
 from passes.errors import InputsError
-from passes.retype import retype
+from passes.retype import as_type, retype
 from passes.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
 from runtime.errors import LaunchError
 from runtime.program import BlockGraph, Program, Stage
@@ -69,8 +69,9 @@ def uncompressed(program: Program) -> Program:
 
 
 def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
-    floating = dtype_of(data.dtype).is_floating_point
-    return data.model_copy(update={"dtype": dtype_name(dtype)}) if floating else data
+    given = dtype_of(data.dtype)
+    wanted = as_type(given, dtype)
+    return data if wanted == given else data.model_copy(update={"dtype": dtype_name(wanted)})
 
 
 def _retyped(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:

@@ -139,7 +139,9 @@ def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.
     """The rank's parameters, sharing memory with ``shards``."""
     states = rank.program.states
     return {
-        name: nn.Parameter(shard, requires_grad=states[name].requires_grad and shard.is_floating_point())
+        name: nn.Parameter(
+            shard, requires_grad=states[name].requires_grad and (shard.is_floating_point() or shard.is_complex())
+        )
         for name, shard in shards.items()
         if states[name].kind == "parameter"
     }

@@ -14,7 +14,7 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.normalize_shapes import to_dtype
-from passes.rewrite import Builder, Rule, aten, shape, val
+from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
 _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 
@@ -85,7 +85,15 @@ def _reduced(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> 
     return build(aten.div.Tensor, total, build(aten.clamp.default, count, 1))
 
 
+def embedding(
+    build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+) -> Any:
+    """A look-up whose gradient is dense: torch's sparse tensors say the same in another form."""
+    return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
+
+
 BAGS: dict[Any, Rule] = {
+    aten.embedding.default: embedding,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
@@ -141,3 +142,30 @@ def test_whole_numbers_become_fractions_as_exact_as_the_rest(mesh: dict[str, int
     model, inputs = OfWholeNumbers(), (torch.randn(8, 16), torch.arange(8)[:, None])
     plan = partition(model, Topology.local(2), inputs, loss=torch.sum, constraints=Constraints(pp=1, **mesh))
     assert plan.verify(model, inputs, loss=torch.sum).max_error < TOLERANCE
+
+
+def of_two_parts() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(
+            nn.utils.weight_norm(nn.Linear(16, 32)), nn.ReLU(), nn.utils.weight_norm(nn.Linear(32, 2))
+        )
+    model(torch.randn(2, 16))  # its weights are computed from now on
+    return model
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(12, 16, sparse=True), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "microbatch_size": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [(of_two_parts, torch.randn(8, 16)), (sparse, torch.randint(12, (8, 3)))],
+    ids=["parts", "sparse"],
+)
+def test_weights_of_another_form_are_verified(make: Callable[[], nn.Module], batch: Tensor, mesh: dict[str, int]):
+    torch.manual_seed(0)
+    model, constraints = make(), Constraints(**{"pp": 1, "dp": 1, "tp": 1, **mesh})
+    plan = partition(model, Topology.local(2), (batch,), loss=torch.sum, constraints=constraints)
+    assert plan.verify(model, (batch,), loss=torch.sum).max_error < TOLERANCE

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.errors import PartitionError
+from passes.errors import PartitionError, UnsupportedError
 
 META = torch.device("meta")
 
@@ -73,6 +73,12 @@ def refresh(node: fx.Node) -> None:
         node.meta["val"] = infer(node.target, value_of(node.args), value_of(node.kwargs))
     except PartitionError:
         raise
+    except NotImplementedError as error:
+        where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
+        raise UnsupportedError(
+            f"{node.target} at {where} cannot be run without numbers ({str(error).split(': ')[0]} has no meta kernel): "
+            "write it with other operators, or register one (torch.library.register_fake)"
+        ) from error
     except Exception as error:
         shapes = [tuple(v.shape) for v in pytree.tree_leaves(value_of(node.args)) if isinstance(v, Tensor)]
         where = node.meta.get("source") or node.meta.get("path") or node.name

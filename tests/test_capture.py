@@ -197,6 +197,13 @@ def test_exported_programs():
 
 LINEAR, X = nn.Linear(4, 4), torch.randn(2, 4)
 
+
+class Differentiating(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        input = input.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(input).tanh().sum(), input, create_graph=True)[0].sum()
+
+
 ERRORS = [
     ("no inputs", LINEAR, None, {}, InputsError, r"pass inputs=.*forward takes \(input\)"),
     ("too many", LINEAR, (X, X), {}, InputsError, r"too many positional arguments.*2 positional"),
@@ -210,6 +217,7 @@ ERRORS = [
     ("lock", Locked(), (X,), {}, CaptureError, "cannot be copied.*lock"),
     ("selection", Selecting(), (X,), {}, UnsupportedError, r"index.Tensor \(the model, .*depends on tensors' numbers"),
     ("autocast", Autocast(4, 4), (X,), {}, UnsupportedError, r"autocast region \(.*test_capture.py:\d+\).*precision="),
+    ("gradient", Differentiating(4, 1), (X,), {}, UnsupportedError, r"torch.export does not follow.*autograd.grad"),
     ("argument", Changing(4, 4), (X,), {}, UnsupportedError, "changes its argument 'x' in place"),
 ]
 

@@ -184,3 +184,18 @@ def test_weights_of_another_model_are_refused(plan: Plan) -> None:
 def test_another_batch_size_is_refused(plan: Plan) -> None:
     with pytest.raises(runtime.BatchError, match=r"expected .*8.*12"):
         runtime.run_threads(plan, Tower(), inputs(batch=4))
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.fake_quantize_per_tensor_affine(self.weight, 0.05, 0, -128, 127)
+        return (x @ weight).square().mean()
+
+
+def test_an_operator_that_cannot_run_without_numbers_is_named() -> None:
+    with pytest.raises(PartitionError, match=r"fake_quantize.* \(.*test_errors.py:\d+\) cannot be run without numbers"):
+        partition(Quantized(), Topology.local(2), (torch.randn(4, 8),), constraints=Constraints(pp=1, dp=1, tp=2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,15 @@ def test_ctrl_c_ends_with_130(sample: Path, monkeypatch: pytest.MonkeyPatch):
     result = invoke("show", sample)
     assert result.exit_code == 130
     assert "Interrupted" in result.stderr
+
+
+def test_it_is_a_module_too():
+    shown = subprocess.run([sys.executable, "-m", "partitioner", "topology", "local:2"], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "local" in shown.stdout
+    wrong = subprocess.run([sys.executable, "-m", "partitioner", "plans"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "Usage: partitioner" in wrong.stderr
 
 
 def test_help_has_examples():

@@ -23,7 +23,7 @@ Recompute = Literal["none", "selective", "full"]
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
-_OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
+OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
 _EXECUTED: dict[str, tuple[Any, ...]] = {
@@ -45,7 +45,8 @@ class Constraints(BaseModel):
     """What is given is fixed; ``None`` leaves the choice to the search.
 
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
-    rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py``, a CSV file, or a :class:`ScheduleTable`.
+    rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py`` (all but ``1f1b`` and ``gpipe`` are for
+    several stages), a CSV file, or a :class:`ScheduleTable`.
     ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
     the end. ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads
     (``None``: as is cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else
@@ -221,7 +222,7 @@ class Constraints(BaseModel):
     def check_idle(self) -> None:
         """Raise :class:`ConstraintError` for what would say nothing beside an axis that is fixed to one rank."""
         name = self.schedule
-        if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in _OF_ONE_STAGE:
+        if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(
                 f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
             )

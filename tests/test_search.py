@@ -302,6 +302,20 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
     assert {(p.cp, p.zero) for p in pinned} == {(2, 3)}
 
 
+@pytest.mark.parametrize("schedule", ["zb-1p", "zb-v", "interleaved"])
+def test_a_schedule_of_a_pipeline_is_no_plan_of_one_stage(schedule: str):
+    space = Space(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
+    assert {(p.pp > 1, p.schedule) for p in points(space)} == {(True, schedule)}
+    with pytest.raises(PlanError, match=f"pp is more than 1, since {schedule} is for a pipeline"):
+        points(replace(space, topology=Topology.local(1)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_other_schedules_are_those_of_one_stage_as_well(schedule: str):
+    space = Space(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
+    assert {p.schedule for p in points(space) if p.pp == 1} == {schedule}
+
+
 def test_virtual_stages_are_even():
     """As many as let stages have about as many layers each, ever more of them."""
     deep = replace(space(calls=128), repeated=126)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
@@ -231,9 +231,9 @@ def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     if table is not None:
         return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
     if pp == 1:
-        if (pinned.virtual_stages or 1) > 1:
-            return []  # one rank's virtual stages would be one stage
-        return [(pinned.schedule if pinned.schedule in ("gpipe", "1f1b") else "1f1b", 1)]
+        if (pinned.virtual_stages or 1) > 1 or pinned.schedule not in (None, *OF_ONE_STAGE):
+            return []  # one rank's virtual stages would be one stage, and other schedules say nothing of one
+        return [(str(pinned.schedule or "1f1b"), 1)]
     names = [str(pinned.schedule)] if pinned.schedule else _searched(space)
     found: list[tuple[str | ScheduleTable, int]] = []
     for name in names:
@@ -339,8 +339,11 @@ def _why_none(space: Space) -> str:
 
 def _depth(space: Space) -> str:
     """What pipelines there can be."""
-    if (space.constraints.virtual_stages or 1) > 1:
+    pinned = space.constraints
+    if (pinned.virtual_stages or 1) > 1:
         return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
+    if pinned.schedule not in (None, *OF_ONE_STAGE) and table_of(pinned.schedule) is None:
+        return f"pp is more than 1, since {pinned.schedule} is for a pipeline, and at most {space.num_calls}"
     return f"pp is at most {space.num_calls}"
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.draw.figures import capacities, mesh_text
+from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
 from partitioner.explain import KINDS, MEMORY_KINDS
 from partitioner.explain_tables import fullest_rank, heading, indented, plain, table
+from partitioner.outline import outline
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text
 from runtime.program import StateData
@@ -120,13 +121,24 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("microbatches", f"{plan.num_microbatches} of {plural(chosen.microbatch_size, 'sample')}"),
         ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
         ("virtual stages", str(chosen.virtual_stages)),
+        ("gradients", _added_up(plan)),
         ("state sharding", f"zero={chosen.zero}" + (f" dp_shard={chosen.dp_shard}" if chosen.dp_shard else "")),
+        ("in host memory", ", ".join(plan.offload) or "nothing"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
         ("memory", memory if estimate.memory else "unknown"),
         ("gap of the certificate", percent(plan.certificate.gap)),
     ]
+
+
+def _added_up(plan: Plan) -> str:
+    """Which collectives add up gradients, over what, and in what they are sent."""
+    if plan.written is None:
+        return "not written out"
+    moved = [m for stage in outline(plan.written).stages for m in stage.reductions if m.what.startswith("gradients")]
+    ways = dict.fromkeys((COLLECTIVE_NAMES.get(m.op, m.op), m.what.removeprefix("gradients"), m.axis) for m in moved)
+    return ", ".join(f"{op}{kind} over {axis}" for op, kind, axis in ways) or "nothing to add up"
 
 
 def _amounts(

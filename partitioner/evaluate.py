@@ -11,10 +11,11 @@ from typing import Any
 from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import estimate, how_reduced, stage_problem
 from partitioner.cost.gathers import Floor
+from partitioner.cost.levels import lost_by
 from partitioner.cost.machine import Machine
 from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
-from partitioner.cost.states import StateCost, state_costs
+from partitioner.cost.states import StateCost, state_costs, with_lost
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import PlanError
 from partitioner.experts import spreads
@@ -89,10 +90,11 @@ class Evaluator:
 
         def judge(machine: Machine) -> tuple[float, Judged]:
             machine = dressed(machine)
+            held = with_lost(states, lost_by(machine, job.constraints))
             problem = stage_problem(
                 local.model,
                 costs.at(self.locals.reference_seat(point.tp, point.cp), machine.spread),
-                states,
+                held,
                 machine,
                 num_microbatches=num_microbatches,
                 microbatch_size=point.microbatch_size,
@@ -107,7 +109,7 @@ class Evaluator:
                 split = solve_stages(problem)
             else:
                 split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
-            expected = estimate(problem, split, states, machine, job.flops, job.constraints)
+            expected = estimate(problem, split, held, machine, job.flops, job.constraints)
             if job.constraints.offload:
                 of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
                 in_host = [stage.host for stage, ranks in of_stages for _ in ranks]
@@ -261,7 +263,6 @@ class Evaluator:
                 short_gradients=bool(job.constraints.short_gradients),
                 offload=job.constraints.offload or (),
                 complete=local.complete,
-                feedback=job.constraints.grad_compression == "int8",
             )
         return self._held[held]
 

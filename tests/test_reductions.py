@@ -534,6 +534,27 @@ def test_what_is_kept_is_what_was_planned(case: str):
         assert counted <= held <= counted + padding
 
 
+@pytest.mark.parametrize("case", ["dp4", "dp4 in turns", "dp4 pp2 in turns", "dp4 zero1", "dp4 hybrid2", "dp2 tp2"])
+def test_the_search_counts_what_is_kept_as_programs_do(case: str):
+    """Level by level it is a part of that: what just fits is not refused."""
+    name, topology, pins = CASES[case]
+    topology = nodes(2, topology.devices_per_node, single_ring=False)  # where levels are for those who ask
+    constraints = Constraints(**{"zero": 0} | pins, grad_compression="int8")
+    model, batch = MODELS[name][0](), MODELS[name][1]()
+    tables, written = (
+        partition(model, topology, batch, constraints=constraints, estimate_only=only).estimate.stages[0].memory
+        for only in (True, False)
+    )
+    assert tables["residuals"] == pytest.approx(written["residuals"], rel=1e-3)
+
+
+def test_a_comparison_says_how_gradients_are_added_up():
+    text = planned("dp4 in turns", "int8").diff(planned("dp4"))
+    (first,) = (line for line in text.splitlines() if "reduce-scatter over dp_shard, all-to-all in" in line)
+    assert first.split()[0] == "gradients"
+    assert "all-reduce over" in text
+
+
 def test_reports_know_the_words(tmp_path: Path):
     plan = planned("dp4 in turns", "int8")
     text = plan.explain()

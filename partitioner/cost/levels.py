@@ -7,7 +7,7 @@ an all-reduce is one ring (Gloo's), they are taken where they take less time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +16,12 @@ from partitioner.constraints import Constraints
 from partitioner.cost.machine import Machine
 from partitioner.cost.reducer import Reducer, coding_time
 from partitioner.cost.relaxed import best_group
+from partitioner.cost.states import StateCost
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.topology.groups import Group, placed
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
+from runtime.compression import CODECS
 from runtime.program import AXES
 
 
@@ -59,6 +61,23 @@ def ways(machine: Machine, constraints: Constraints) -> list[Reducing]:
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
     stepped = [Reducing(inside, compression)] if inside else []
     return stepped if stepped and constraints.hierarchical else [Reducing(0, compression), *stepped]
+
+
+def lost_by(machine: Machine, constraints: Constraints) -> Callable[[StateCost], float] | None:
+    """What a state has kept of what sending its gradient loses, in the way in which it is most; ``None`` where nothing
+    is kept."""
+    compression = constraints.grad_compression
+    if compression is None or not CODECS[compression].feedback:
+        return None
+    reducers = [reducer_of(machine, 0, how) for how in ways(machine, constraints)]
+
+    def lost(cost: StateCost) -> float:
+        part = max(reducer.lost(cost.rest_axes) for reducer in reducers)
+        if not part and cost.scatter_axes:  # what is scattered to shards is sent once
+            return cost.gradient
+        return part * cost.gradient_piece
+
+    return lost
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:

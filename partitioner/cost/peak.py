@@ -59,6 +59,7 @@ def _peak(
     ``coming``: bytes of gradients that are not there before their first reduction.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
+    parts["residuals"] = sum(cost.lost for cost in held)
     again = problem.train and stage.recompute > 0
     fullest = max(calls, key=lambda c: c.working_bytes + c.cost.saved_bytes * again)
     parts["working"] = fullest.working_bytes + problem.overhead.working_bytes

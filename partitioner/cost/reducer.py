@@ -12,7 +12,7 @@ from partitioner.emit_levels import Reducing
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from runtime.buckets import Compression
-from runtime.compression import wire_share
+from runtime.compression import CODECS, wire_share
 
 # How often compressing and making again pass through memory what is compressed, kernel by kernel.
 _PASSES: dict[Compression, float] = {"bf16": 3.0, "int8": 14.0}
@@ -69,6 +69,16 @@ class Reducer:
             return Sent(collective_time("all_reduce", num_bytes, group))
         sent, back = self._exchange(num_bytes, group), self._coded(num_bytes / group.size)
         return Sent(sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back)
+
+    def lost(self, axes: tuple[str, ...]) -> float:
+        """The part of a bucket that is kept of what adding it up over ``axes`` loses: of what is sent, of the sums."""
+        kind = self.how.compression
+        if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
+            return 0.0
+        inner, outer = self._levels(axes)
+        if inner.size > 1 and outer.size > 1:
+            return (1 + 1 / outer.size) / inner.size
+        return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> Sent:
         """Of a bucket to the ranks that share its states; ``last``: over the outermost links that it takes."""

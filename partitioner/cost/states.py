@@ -8,7 +8,7 @@ the parameter in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -55,15 +55,12 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
-_RESIDUAL = 1.5  # of what is sent: as much again, and of the sums that a rank sends back at most half
-
-
 @dataclass(frozen=True)
 class StateCost:
     """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
 
     ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself.
-    ``feedback``: what is lost in sending its gradient is kept.
+    ``lost``: what is kept of what sending its gradient loses.
     """
 
     parameter: float
@@ -76,7 +73,7 @@ class StateCost:
     hybrid: bool = False
     hosted: bool = False
     passing: bool = False
-    feedback: bool = False
+    lost: float = 0.0
 
     @property
     def scatter_axes(self) -> tuple[str, ...]:
@@ -95,7 +92,7 @@ class StateCost:
     @cached_property
     def kind(self) -> Hashable:
         """All but bytes; and whether there is a gradient."""
-        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.feedback
+        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
@@ -105,8 +102,8 @@ class StateCost:
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
             kept["gradients"] += self.gradient / self.replicas
-        if self.feedback and any(axis != "tp" for axis in self.grad_axes):
-            kept["residuals"] = _RESIDUAL * (self.gradient_piece if self.hybrid else self.gradient)
+        if self.lost:
+            kept["residuals"] = self.lost
         if self.hosted:
             kept["optimizer"] = 0.0
         if self.passing:
@@ -149,6 +146,7 @@ class StateCost:
             parameter=self.parameter * share,
             gradient=self.gradient * share,
             optimizer=self.optimizer * share,
+            lost=self.lost * share,
         )
 
     def zero(
@@ -183,13 +181,14 @@ def summed(costs: Iterable[StateCost]) -> list[StateCost]:
     """``costs`` added up, one for each kind: those that differ in bytes alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
-        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0]))[1]
+        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0]))[1]
         sums[0] += cost.parameter
         sums[1] += cost.gradient
         sums[2] += cost.optimizer
+        sums[3] += cost.lost
     return [
-        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer)
-        for first, (parameter, gradient, optimizer) in kinds.values()
+        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer, lost=lost)
+        for first, (parameter, gradient, optimizer, lost) in kinds.values()
     ]
 
 
@@ -204,14 +203,13 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
     complete: Collection[str] = (),
-    feedback: bool = False,
 ) -> dict[str, StateCost]:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
     ``offload``: what is kept in host memory. ``complete``: states whose gradients all ranks of ``cp`` have whole, so
-    that these do not share them. ``feedback``: what is lost in sending gradients is kept.
+    that these do not share them.
     ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
     ranks = mesh.get("tp", 1)
@@ -233,11 +231,18 @@ def state_costs(
                 cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
                 hosted="optimizer" in offload and trained,
                 passing="parameters" in offload and state.kind == "parameter",
-                feedback=feedback and trained,
             )
         return known[key]
 
     return {name: find(name, state) for name, state in states.items()}
+
+
+def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
+    """``costs`` with what each has kept of what sending its gradient loses; ``None``: nothing."""
+    if lost is None:
+        return costs
+    alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
+    return {name: alike[id(cost)] for name, cost in costs.items()}
 
 
 def _cost(

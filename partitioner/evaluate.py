@@ -12,10 +12,11 @@ from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import estimate, how_reduced, stage_problem
 from partitioner.cost.gathers import Floor
 from partitioner.cost.levels import lost_by
-from partitioner.cost.machine import Machine
+from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs, with_lost
+from partitioner.cost.widest import no_slower
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import PlanError
 from partitioner.experts import spreads
@@ -57,6 +58,19 @@ class Solved:
 Judged = tuple[StageProblem, StageSplit, Estimate]
 
 
+def virtual_ranks(point: Point) -> tuple[int, ...]:
+    """Of each virtual stage, of a schedule that is followed; empty where a formula says what it takes."""
+    return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
+
+
+def split_of(problem: StageProblem, point: Point, *, proven: bool = True) -> StageSplit:
+    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, and errors: see
+    :func:`partitioner.solve.virtual.solve_virtual`."""
+    if is_formula(point.schedule):
+        return solve_stages(problem)
+    return solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
+
+
 @dataclass
 class Evaluator:
     """Solves candidates; what they share is solved once."""
@@ -78,8 +92,7 @@ class Evaluator:
         job = self.job
         num_microbatches = point.num_microbatches(job.global_batch)
         local, costs, states = self._own(point)
-        plain = is_formula(point.schedule)
-        ranks = () if plain else ranks_of(point.schedule, point.pp, point.virtual_stages)
+        ranks = virtual_ranks(point)
 
         seen: dict[int, tuple[Machine, Machine]] = {}  # by identity, with what keeps it alive
 
@@ -105,10 +118,7 @@ class Evaluator:
                 costs_by_stage=costs.by_stage(machine),
                 scattered_bytes=machine.scattered_bytes(num_microbatches),
             )
-            if plain:
-                split = solve_stages(problem)
-            else:
-                split = solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
+            split = split_of(problem, point, proven=proven)
             expected = estimate(problem, split, held, machine, job.flops, job.constraints)
             if job.constraints.offload:
                 of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
@@ -157,9 +167,10 @@ class Evaluator:
         are: its share of what one of ``size`` samples takes. ``None`` where nothing can be said.
 
         Per sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus
-        something that grows no faster than the batch, as long as whatever divides the smaller divides the larger.
+        something that grows no faster than the batch, as long as whatever divides the smaller divides the larger; and
+        as long as it is priced on what it was chosen for.
         """
-        if not self.placements.complete(point.grid):
+        if size != point.microbatch_size and not self._is_at_best(point):
             return None
         whole = self._is_whole(point, size)
         point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
@@ -173,11 +184,9 @@ class Evaluator:
         """The floors that will be asked for, about in this order: points and sizes."""
         self.locals.expect(self._wanted(p, size, self._is_whole(p, size)) for p, size in floors)
 
-    def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """What a rank runs, what that takes at least on any placement, and its states; ``None`` where there are other
-        placements than those that are tried. Raises as :meth:`solve` does."""
-        if not self.placements.complete(point.grid):
-            return None
+    def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
+        """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve`
+        does."""
         local, costs, states = self._own(point)
         return local.model, fastest(self._every(point, costs)), states
 
@@ -196,9 +205,29 @@ class Evaluator:
         return self.locals.split(point, num_microbatches * point.dp, num_microbatches == 1)
 
     def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
-        """What calls take on the stages of all placements that are tried, each once."""
+        """What calls take on the stages of all placements that are tried, each once; where there are others, on what
+        none of them is better than."""
+        if not self.placements.complete(point.grid):
+            return self._at_best(point, costs)
         machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
         return list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
+
+    def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
+        """What calls take on every kind of device, over the best groups that there could be."""
+        best, machine = self.placements.best_group, self.job.dressed(Machine(self.job.topology, point.grid), point)
+        sizes = {axis: size for axis, size in {**point.grid, "ep": point.ep}.items() if axis != "pp" and size > 1}
+        groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
+        over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
+        return [costs.at(Seat(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
+
+    def _is_at_best(self, point: Point) -> bool:
+        """Whether what calls take at least is on the devices and over the groups that their sharding is chosen for."""
+        if self.placements.complete(point.grid):
+            return True
+        groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
+        return len(self.job.topology.paces[0]) == 1 and all(
+            no_slower(group, self.placements.best_group(group.size)) for group in groups
+        )
 
     def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
         wanted = self._wanted(point, size, whole)

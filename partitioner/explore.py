@@ -119,7 +119,7 @@ def _explore(
         found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven)))
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
-            found = replace(found, least=min(least, bounds.refine(point)))
+            found = replace(found, least=min(least, floors.of_point(point)))
         return found
 
     result = search(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.gathers import Floor, Gathers
 from partitioner.errors import CapacityError
-from partitioner.evaluate import Evaluator
+from partitioner.evaluate import Evaluator, split_of, virtual_ranks
 from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.points import Point, Space, hybrids
@@ -79,6 +79,17 @@ class Floors:
         """Bounds of one point, one tighter than the other: whether states fit; even stages that gather weights, then
         the best ones, by the largest microbatch's sharding; then both by its own."""
         return self._held, self._gathered, self._staged, self._thoroughly, self._own, self._own_staged
+
+    def of_point(self, point: Point) -> float:
+        """The tightest bound of a point that has a plan, wherever its ranks are."""
+        floor, own = self.evaluator.floor(point, point.microbatch_size), self.evaluator.least(point)
+        even = self.bounds.with_floor([point], floor) if floor else 0.0
+        try:
+            pipeline_s = split_of(self.bounds.problem(point, *own, virtual_ranks(point)), point).least_s
+        except CapacityError:  # schedules that are followed are not looked through to the end
+            pipeline_s = 0.0
+        stages = self.bounds.followed(point, pipeline_s)
+        return max(self.bounds.refine(point), even, stages, self._own_staged(point, np.inf))
 
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks at least on which stage, if its states alone are too large."""
@@ -175,8 +186,9 @@ class Floors:
         return self.bounds.with_floor([point], floor) if floor else 0.0
 
     def _own_staged(self, point: Point, enough_s: float) -> float:
-        own = self.evaluator.least(point) if is_plain(point.schedule, point.virtual_stages) else None
-        return self.bounds.staged([point], self.bounds.least(point, *own, enough_s=enough_s)) if own else 0.0
+        if not is_plain(point.schedule, point.virtual_stages):
+            return 0.0
+        return self.bounds.staged([point], self.bounds.least(point, *self.evaluator.least(point), enough_s=enough_s))
 
     def _of_all(self, point: Point) -> Floor | None:
         """What the largest microbatch says, and what gathering weights takes for any."""

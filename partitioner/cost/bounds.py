@@ -17,27 +17,27 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.constraints import Constraints
 from partitioner.cost.blockwork import BlockWork, Works
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.gathers import Floor
 from partitioner.cost.levels import best_reducers, data_reducers
 from partitioner.cost.offload import update_seconds
+from partitioner.cost.planned import Planned
 from partitioner.cost.relaxed import Relaxed, best_type, relaxed, stage_speeds
 from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
-from partitioner.errors import CapacityError
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.points import Point
+from partitioner.solve.shortage import check_room
+from partitioner.solve.stage_problem import StageProblem
 from partitioner.topology.hosts import BOUNDLESS
-from partitioner.topology.model import Topology
 from partitioner.units import bytes_text
 from passes.blocks import FoldedModel
 
@@ -56,35 +56,8 @@ _ROUNDING = 1 - 1e-9
 _TINY_S = 1e-15
 
 
-class Planned(Protocol):
-    """What is planned: the model of the whole batch, and where."""
-
-    @property
-    def model(self) -> FoldedModel: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def constraints(self) -> Constraints: ...
-    @property
-    def train(self) -> bool: ...
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def experts(self) -> frozenset[str]: ...
-
-
 def _at_speed(cost: CallCost, speed: float) -> CallCost:
     return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
-
-
-def _check(takes: str, needed: float, room: float) -> None:
-    if (missing := math.ceil(needed - room)) > 0:
-        text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
-        raise CapacityError(text, missing_bytes=missing, at_least=True)
 
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
@@ -256,7 +229,8 @@ class ModelBounds:
             if self.placements.complete(grid):
                 reducers = data_reducers(self.placements.candidates(grid), point.zero, constraints)
             else:
-                reducers = best_reducers(self.topology, point.replicas, self.device, constraints)
+                group = self.placements.best_group(point.replicas)
+                reducers = best_reducers(self.topology, group, self.device, constraints)
             experts = self.job.experts if point.ep > 1 else ()
             shares = (cost for name, cost in self.share_of_states(point).items() if name not in experts)
             plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares]
@@ -295,7 +269,7 @@ class ModelBounds:
         """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
         lacks is more than it says."""
         needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
-        _check(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
+        check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, point: Point) -> int:
         """The most usable bytes that a rank of any placement has."""
@@ -346,7 +320,7 @@ class ModelBounds:
     def check_microbatch(self, point: Point) -> None:
         """Raise :class:`CapacityError`, quickly, where one call of one microbatch needs more than any rank has."""
         needed = self.layer_bytes(point)
-        _check(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
+        check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
 
     def layer_bytes(self, point: Point) -> float:
         """What a rank needs at least for the call of one microbatch that needs most."""
@@ -365,9 +339,20 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         **how: Unpack[How],
     ) -> LeastTime:
-        """What no stages of ``point`` can go below, where blocks of ``model`` take ``calls`` on every stage and a stage
-        has as much memory as any placement gives it. Raises as :meth:`refine` does."""
-        problem = stage_problem(
+        """What no stages of ``point`` can go below, see :meth:`problem`. Raises as :meth:`refine` does."""
+        return least_time(self.problem(point, model, calls, states), **how)
+
+    def problem(
+        self,
+        point: Point,
+        model: FoldedModel,
+        calls: Mapping[str, CallCost],
+        states: Mapping[str, StateCost],
+        ranks: Sequence[int] = (),
+    ) -> StageProblem:
+        """The stages of ``point`` where blocks of ``model`` take ``calls`` on every stage, which has as much memory as
+        any placement gives it. ``ranks``: of each virtual stage, where there are several on a rank."""
+        return stage_problem(
             model,
             calls,
             states,
@@ -375,10 +360,10 @@ class ModelBounds:
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
+            ranks=ranks,
             constraints=self.job.constraints,
             train=self.train,
         )
-        return least_time(problem, **how)
 
     def staged(self, points: Sequence[Point], least: LeastTime) -> float:
         """Seconds of a step of each of ``points``, which differ in ZeRO alone, and whose stages take no less than
@@ -387,6 +372,10 @@ class ModelBounds:
         pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
         hides = least.backward_s if least.is_seen else math.inf
         return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
+
+    def followed(self, point: Point, pipeline_s: float) -> float:
+        """The same of a pipeline that takes no less."""
+        return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
     def with_floor(self, points: Sequence[Point], floor: Floor) -> float:
         """The same where each block takes at least ``floor``, forward and backward."""

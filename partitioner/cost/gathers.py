@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.relaxed import best_group
 from partitioner.cost.spread import hidden
 from partitioner.job import Job
 from partitioner.solve.placement import Placements
@@ -63,8 +62,8 @@ class Gathers:
     def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and experts' weights, on the placements that are tried."""
         if not self.placements.complete(point.grid):
-            topology = self.placements.topology
-            return [best_group(topology, point.sharers)], [best_group(topology, point.expert_sharers)]
+            best = self.placements.best_group
+            return [best(point.sharers)], [best(point.expert_sharers)]
         plain = self.placements.candidates(point.grid)
         machines = [replace(m, ep=point.ep, etp=point.etp, zero=3, dp_shard=point.dp_shard) for m in plain]
         shards = [m.group("dp_shard" if m.hybrid else "dp", "cp") for m in machines]

@@ -15,7 +15,6 @@ import numpy as np
 from partitioner.constraints import Constraints
 from partitioner.cost.machine import Machine
 from partitioner.cost.reducer import Reducer, coding_time
-from partitioner.cost.relaxed import best_group
 from partitioner.cost.states import StateCost
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.topology.groups import Group, placed
@@ -47,11 +46,11 @@ def _over_data(reducer: Reducer) -> Reducer:
     return replace(reducer, group=lambda axes: group(axes if axes == ("dp_replicate",) else (*axes, "cp")))
 
 
-def best_reducers(topology: Topology, ranks: int, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """The reducer that none over ``ranks`` beats; none, where a part of it may be in nodes, or what is sent less."""
+def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
+    """The reducer over ``group``, which none is better than; none, where a part of it may be in nodes, or what is sent
+    less."""
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
-    group = best_group(topology, ranks)
     return [Reducer(lambda axes: group, AT_ONCE, device)]
 
 

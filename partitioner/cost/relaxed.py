@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from partitioner.cost.compute import matmul_efficiency
 from partitioner.cost.machine import Machine
-from partitioner.topology.groups import Group, Tier, num_communicators
+from partitioner.topology.groups import num_communicators
 from partitioner.topology.hosts import BOUNDLESS, HostShare
 from partitioner.topology.model import Topology
-from partitioner.topology.parts import DeviceType, Level, Link
+from partitioner.topology.parts import DeviceType, Link
 
 Vector = NDArray[np.float64]
 
@@ -74,7 +74,7 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
         return Relaxed(mesh, capacity, tuple(_best_link(boundary) for boundary in boundaries))
     per_stage = topology.num_devices // stages
     largest = np.sort(topology.usable)[::-1]
-    every = [level.shared(_most_share(topology)) for level in topology.levels]
+    every = [level.shared(most_share(topology)) for level in topology.levels]
     links = [Link(name=level.name, bandwidth=level.bandwidth, latency=level.latency, level=-1) for level in every]
     for name, matrix in topology.pattern_kinds:
         latency = topology.patterns[name].latency
@@ -85,29 +85,14 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
     return Relaxed(mesh, (room,) * stages, (_best_link(links),) * (stages - 1))
 
 
-def _most_share(topology: Topology) -> float:
+def most_share(topology: Topology) -> float:
+    """Of the bandwidth between nodes, that any device has."""
     return max(1.0, float(topology.network_share.max()))
 
 
 def _best_link(links: Sequence[Link]) -> Link:
     bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
     return Link(name="best", bandwidth=bandwidth, latency=latency, level=-1)
-
-
-def best_group(topology: Topology, size: int) -> Group:
-    """A group in which no collective takes longer than over any ``size`` devices: it starts at once, and every device
-    sends and receives over all of its links."""
-    rates = [0.0]
-    for level in topology.levels:
-        own = level.shared(_most_share(topology))
-        rates += [rate for _, _, rate in own.all_reduce] or [own.bandwidth * own.efficiency]
-    inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])
-    of_device: dict[int, float] = {}
-    for pair, link in topology.own_links.items():
-        for i in pair:
-            of_device[i] = of_device.get(i, 0.0) + link.bandwidth
-    rate = max([inside, *of_device.values()])
-    return Group(size, (Tier(Level(name="best", bandwidth=rate, latency=0.0), size, 1),))
 
 
 def stage_speeds(speeds: Vector, counts: NDArray[np.int64], stages: int) -> Vector:

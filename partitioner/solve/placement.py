@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.machine import Machine
+from partitioner.cost.widest import best_group
 from partitioner.solve.arrangement import arrangements, complete, group_size
 from partitioner.solve.attempts import nearest
 from partitioner.solve.nesting import equal_levels, fits, nestings
+from partitioner.topology.groups import Group
 from partitioner.topology.model import Topology
 from passes.errors import PartitionError
 from runtime.program import AXES
@@ -53,6 +55,7 @@ class Placements:
     _levels: tuple[int, ...] | None = field(init=False)
     _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
     _exchanged: set[Key] = field(default_factory=set, init=False)
+    _best_groups: dict[int, Group] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._levels = equal_levels(self.topology)
@@ -78,6 +81,12 @@ class Placements:
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
+
+    def best_group(self, size: int) -> Group:
+        """What no collective over ``size`` devices can beat, wherever they are."""
+        if size not in self._best_groups:
+            self._best_groups[size] = best_group(self.topology, size)
+        return self._best_groups[size]
 
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> Machine:
         """The placement that puts the ranks of ``mesh`` on ``devices``."""

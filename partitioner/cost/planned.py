@@ -1,0 +1,30 @@
+"""What bounds ask of a job."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from partitioner.constraints import Constraints
+from partitioner.topology.model import Topology
+from passes.blocks import FoldedModel
+
+
+class Planned(Protocol):
+    """What is planned: the model of the whole batch, and where."""
+
+    @property
+    def model(self) -> FoldedModel: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def constraints(self) -> Constraints: ...
+    @property
+    def train(self) -> bool: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def experts(self) -> frozenset[str]: ...

@@ -1,0 +1,132 @@
+"""The least that collectives take over any group of so many devices, wherever on a cluster these are.
+
+A group is priced by how many parts it is in on each storey of links, and by the fewest members of a part. All such
+numbers are gone through that the cluster has room for, with the best links of each storey; what no collective takes
+less than over any of them is one group again, which is as if it had been measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from partitioner.cost.collectives import collective_time, moved_share
+from partitioner.cost.relaxed import most_share
+from partitioner.topology.fabric import Ints, Storey, spans_nodes
+from partitioner.topology.groups import Group, Tier
+from partitioner.topology.model import Topology
+from partitioner.topology.parts import Level
+
+_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_LARGE = 1e15  # bytes: what a collective takes is a start and a slope
+_ROUNDING = 1e-9
+_MOST_FORMS = 2000  # of a group that are gone through; of more, what no links allow is said
+
+
+def best_group(topology: Topology, size: int) -> Group:
+    """A group in which no collective takes longer than over any ``size`` devices."""
+    if size == 1:
+        return Group(1)
+    storeys = topology.storeys
+    joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
+    if topology.own_links or not joins_all:
+        return _over_all_links(topology, size)
+    made: list[Group] = []
+    for group in _forms(topology, storeys, size):
+        made.append(group)
+        if len(made) > _MOST_FORMS:
+            return _over_all_links(topology, size)
+    return _least_of(made, size)
+
+
+def no_slower(group: Group, other: Group) -> bool:
+    """Whether no collective takes longer over ``group`` than over ``other``, but for rounding."""
+    sizes = (0.0, _LARGE)
+    times = ((collective_time(op, size, group), collective_time(op, size, other)) for op in _OPS for size in sizes)
+    return all(own <= least * (1 + _ROUNDING) for own, least in times)
+
+
+def _least_of(groups: Sequence[Group], size: int) -> Group:
+    """Of every collective the shortest start and the widest links that one of ``groups`` has."""
+    tables: dict[str, Any] = {}
+    for op in _OPS:
+        starts = [collective_time(op, 0.0, group) for group in groups]
+        large = [collective_time(op, _LARGE, group) - start for group, start in zip(groups, starts, strict=True)]
+        tables[op] = ((size, min(starts), moved_share(op, size) * _LARGE / min(large)),)
+    widest = max(bandwidth for ((_, _, bandwidth),) in tables.values())
+    return Group(size, (Tier(Level(name="best", bandwidth=widest, **tables), size, 1),))
+
+
+def _forms(topology: Topology, storeys: Sequence[Storey], size: int) -> Iterator[Group]:
+    """A group for all ways in which ``size`` devices may be parted by ``storeys``, with as many in each part as can
+    be."""
+    alone = np.arange(topology.num_devices)
+    fewest = [_fewest_parts(storey, size) for storey in storeys]
+    most = [len(np.unique(storey.joined)) for storey in storeys]
+    ways = [_most_ways(*pair) for pair in pairwise([alone, *(storey.joined for storey in storeys)])]
+
+    def further(number: int, parts: int, below: int, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
+        if number == len(storeys):
+            if parts == 1:
+                yield Group(size, tiers, ring=ring)
+            return
+        storey = storeys[number]
+        least = max(fewest[number], math.ceil(parts / ways[number]))
+        for count in range(least, min(parts, most[number]) + 1):
+            if count == parts:
+                yield from further(number + 1, parts, below, tiers, ring)
+                continue
+            for links in _links(topology, storey):
+                share = 1.0 if storey.shares is None else float(storey.shares.max())
+                tier = Tier(links.shared(share), math.ceil(parts / count), below)
+                slowest = min(ring, links.bandwidth * links.efficiency) if topology.single_ring and tiers else ring
+                yield from further(number + 1, count, size // count, (*tiers, tier), slowest)
+
+    yield from further(0, size, 1, (), math.inf)
+
+
+def _fewest_parts(storey: Storey, size: int) -> int:
+    """Of ``storey``, in which ``size`` devices may be."""
+    sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
+    return int(np.searchsorted(np.cumsum(sizes), size)) + 1
+
+
+def _most_ways(below: Ints, joined: Ints) -> int:
+    """How many parts of the storey ``below`` are at most in one of that which has ``joined`` them."""
+    parts = np.unique(np.stack([joined, below]), axis=1)
+    return int(np.unique(parts[0], return_counts=True)[1].max())
+
+
+def _links(topology: Topology, storey: Storey) -> list[Level]:
+    """The different links that a group may have in ``storey``."""
+    if storey.levels:
+        return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
+    # direct links inside nodes: none has more than all of a device's, or than a level inside the node
+    rates = [float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds]
+    inside = [level for level in topology.levels if not spans_nodes(level)]
+    rates += [rate for level in inside for rate in _rates(level)]
+    return [Level(name="direct", bandwidth=max(rates), latency=0.0)]
+
+
+def _rates(level: Level) -> Iterator[float]:
+    """Bytes/s of a level's links, and what was measured over them."""
+    yield level.bandwidth
+    for op in _OPS:
+        yield from (rate for _, _, rate in getattr(level, op))
+
+
+def _over_all_links(topology: Topology, size: int) -> Group:
+    """As if a group started at once, and every device sent and received over all of its links."""
+    every = [level.shared(most_share(topology)) for level in topology.levels]
+    rates = [0.0, *(rate for level in every for rate in _rates(level))]
+    inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])
+    of_device: dict[int, float] = {}
+    for pair, link in topology.own_links.items():
+        for i in pair:
+            of_device[i] = of_device.get(i, 0.0) + link.bandwidth
+    rate = max([inside, *of_device.values()])
+    return Group(size, (Tier(Level(name="best", bandwidth=rate, latency=0.0), size, 1),))

@@ -1,0 +1,99 @@
+"""The least that collectives take over any devices, and what that says of meshes that fit no level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner import Topology, partition
+from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.widest import best_group, no_slower
+from partitioner.evaluate import Evaluator
+from partitioner.floors import Floors
+from partitioner.solve.points import Point, Space
+from partitioner.solve.stages import SLACK
+from partitioner.topology import loads
+from partitioner.topology.groups import group_of
+from tests.test_compare import Tower
+from tests.test_placement import grid, job, times_of_all
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LEVELS = """
+levels:
+  - {name: inside, like: nvlink4, nodes: 1, only: [switched]}
+  - {name: board, like: pcie4, nodes: 1, only: [board]}
+  - {name: leaf, like: ib-ndr, nodes: 2}
+  - {name: spine, bandwidth: 5 GB/s, latency: 25 us, oversubscription: 2}
+"""
+PATTERN = "patterns: {ring: {links: [{pairs: [[0, 1], [1, 2], [2, 3], [3, 0]], bandwidth: 40 GB/s}], latency: 5 us}}\n"
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Topology:
+    """Up to five nodes of one or two kinds, with two levels between them, of which one may have a slow card."""
+    switched = (
+        f"{{type: h100-sxm, island: switched, devices: {draw(st.integers(1, 4))}, count: {draw(st.integers(1, 3))}}}"
+    )
+    ring = draw(st.booleans())
+    board = "{type: h100-sxm, island: board, devices: 4, pattern: ring, count: 2}"
+    plain = f"{{type: h100-sxm, island: board, devices: {draw(st.integers(1, 3))}, count: {draw(st.integers(1, 2))}}}"
+    slow = "node_overrides: {0: {network: 0.25}}\n" if draw(st.booleans()) else ""
+    return loads(f"nodes: [{switched}, {board if ring else plain}]\n{LEVELS}{PATTERN if ring else ''}{slow}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(), st.integers(2, 12), st.randoms(use_true_random=False))
+def test_no_devices_communicate_faster_than_the_best_group(topology: Topology, size: int, random: Any):
+    size = min(size, topology.num_devices)
+    best = best_group(topology, size)
+    for _ in range(30 if size > 1 else 0):
+        devices = np.array(random.sample(range(topology.num_devices), size))
+        group = group_of(topology, devices)
+        for op in OPS:
+            for num_bytes in (0.0, 1e4, 1e9):
+                least = collective_time(op, num_bytes, best)
+                assert least <= collective_time(op, num_bytes, group) * (1 + 1e-9), (devices, op, num_bytes)
+
+
+@pytest.mark.parametrize(("size", "devices"), [(8, range(8)), (12, [*range(6), *range(8, 14)]), (24, range(24))])
+def test_of_devices_that_are_alike_it_is_one_that_there_is(size: int, devices: Any):
+    topology = Topology.preset("dgx-h100", nodes=3)
+    assert no_slower(group_of(topology, np.array([*devices])), best_group(topology, size))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh"),
+    [
+        (grid(2, 3), (3, 2, 1)),
+        (grid(3, 2), (1, 2, 3)),
+        (grid(2, 3), (1, 3, 2)),
+        (grid(3, 2) + "overrides: {node1/0: {speed: 0.5}}", (3, 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1p"])
+def test_no_placement_is_below_what_is_said_of_a_point(cluster: str, mesh: tuple[int, int, int], schedule: str):
+    """All permutations of the devices, judged by the same cost model."""
+    pp, dp, tp = mesh
+    if schedule != "1f1b" and pp == 1:
+        return
+    work = job(loads(cluster), 6)
+    point = Point(pp, dp, tp, 1, schedule)
+    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    assert not evaluator.placements.complete(point.grid)
+    space = Space(work.topology, 6, bounds.num_calls, bounds.dims)
+    bound = Floors(bounds, evaluator, [point], space).of_point(point)
+    assert bound >= bounds.refine(point)
+    assert bound <= min(times_of_all(work, point)) / (1 + SLACK) * (1 + 2 * SLACK)
+
+
+def test_meshes_that_fit_no_level_leave_a_small_gap():
+    """Of three nodes of eight: twelve ranks of dp are one and a half of them."""
+    with torch.device("meta"):
+        plan = partition(Tower(), Topology.preset("dgx-h100", nodes=3), (torch.empty(48, 256),), estimate_only=True)
+    assert plan.certificate.gap < 0.15

@@ -162,5 +162,5 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
     prove(program, facts=facts)
     if program.offload:
         _check_hosts(facts, job, chosen)
-    working = {name: kept_by(block, job.train).working for name, block in local.model.blocks.items()}
+    working = {name: kept_by(block, job.train).passing for name, block in local.model.blocks.items()}
     return program, followed(chosen.estimate, facts, job.optimizer, working)

@@ -79,6 +79,20 @@ def test_what_is_pinned_to_what_was_chosen_costs_what_that_did() -> None:
     assert pinned.certificate.bound == pytest.approx(free.certificate.bound)
 
 
+@pytest.mark.parametrize("pins", [{"pp": 2}, {"dp": 4}, {"tp": 4}, {"pp": 4, "microbatch_size": 1}])
+def test_what_inference_puts_out_is_counted_once(pins: dict[str, int]) -> None:
+    """Of a model whose outputs, a number for each word, are most of what there is."""
+    model, inputs = _llama()
+    prepared = prepare(model, {"input_ids": inputs["input_ids"]}, objective="infer")
+    pinned = {"dp": 1, "pp": 1, "tp": 1} | pins
+    topology = Topology.local(4) if pins != {"pp": 2} else Topology.local(2)
+    tables, whole = (
+        partition(prepared, topology, constraints=Constraints(**pinned), global_batch=4, estimate_only=only)
+        for only in (True, False)
+    )
+    assert max(whole.estimate.memory) == pytest.approx(max(tables.estimate.memory), rel=0.1)
+
+
 def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float, **options: Any) -> Plan:
     """As if every program took ``extra`` bytes more than the tables know of."""
     followed = finish.followed

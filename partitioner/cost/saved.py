@@ -73,12 +73,14 @@ _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 class Kept:
     """Bytes of one call of a block. ``inside``: kept tensors that the block makes; ``inputs``: whether each input is.
 
-    ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more.
+    ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more; ``passing``: of
+    that, besides the outputs as well.
     """
 
     inside: int
     inputs: tuple[bool, ...]
     working: int
+    passing: int
 
 
 def expanded(block: Block) -> frozenset[fx.Node]:
@@ -150,10 +152,10 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
     inside = sum(made.values()) + extra
-    working = _forward_peak(block, made)
-    if train:
-        working = max(working, _backward_peak(block))
-    return Kept(inside, tuple(name in kept_names for name in block.inputs), working)
+    working, outputs = _forward_peak(block, made)
+    backward = _backward_peak(block) if train else 0
+    inputs = tuple(name in kept_names for name in block.inputs)
+    return Kept(inside, inputs, max(working, backward), max(working - outputs, backward))
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
@@ -228,8 +230,9 @@ def _nbytes(value: Value) -> int:
     return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
 
 
-def _forward_peak(block: Block, saved: dict[Value, int]) -> int:
-    """The most bytes over what is kept in the end that are alive at a time while the block runs forward."""
+def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
+    """The most bytes over what is kept in the end that are alive at a time while the block runs forward, and those of
+    outputs that are alive after it."""
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):
@@ -251,7 +254,7 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> int:
                 alive += _nbytes(value)
         peak = max(peak, alive + kept - total)
         alive -= sum(_nbytes(value) for value in dying.get(place, ()))
-    return max(0, peak)
+    return max(0, peak), alive
 
 
 def _backward_peak(block: Block) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.changes import Asked, advised
+from partitioner.changes import advised
 from partitioner.constraints import Constraints
 from partitioner.explore import explore
 from partitioner.finish import plan_to_fit
@@ -20,6 +20,7 @@ from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_request, check_seconds, precision_of
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
+from partitioner.variants import Asked
 
 
 @rare_collections()

@@ -122,6 +122,13 @@ JOBS: dict[str, Infeasible] = {
     "idle: a way to share no sequence": Infeasible(
         ConstraintError, "context left free", pins={"cp": 1, "context": "ring"}
     ),
+    "offload: of hosts that nobody described": Infeasible(
+        ConstraintError, "offload=none instead of optimizer", cluster(64), pins={"offload": "optimizer"}
+    ),
+    "idle: levels of one node": Infeasible(
+        ConstraintError, "hierarchical left free instead of True", cluster(64), pins={"hierarchical": True}
+    ),
+    "memory: a layer that no device holds": Infeasible(CapacityError, "times the memory on every device", cluster(0.2)),
     "offload: parameters that are kept whole": Infeasible(
         ConstraintError, "zero=0 instead of 1", cluster(64, host=64), pins={"offload": "parameters", "zero": 1}
     ),

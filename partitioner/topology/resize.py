@@ -5,6 +5,7 @@ from __future__ import annotations
 from partitioner.errors import TopologyError
 from partitioner.topology.files import known_presets, preset
 from partitioner.topology.model import Topology
+from partitioner.topology.parts import Part
 
 
 def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
@@ -38,6 +39,18 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
         return _local(num_devices)
     node = group.model_copy(update={"devices": num_devices})
     return _made(topology, nodes=(node,), name=f"{topology.name}, {num_devices} devices")
+
+
+def with_memory(topology: Topology, times: float) -> Topology | None:
+    """``topology`` with ``times`` the memory on every device; what is reserved stays the same."""
+
+    def grown(part: Part) -> Part:
+        memory = getattr(part, "memory", None)
+        return part if memory is None else part.model_copy(update={"memory": round(memory * times)})
+
+    parts = ("types", "overrides", "node_overrides")
+    changed = {name: {key: grown(part) for key, part in getattr(topology, name).items()} for name in parts}
+    return _made(topology, **changed, name=f"{topology.name}, {times:g} times the memory")
 
 
 def _local(num_devices: int) -> Topology:

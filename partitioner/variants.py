@@ -1,0 +1,173 @@
+"""What of a job may be changed besides its pins: the batch, the devices, ways of doing what it may not do at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from partitioner.constraints import Constraints
+from partitioner.explore import OFFLOAD_SETS
+from partitioner.job import Job
+from partitioner.solve.points import divisors
+from partitioner.topology import Topology
+from partitioner.topology.hosts import can_offload
+from partitioner.topology.resize import with_devices, with_memory, with_nodes
+from partitioner.units import bytes_text, plural
+
+# a stage_of entry put right, other kinds in host memory, other devices, larger ones
+_PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
+_WAYS = ("context", "hierarchical", "grad_compression")  # of doing what a plan may not do at all
+_MOST_DEVICES = 32768
+_TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job as it was asked for. ``prepare``: the job of these constraints, on this topology, with this batch."""
+
+    topology: Topology
+    constraints: Constraints
+    global_batch: int | None
+    prepare: Callable[[Topology, Constraints, int | None], Job]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The job with something else than its pins changed."""
+
+    cost: float
+    kinds: frozenset[str]
+    texts: tuple[str, ...]
+    topology: Topology
+    constraints: Constraints
+    global_batch: int | None
+
+
+def _and(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
+    """``variant`` with one thing more ``changed``."""
+    return replace(
+        variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
+    )
+
+
+def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
+    """The job as it is, and with more and more changed; ``short_of_memory``: why there is no plan."""
+    base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
+    yield base
+    yield from _places(asked, base)
+    for name in _WAYS:
+        if (given := getattr(asked.constraints, name)) is not None:
+            freed = asked.constraints.model_copy(update={name: None})
+            yield _and(base, _PLACE, name, f"{name} left free instead of {given}", constraints=freed)
+    yield from _shards(base)
+    hosted = [*_hosted(base, short_of_memory)]
+    yield from hosted
+    if not short_of_memory:
+        yield from _batches(asked, base)
+    for variant in (base, *(hosted if short_of_memory else ())):
+        yield from _rooms(variant, short_of_memory)
+    yield from _larger(base, short_of_memory)
+
+
+def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
+    """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
+    given = base.constraints.stage_of
+    stages = base.constraints.pp
+    job = asked.prepare(base.topology, Constraints(), base.global_batch)
+    paths = sorted({call.path for call in job.model.calls})
+    for name, stage in given.items():
+        for near in get_close_matches(name, paths, n=1, cutoff=0.5):
+            if near not in given:
+                places = {near if n == name else n: s for n, s in given.items()}
+                yield _placed(base, places, f"stage_of {near!r} instead of {name!r}")
+        if stages is not None and not -stages <= stage < stages:
+            places = {**given, name: stages - 1 if stage > 0 else 0}
+            yield _placed(base, places, f"stage_of[{name!r}]={places[name]} instead of {stage}")
+
+
+def _placed(base: Variant, places: dict[str, int], text: str) -> Variant:
+    constraints = base.constraints.model_copy(update={"stage_of": places})
+    return _and(base, _PLACE, text, text, constraints=constraints)
+
+
+def _batches(asked: Asked, base: Variant) -> Iterator[Variant]:
+    """Batches that divide as pinned, or over the devices."""
+    given = base.constraints
+    batch = asked.prepare(base.topology, Constraints(), base.global_batch).global_batch
+    parts = {(given.dp or 1) * (given.microbatch_size or 1), *divisors(base.topology.num_devices)}
+    near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
+    for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:4]:
+        text = f"global_batch={size} instead of {batch}"
+        kind = "more" if size > batch else "less"
+        yield _and(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
+
+
+def _shards(base: Variant) -> Iterator[Variant]:
+    """States shared by as many ranks as there can be: points have all of them, or those that are pinned."""
+    given = base.constraints.dp_shard
+    if given is None:
+        return
+    for size in divisors(base.constraints.dp or base.topology.num_devices)[1:]:
+        if size != given:
+            cost = _PLACE + 0.5 * abs(math.log2(size / given))
+            constraints = base.constraints.model_copy(update={"dp_shard": size})
+            text = f"dp_shard={size} instead of {given}"
+            yield _and(base, cost, "dp_shard", text, constraints=constraints)
+
+
+def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
+    """Other kinds in host memory than those that are pinned; none, where it is not described."""
+    given, known = base.constraints.offload, can_offload(base.topology)
+    if given is None or not (short_of_memory or (given and not known)):
+        return
+    for kinds in ((), *OFFLOAD_SETS) if known else ((),):
+        constraints = base.constraints.model_copy(update={"offload": kinds})
+        if kinds == given or ("parameters" in kinds and constraints.zero in (1, 2)):
+            continue
+        text = f"offload={_kinds_text(kinds)} instead of {_kinds_text(given)}"
+        cost = _OFFLOAD + 0.1 * len(set(kinds) ^ set(given))
+        yield _and(base, cost, "offload", text, constraints=constraints)
+
+
+def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
+    """More nodes of the same kind, or as many devices as the pinned axes ask for."""
+    topology, now = base.topology, base.topology.num_devices
+    counts = {topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}
+    for nodes in sorted(n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES):
+        larger = with_nodes(topology, nodes) if topology != _local(topology) else None
+        if larger is not None:
+            text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
+            yield _and(base, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger)
+    if short_of_memory:
+        return
+    pinned = math.prod(base.constraints.pinned.values())
+    sizes = {pinned * -(-now // pinned), max(1, now // pinned) * pinned, 1 << (now.bit_length() - 1)} - {now}
+    for size in sorted(sizes):
+        other = with_devices(topology, size)
+        if other is None and size % topology.devices_per_node == 0:
+            other = with_nodes(topology, size // topology.devices_per_node)
+        if other is not None:
+            text = f"{plural(size, 'device')} instead of {now}"
+            kind = "larger" if size > now else "smaller"
+            yield _and(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
+
+
+def _larger(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
+    """More memory on every device."""
+    for times in _TIMES if short_of_memory else ():
+        larger = with_memory(base.topology, times)
+        if larger is not None:
+            least, now = (bytes_text(int(topology.usable.min())) for topology in (larger, base.topology))
+            text = f"{times:g} times the memory on every device ({least} usable instead of {now} on the smallest)"
+            yield _and(base, _MEMORY + math.log2(times), "memory", text, topology=larger)
+
+
+def _kinds_text(kinds: Sequence[str]) -> str:
+    return "+".join(kinds) or "none"
+
+
+def _local(topology: Topology) -> Topology:
+    return Topology.local(topology.num_devices)

@@ -155,10 +155,10 @@ class Constraints(BaseModel):
         """Raise :class:`ConstraintError` unless ``global_batch`` samples split evenly as pinned."""
         dp, size = self.dp or 1, self.microbatch_size or 1
         if global_batch % (dp * size):
-            what = " x ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("microbatch_size", self.microbatch_size)) if v)
+            given = [f"{n}={v}" for n, v in (("dp", self.dp), ("microbatch_size", self.microbatch_size)) if v]
+            what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
             raise ConstraintError(
-                f"the global batch of {global_batch} does not split by {what} = {dp * size}; "
-                f"expected a divisor of {global_batch}"
+                f"the global batch of {global_batch} does not split by {what}; expected a divisor of {global_batch}"
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:

@@ -153,7 +153,8 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
     total = sum(estimate.breakdown.values())
     if total > 0:
         kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
-        yield _line(f"Time: most of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
+        much = "most" if seconds > total / 2 else "the largest part"
+        yield _line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])

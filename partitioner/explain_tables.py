@@ -26,11 +26,18 @@ STATUS_WORDS = {
     "infeasible": "does not fit",
 }
 _NO_PLAN = "no plan"  # for another reason than memory
+AS_FAST, _ROUNDING = "as fast", 1e-9
 
 
 def is_barred(candidate: Candidate) -> bool:
     """Whether a candidate has no plan, and not for lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
+
+
+def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
+    """Whether a candidate that was not chosen takes no longer than the plan."""
+    solved = candidate.status == "solved" and candidate.step_time is not None
+    return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
 def status_word(candidate: Candidate) -> str:
@@ -146,7 +153,10 @@ def candidate_counts(certificate: Certificate) -> str:
     counts = {s: sum(c.status == s for c in certificate.candidates) + certificate.left.get(s, 0) for s in STATUS_WORDS}
     barred = sum(map(is_barred, certificate.candidates))
     counts["infeasible"] -= barred
-    words = [*((n, STATUS_WORDS[s]) for s, n in counts.items()), (barred, _NO_PLAN)]
+    as_fast = sum(is_as_fast(candidate, certificate) for candidate in certificate.candidates)
+    counts["solved"] -= as_fast
+    chosen, *others = ((n, STATUS_WORDS[s]) for s, n in counts.items())
+    words = [chosen, (as_fast, AS_FAST), *others, (barred, _NO_PLAN)]
     told = ", ".join(f"{n} {word}" for n, word in words if n)
     return f"{sum(n for n, _ in words):,} considered: {told}"
 
@@ -203,7 +213,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
-        outcome = status_word(candidate) + (f": {candidate.reason}" if candidate.reason else "")
+        word = AS_FAST if is_as_fast(candidate, plan.certificate) else status_word(candidate)
+        outcome = word + (f": {candidate.reason}" if candidate.reason else "")
         made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),

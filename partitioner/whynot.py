@@ -16,6 +16,7 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.plan import Candidate, Plan
+from partitioner.solve.points import SEARCHED
 from partitioner.units import bytes_text, seconds_text
 from passes.errors import PartitionError
 
@@ -209,6 +210,9 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
         return f"tp beyond the {inside} devices of a node is tried only where it is fixed"
     if against:
         return f"you fixed {shown(against)}"
+    if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
+        searched = " and ".join(SEARCHED)
+        return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
     if beyond and not plan.constraints.ahead:
         return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
     return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "no candidate is so"

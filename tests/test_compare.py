@@ -110,6 +110,12 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
     assert "planned, not executed by this version: overlap=False" in str(answer)
 
 
+def test_a_schedule_that_is_not_searched_is_called_so(plan: Plan):
+    answer = plan.why_not(schedule="gpipe")
+    assert answer.verdict == "unknown"
+    assert "it has 1f1b and zb-1p, others where they are fixed" in str(answer)
+
+
 def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
     slow = planned(Topology.preset("dgx-h100"), pp=4, tp=1, schedule="1f1b")
     assert "you fixed pp=4" in str(slow.why_not(pp=1))

@@ -148,6 +148,21 @@ def test_what_is_excluded_is_not_said_to_lack_memory():
     assert candidate_counts(certificate) == "3 considered: 2 does not fit, 1 no plan"
 
 
+def test_what_takes_as_long_is_not_called_slower():
+    one: dict[str, Any] = {"mesh": {"dp": 4}, "microbatch_size": 1, "schedule": "1f1b"}
+    rows = [Candidate(**one, zero=z, status=s, step_time=t) for z, s, t in ((1, "chosen", 1.0), (2, "solved", 1.0))]
+    slower = Candidate(**one, status="solved", step_time=1.1)
+    certificate = Certificate(objective=1.0, bound=1.0, gap=0.0, candidates=(*rows, slower))
+    assert candidate_counts(certificate) == "3 considered: 1 chosen, 1 as fast, 1 slower"
+
+
+def test_the_largest_part_need_not_be_most(plan: Plan):
+    parts = {"compute": 0.45, "bubble": 0.35, "reduction": 0.2}
+    estimate = plan.estimate.model_copy(update={"breakdown": parts})
+    text = " ".join(explain(plan.model_copy(update={"estimate": estimate})).split())
+    assert "Time: the largest part of the step is computation (45%)." in text
+
+
 def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
     with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, fp8 or None; got 'int8'"):
         prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")

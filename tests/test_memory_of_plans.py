@@ -93,6 +93,14 @@ def test_what_inference_puts_out_is_counted_once(pins: dict[str, int]) -> None:
     assert max(whole.estimate.memory) == pytest.approx(max(tables.estimate.memory), rel=0.1)
 
 
+def test_inference_that_does_not_fit_has_nothing_to_recompute() -> None:
+    model, inputs = _llama()
+    prepared = prepare(model, {"input_ids": inputs["input_ids"]}, objective="infer")
+    with pytest.raises(CapacityError, match=r"usable on a device: .* too much") as raised:
+        partition(prepared, cluster(1), constraints=Constraints(tp=1))
+    assert "recomputed" not in str(raised.value)
+
+
 def _planned_with(extra: int, monkeypatch: pytest.MonkeyPatch, memory: float, **options: Any) -> Plan:
     """As if every program took ``extra`` bytes more than the tables know of."""
     followed = finish.followed

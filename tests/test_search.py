@@ -363,6 +363,17 @@ def test_no_point_is_explained():
         points(Space(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
 
 
+def test_only_what_is_fixed_is_multiplied():
+    with pytest.raises(ConstraintError, match="batch of 8 does not split by microbatch_size=3; expected"):
+        Constraints(microbatch_size=3).check_batch(8)
+
+
+def test_axes_of_experts_that_fit_nowhere_are_named():
+    space = Space(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6)
+    with pytest.raises(PlanError, match=r"with tp=2, etp=3 fits: .* ep x etp must divide dp x cp x tp"):
+        points(space)
+
+
 def test_the_baselines_are_data_parallelism_and_the_textbook():
     candidates = points(space())
     table = Table({p: float(p.microbatch_size) for p in candidates})

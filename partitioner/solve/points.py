@@ -11,6 +11,7 @@ from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.topology.model import Topology
+from partitioner.units import plural
 from passes.hashing import hashed_once
 from runtime.program import hybrid_mesh
 
@@ -23,7 +24,7 @@ _MOST_CHUNKS = 16
 
 _PART_GROWS = 4  # from one part of dp that shares states to the next
 
-_SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
+SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
 
 
@@ -255,7 +256,7 @@ def _searched(space: Space) -> list[str]:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
     if (pinned.virtual_stages or 1) > 1 and not pinned.ahead:
         return [name for name, schedule in SCHEDULES.items() if schedule.chunks in (None, pinned.virtual_stages)]
-    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(_SEARCHED)
+    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(SEARCHED)
 
 
 def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
@@ -263,7 +264,7 @@ def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
-    return list((_CHOICES if pinned.schedule or pinned.ahead else _SEARCHED)[schedule])
+    return list((_CHOICES if pinned.schedule or pinned.ahead else SEARCHED)[schedule])
 
 
 def even_chunks(space: Space, pp: int) -> list[int]:
@@ -322,6 +323,7 @@ def _why_none(space: Space) -> str:
     schedule = space.constraints.schedule
     fixed: dict[str, Any] = {
         "ep": space.constraints.ep,
+        "etp": space.constraints.etp,
         "schedule": schedule and schedule_name(schedule),
         "v": space.constraints.virtual_stages,
         "dp_shard": space.constraints.dp_shard,
@@ -329,10 +331,11 @@ def _why_none(space: Space) -> str:
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (
-        f"no mesh of {space.world_size} ranks{' with ' + pinned if pinned else ''} fits: dp must divide the global "
-        f"batch of {space.global_batch}, {_depth(space)} (the calls that can be placed), tp must "
+        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must divide the "
+        f"global batch of {space.global_batch}, {_depth(space)} (the calls that can be placed), tp must "
         "divide a dim of a weight and stay within a node"
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
+        + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
         + (_asked_by(schedule) if schedule else "")
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from partitioner.errors import CapacityError, PlanError
@@ -9,10 +11,17 @@ from partitioner.solve.tables import StageTables, Table, min_max
 from partitioner.units import bytes_text
 
 _HOW = {
-    "none": "without recomputation",
-    "selective": "with attention scores recomputed",
-    "full": "with repeated layers recomputed",
+    "none": " without recomputation",
+    "selective": " with attention scores recomputed",
+    "full": " with repeated layers recomputed",
 }
+
+
+def check_room(takes: str, needed: float, room: float) -> None:
+    """Raise :class:`CapacityError` where what ``takes`` the ``needed`` bytes has no ``room``; no plan lacks less."""
+    if (missing := math.ceil(needed - room)) > 0:
+        text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
+        raise CapacityError(text, missing_bytes=missing, at_least=True)
 
 
 def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:
@@ -44,11 +53,11 @@ def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     capacity = problem.capacity[stage]
     first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
     where = f"{first} to {last}" if first != last else first
-    how = _HOW.get(problem.recompute or "", "even with everything recomputed")
+    how = _HOW.get(problem.recompute or "", " even with everything recomputed") if problem.train else ""
     least = "at least " if relaxed else ""
     return CapacityError(
         f"stage {stage} of {problem.num_stages} ({where}) needs {least}{bytes_text(capacity + missing)} of the "
-        f"{bytes_text(capacity)} usable on a device {how}: {least}{bytes_text(missing)} too much",
+        f"{bytes_text(capacity)} usable on a device{how}: {least}{bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
     )

@@ -7,7 +7,8 @@ optimizers leave parameters without one as they are: the training loop needs no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -33,9 +34,11 @@ class LossScale:
         self.limit = limit
         self.good_steps = 0
         self.overflowed = False
+        self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: Group, device: torch.device) -> None:
         """Take the factor out of ``gradients``, and see whether they are finite on all ranks, of ``everyone``."""
+        self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
         found = torch.zeros(1, dtype=torch.float32, device=where)
         inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
@@ -44,6 +47,16 @@ class LossScale:
         self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
         if self.dynamic:
             self._adapt()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Steps in the block are the last one again: with its factor, and of no effect on those to come."""
+        before = self.value, self.good_steps, self.overflowed
+        self.value = self.applied
+        try:
+            yield
+        finally:
+            self.value, self.good_steps, self.overflowed = before
 
     def _adapt(self) -> None:
         if self.overflowed:

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from partitioner.cli import app
 from runtime import Engine, LaunchError, LocalRanks, run_local, run_threads
 from runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
+from runtime.precision import with_precision
+from runtime.scaling import BACKOFF
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import in_threads
 
@@ -98,6 +100,24 @@ def test_a_parameter_that_is_no_number_is_told_by_name():
     engine.step(net_inputs())
     with pytest.raises(NonFiniteError, match=r"parameter layers\.1\.up\.weight holds a NaN before the step"):
         check_finite(engine, net_inputs())
+
+
+def test_looking_for_a_nan_leaves_the_factor_of_the_loss_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(with_precision(program_of_net(), "fp16"), Net(), loss_scale="dynamic")
+    scale = engine._scale
+    assert scale is not None
+    engine.step(net_inputs())
+    spoil(engine, node_like(engine, "gelu_default", "F"), to_nan)
+    factors: list[float] = []
+    real = engine._executor.scale_loss
+    monkeypatch.setattr(engine._executor, "scale_loss", lambda factor: (factors.append(factor), real(factor)))
+    engine.step(net_inputs())
+    before = scale.state_dict(), engine.overflowed
+    with pytest.raises(NonFiniteError, match="the first NaN"):
+        check_finite(engine, net_inputs())
+    assert (scale.state_dict(), engine.overflowed) == before
+    assert factors[0] == factors[1], "the step is the same one"
+    assert before[0]["value"] == factors[0] * BACKOFF
 
 
 def test_finite_steps_pass():

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,19 +64,30 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Run the last step again on ``batch`` and find what first was not finite: rank, instruction, graph node. All ranks
-    call it, before the optimizer changes the weights; the engine's step count stays as it is."""
+    call it, before the optimizer changes the weights; the engine's step count and its factor of the loss stay as they
+    are, the gradients are those of ``batch`` again."""
     told = _of_all(engine, _given(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
         found = _Finder(engine.communicator.rank)
-        engine.steps -= 1
-        try:
-            with probed(engine, found.see):
-                engine.step(batch, local=local)
-        except BaseException:
-            engine.steps += 1
-            raise
+        with _again(engine), probed(engine, found.see):
+            engine.step(batch, local=local)
         told = _of_all(engine, found.origins())
     return _failure(told, engine.steps)
+
+
+@contextmanager
+def _again(engine: Engine) -> Iterator[None]:
+    """A step in the block is the last one again; what it leaves for those to come is as it was."""
+    steps, residuals = engine.steps, engine._gradients.residuals
+    kept = {place: residual.clone() for place, residual in residuals.items()}
+    engine.steps -= 1
+    try:
+        with nullcontext() if engine._scale is None else engine._scale.again():
+            yield
+    finally:
+        engine.steps = steps
+        for place, residual in kept.items():
+            residuals[place].copy_(residual)
 
 
 class _Finder:

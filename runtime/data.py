@@ -72,7 +72,7 @@ class Loader:
         engine: says which samples these are, and how many a global batch has.
         seed: of the order of samples; not negative.
         shuffle: every epoch in an order of its own; else in the dataset's.
-        epochs: after which it ends, without a last batch that is not whole; ``None``: never.
+        epochs: after which it ends for good, without a last batch that is not whole; ``None``: never.
         collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
         num_workers: processes that load ahead; 0: this one, when a batch is asked for.
         batch_size: samples in a global batch, where the planned inputs do not tell.
@@ -81,7 +81,8 @@ class Loader:
     were given out hold, whatever workers have loaded ahead. What samples are made of by chance (augmentations) should
     be drawn by their index, not by a generator whose state is lost.
 
-    Raises :class:`BatchError` where the dataset is empty, or the batch's size is not known or does not split over dp.
+    Raises :class:`BatchError` where the dataset has no sample, or no whole batch, the batch's size is not known or does
+    not split over dp; and where a loop is begun after one has come to the end.
     """
 
     def __init__(
@@ -109,6 +110,12 @@ class Loader:
                 f"ranks; pass batch_size= a multiple of {self.share.count}"
             )
         self.order = SampleOrder(len(dataset), seed, shuffle)
+        if self._ended(0):
+            raise BatchError(
+                f"{epochs} epochs of {len(dataset)} samples hold no whole batch: expected at least "
+                f"{self.batch_size}; pass more epochs, or None to run on over their ends"
+            )
+        self._over = False  # a loop has come to the end
         self._ahead: Iterator[Any] | None = None
         self._loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # torch's class, whose two methods it has
@@ -120,10 +127,17 @@ class Loader:
         )
 
     def __iter__(self) -> Self:
+        if self._over:
+            raise BatchError(
+                f"the loader has come to the end of its {self.epochs} epochs, and another loop would have no batch: "
+                "pass epochs= the epochs of the whole run, in one loop (loader.epoch tells which it is in), or make "
+                "another loader with another seed"
+            )
         return self
 
     def __next__(self) -> Any:
         if self._ended(self.samples):
+            self._over = True
             raise StopIteration
         if not self.share.paths:
             batch: Any = {}
@@ -159,6 +173,7 @@ class Loader:
         self.samples = state["samples"]
         self.order = SampleOrder(state["of"], state["seed"], state["shuffle"])
         self._ahead = None
+        self._over = False
 
     def own(self) -> Iterator[list[int]]:
         """For each batch to come the indices of the samples of this rank."""

@@ -240,6 +240,26 @@ def test_it_ends_after_its_epochs_without_a_part_of_a_batch():
     assert loader.state_dict() == state
 
 
+def test_another_loop_after_the_end_is_refused_and_not_empty():
+    loader = one_rank(Rows(2 * BATCH), epochs=1)
+    start = loader.state_dict()
+    assert len([*loader]) == 2
+    with pytest.raises(BatchError, match="come to the end of its 1 epochs"):
+        next(iter(loader))
+    ended = loader.state_dict()
+    loader.load_state_dict(start)
+    assert len([*loader]) == 2, "a run that goes back goes on"
+    finished = one_rank(Rows(2 * BATCH), epochs=1)
+    finished.load_state_dict(ended)
+    assert [*finished] == [], "a run that is over has nothing left to do"
+
+
+def test_epochs_without_a_whole_batch_are_refused():
+    with pytest.raises(BatchError, match=f"1 epochs of 3 samples hold no whole batch: expected at least {BATCH}"):
+        one_rank(Rows(3), epochs=1)
+    assert len([*one_rank(Rows(3), epochs=3)]) == 1
+
+
 def test_its_state_is_of_one_dataset():
     loader = one_rank(Rows(), seed=9)
     first = [next(loader)["x"] for _ in range(3)]

@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 from torch import Tensor
 
 from passes.serialize import dtype_of
 from runtime.engine import Engine
+from runtime.files import write_text
 from runtime.program import Program
 from runtime.recorder import MeasuredStep, recordings
 from runtime.waiting import waited
@@ -72,7 +73,8 @@ class StepLog:
 
     Args:
         plan: the plan, or its file: its estimate says what a step computes, for the MFU.
-        folder: where ``metrics.jsonl`` and TensorBoard's events go; what is there is added to.
+        folder: where ``metrics.jsonl`` and TensorBoard's events go; what is there is added to. There is one line for
+            each step: those of steps that are done again, after a restart or on going back, are replaced.
         watch: the folder of :class:`runtime.Watch`, for the bubble of all ranks.
     """
 
@@ -87,12 +89,7 @@ class StepLog:
         self.watch = None if watch is None else Path(watch)
         self.tokens, self.samples = batch_size(engine.program)
         self.full_speed_s = _full_speed(plan)
-        self._file = None
-        self._board: Any = None
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = (Path(folder) / FILE).open("a")
-            self._board = _tensorboard(Path(folder))
+        self._lines = None if folder is None else _Lines(Path(folder))
         self._last = time.perf_counter()
         self._waited = waited.ns
 
@@ -124,20 +121,13 @@ class StepLog:
             bubble=self._bubble(seconds, waiting),
         )
         content = {k: v for k, v in (asdict(found) | more).items() if v is not None}
-        if self._file is not None:
-            self._file.write(json.dumps(content) + "\n")
-            self._file.flush()
-        if self._board is not None:
-            for name, number in content.items():
-                if name != "step":
-                    self._board.add_scalar(name, number, found.step)
+        if self._lines is not None:
+            self._lines.write(found.step, content)
         return found
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def _bubble(self, seconds: float, waiting: float) -> float | None:
         if self.engine.program.world_size == 1:
@@ -145,6 +135,56 @@ class StepLog:
         steps = [] if self.watch is None else [s for r in recordings(self.watch).values() if (s := r.last_step())]
         shares = [waiting_share(s) for s in steps]
         return sum(shares) / len(shares) if shares else min(1.0, waiting / seconds)
+
+
+class _Lines:
+    """The entries of a run in ``folder``: JSONL, and TensorBoard's events. Each step has one, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path.open("a").close()  # where it cannot be written it is told now
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._step = 0  # of the last entry
+
+    def write(self, step: int, content: Mapping[str, Any]) -> None:
+        if self._file is None or step <= self._step:
+            self._begin(step)
+        assert self._file is not None
+        self._file.write(json.dumps(content) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, number in content.items():
+                if name != "step":
+                    self._board.add_scalar(name, number, step)
+        self._step = step
+
+    def _begin(self, step: int) -> None:
+        """Go on with ``step``: what is there of it and of later ones was of steps that are done again."""
+        self.close()
+        lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
+        kept = [line for line in lines if _is_before(line, step)]
+        if kept != lines:
+            write_text(self.path, "".join(kept))
+        self._file = self.path.open("a")
+        self._board = _tensorboard(self.folder, step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _is_before(line: str, step: int) -> bool:
+    """Whether an entry is whole, and of a step before ``step``; others than of steps stay."""
+    try:
+        found = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return False
+    return isinstance(found, dict) and not (isinstance(found.get("step"), int) and found["step"] >= step)
 
 
 def waiting_share(step: MeasuredStep) -> float:
@@ -182,9 +222,10 @@ def _full_speed(plan: Any) -> float | None:
     return found or None
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, step: int) -> Any:
+    """A writer that goes on with ``step``: later ones that were written before are shown no more."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=step)

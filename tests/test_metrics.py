@@ -38,6 +38,32 @@ def test_a_step_is_a_line_and_an_entry(tmp_path: Path):
     assert lines[1]["memory"] > 0
 
 
+def test_steps_that_are_done_again_have_one_line(tmp_path: Path):
+    """After a restart, which may have cut a line short, and on going back in a run."""
+    engine, file = Engine(program_of_net(), Net()), tmp_path / "metrics.jsonl"
+
+    def steps(log: StepLog, first: int, last: int, loss: float) -> None:
+        for engine.steps in range(first, last + 1):
+            log.step(loss)
+
+    def told() -> list[tuple[int, float]]:
+        return [(entry["step"], entry["loss"]) for entry in map(json.loads, file.read_text().splitlines())]
+
+    with StepLog(engine, folder=tmp_path) as log:
+        steps(log, 1, 5, 1.0)
+    with file.open("a") as broken:
+        broken.write('{"step": 6, "lo')
+    with StepLog(engine, folder=tmp_path) as log:
+        engine.steps = 3  # as after restore()
+        steps(log, 4, 6, 2.0)
+        assert told() == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+        steps(log, 6, 7, 3.0)
+    assert told() == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0), (7, 3.0)]
+    with StepLog(engine, folder=tmp_path) as log:
+        pass
+    assert len(told()) == 7, "nothing is lost before a step is there again"
+
+
 def test_a_line_says_what_is_known():
     known = StepMetrics(12, 0.64, 3.12, 51200.0, 25.0, 0.412, 61 * 2**30, 0.081)
     line = "step 12  loss 3.120000  51,200 tokens/s  MFU 41.2%  memory 61.00 GiB  bubble 8.1%  640.0 ms"

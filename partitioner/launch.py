@@ -8,6 +8,7 @@ the number that it has in the topology: the ``static`` rendezvous, which starts 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from partitioner.topology import Topology
 PORT = 29500  # torchrun's own
 TORCHRUN = "python -m runtime.torchrun"
 _WARNING_S = 120  # before a job's time is over, in which it goes back into the queue
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>[0-5]?\d))?(?::(?P<third>[0-5]?\d))?")
+_NO_LIMIT = ("UNLIMITED", "INFINITE")
 _LONG_S = 900  # a job that ran for so long does not fail each time at once
 
 
@@ -84,7 +87,12 @@ def torchrun_commands(job: Job) -> str:
 
 
 def slurm_script(job: Job, *, time: str | None = None, partition: str | None = None) -> str:
-    """A script for ``sbatch``: one torchrun per node; back into the queue where it fails or its time is over."""
+    """A script for ``sbatch``: one torchrun per node; back into the queue where it fails or its time is over.
+
+    Raises :class:`PlanError` for a ``time`` that Slurm does not read, or in which nothing would be done.
+    """
+    if time is not None:
+        _check_time(time)
     even = len(set(job.processes)) == 1
     options = {
         "job-name": job.name,
@@ -113,6 +121,28 @@ def slurm_script(job: Job, *, time: str | None = None, partition: str | None = N
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_time(time: str) -> None:
+    found = _TIME.fullmatch(time)
+    if found is None and time.upper() not in _NO_LIMIT:
+        raise PlanError(
+            "time: expected a limit as Slurm reads it, minutes, hours:minutes:seconds or days-hours:minutes:seconds "
+            f"(90, 24:00:00, 2-12:00:00), got {time!r}"
+        )
+    if found is None:
+        return
+    days, *parts = (None if part is None else int(part) for part in found.groups())
+    first, second, third = (part or 0 for part in parts)
+    if days is not None or parts[2] is not None:
+        seconds = ((days or 0) * 24 + first) * 3600 + second * 60 + third
+    else:
+        seconds = first * 60 + second
+    if 0 < seconds <= 2 * _WARNING_S:  # 0 is none
+        raise PlanError(
+            f"time: expected more than {2 * _WARNING_S // 60} minutes, since the job goes back into the queue "
+            f"{_WARNING_S // 60} minutes before its time is over; got {time!r}"
+        )
 
 
 _SETTINGS = [

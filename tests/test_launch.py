@@ -165,6 +165,25 @@ def test_each_node_has_its_own_number_and_processes(tmp_path: Path):
         assert words[-2:] == ["train.py", WEIRD]
 
 
+@pytest.mark.parametrize("time", ["90", "90:30", "24:00:00", "2-12", "2-12:30", "2-12:00:00", "UNLIMITED", "0"])
+def test_a_time_limit_is_as_slurm_reads_it(time: str):
+    assert f"#SBATCH --time={time}\n" in slurm_script(JOBS["one"], time=time)
+
+
+@pytest.mark.parametrize(
+    "time", ["24h", "", "1:2:3:4", "1:00:99", "a day", "1:00:00\n#SBATCH --exclusive=no", "-5", "1.5"]
+)
+def test_another_time_limit_is_refused(time: str):
+    with pytest.raises(PlanError, match=r"expected a limit as Slurm reads it.*24:00:00.*got"):
+        slurm_script(JOBS["one"], time=time)
+
+
+@pytest.mark.parametrize("time", ["1", "3:59", "0:04:00", "0-0:3"])
+def test_a_time_in_which_the_job_only_goes_back_is_refused(time: str):
+    with pytest.raises(PlanError, match="more than 4 minutes"):
+        slurm_script(JOBS["one"], time=time)
+
+
 @pytest.mark.parametrize(("restarts", "requeued"), [("", True), ("1", True), ("2", False)])
 def test_what_fails_goes_back_into_the_queue_a_few_times(tmp_path: Path, restarts: str, requeued: bool):
     cluster = Cluster(tmp_path, 1)

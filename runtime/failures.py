@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 
-from torch import distributed as dist
+import torch.distributed as dist
 
 from runtime.calls import BoundCall
 from runtime.codegen import Compiled
@@ -17,6 +17,9 @@ from runtime.program import RankProgram
 
 # What a rank meets when another one has gone: a consequence, not a cause.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
+_LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_COMMUNICATING = (os.path.join(_ROOT, "runtime"), os.path.join(_ROOT, "passes"), os.path.dirname(dist.__file__))
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -27,7 +30,15 @@ def is_secondary(error: BaseException) -> bool:
         return "mismatched" not in str(error)
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and "Detected mismatch" not in str(error) and bool(_LOST.search(str(error)))
+    if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
+        return False
+    return _communicated(error)
+
+
+def _communicated(error: RuntimeError) -> bool:
+    """Whether ranks' communication raised ``error``: not a script, or a data loader, that waited for something else."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
 
 
 def instruction_text(rank: RankProgram, index: int) -> str:

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import Engine, LocalRanks, Monitor, RankError, Watch
+from runtime import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
 from runtime.errors import Failure
-from runtime.failures import users_line
+from runtime.failures import is_secondary, users_line
 from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
+from runtime.waiting import wait_for
 from runtime.watch.board import Board, RankState
 from runtime.watch.diagnose import cause_of
 from runtime.watch.mirror import Mirror
@@ -58,6 +59,43 @@ def test_the_cause_is_the_rank_that_others_wait_for_and_that_waits_for_nobody():
     assert (found.rank, found.kind, found.index, found.step) == (2, "Stalled", 3, 5)
     assert found.node == "mm (aten.mm.default)"
     assert "rank 1 waits for it at step 5, instruction 3: 1F0" in found.error
+
+
+class Work:
+    """A transfer that ends in an error."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("text", ["the data server timed out", "aborted: connection reset by the tokenizer"])
+def test_an_error_of_the_script_is_no_lost_connection_whatever_it_says(text: str):
+    with pytest.raises(RuntimeError) as own:
+        raise RuntimeError(text)
+    assert not is_secondary(own.value)
+
+
+def test_a_data_loader_whose_workers_are_late_is_a_cause():
+    class Late:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(1.0)
+            return index
+
+    with pytest.raises(RuntimeError, match="timed out") as late:
+        next(iter(torch.utils.data.DataLoader(Late(), num_workers=1, timeout=0.1)))
+    assert not is_secondary(late.value)
+
+
+def test_what_communication_says_is_of_another_rank():
+    with pytest.raises(RuntimeError) as lost:
+        wait_for(Work("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"))
+    assert is_secondary(lost.value)
 
 
 def test_who_is_in_the_same_collective_is_not_waited_for():
@@ -276,6 +314,22 @@ def test_who_leaves_of_its_own_accord_is_no_cause(tmp_path: Path, error: type[Ba
     (left,) = Board(tmp_path).states()
     assert left.moment.phase == "gone"
     assert Monitor(tmp_path, patience_s=0.0).check() is None
+
+
+def test_a_watch_within_a_watch_is_refused_and_the_outer_one_goes_on(tmp_path: Path):
+    engine, other = (Engine(program_of_net(), Net()) for _ in range(2))
+    with Watch(engine, tmp_path, leave=False):
+        with pytest.raises(LaunchError, match="this engine is watched already"):
+            Watch(engine, tmp_path / "inner", leave=False).__enter__()
+        with pytest.raises(LaunchError, match="this rank is watched already"):
+            Watch(other, tmp_path, leave=False).__enter__()
+        with Watch(other, tmp_path / "other", leave=False):
+            other.step(net_inputs())
+        engine.step(net_inputs())
+        (state,) = Board(tmp_path).states()
+        assert state.moment.step == 0
+    with Watch(engine, tmp_path, leave=False):
+        engine.step(net_inputs())
 
 
 def test_a_folder_that_nobody_asked_for_is_removed_at_the_end(monkeypatch: pytest.MonkeyPatch):

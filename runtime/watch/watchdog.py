@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from runtime.errors import STALLED, Failure, InstructionError
+from runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from runtime.failures import is_secondary, users_line
 from runtime.groups import TorchCommunicator
 from runtime.recorder import Recorder, Recording
@@ -62,6 +62,8 @@ class Watch:
         slow_factor: by how much more work a step must take a rank than its peers for the first rank to say so on the
             standard error; ``None``: never. Also in :attr:`slow`.
         leave: end the process where the run has failed; otherwise only say why in ``folder``, and pass the error on.
+
+    Raises :class:`LaunchError` within a watch of the same engine, or in the same folder.
     """
 
     def __init__(
@@ -94,6 +96,26 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
+        self._check_alone()
+        _open.add(self._key)
+        try:
+            return self._begin()
+        except BaseException:
+            _open.discard(self._key)
+            raise
+
+    def _check_alone(self) -> None:
+        """Raise :class:`LaunchError` where another watch has the engine or writes the same files."""
+        self._key = self.folder.absolute(), self.rank
+        if self.executor.recorder is not None or self._key in _open:
+            what = "this engine is" if self.executor.recorder is not None else f"in {self.folder} this rank is"
+            raise LaunchError(
+                f"{what} watched already, by a watch around this one: leave the inner one out, since the outer one "
+                "sees whatever its ranks do, steps of other engines too; or give each engine's watch a folder= of its "
+                "own"
+            )
+
+    def _begin(self) -> Self:
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run has left
@@ -110,6 +132,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end.set()
+        _open.discard(self._key)
         if isinstance(error, Exception):
             failure = self.failed(error)
             if self.leave:
@@ -251,6 +274,7 @@ def num_mirrored() -> int:
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
+_open: set[tuple[Path, int]] = set()  # folders, and whose files in them a watch of this process writes
 _watches = itertools.count()  # the same on all ranks: they enter each watch together
 
 

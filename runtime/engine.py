@@ -30,10 +30,9 @@ from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
 from runtime.checkpoint.folders import recover
-from runtime.checkpoint.residuals import load_residuals, residual_pieces
-from runtime.checkpoint.run import common_state, go_on, own_state
-from runtime.checkpoint.saving import Content, Saver, Saving, pieces_of
-from runtime.checkpoint.training import OptimizerState, Stateful, random_state
+from runtime.checkpoint.run import content_of, load
+from runtime.checkpoint.saving import Saver, Saving
+from runtime.checkpoint.training import Optimizers, Stateful
 from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
@@ -108,6 +107,8 @@ class Engine:
         self._masters.take(sharded.pieces)
         self._saver = Saver(communicator, program.world_size)
         self._parameters = parameters_of(self.rank_program, self._masters.held)
+        trains = any(p.requires_grad for p in self._parameters.values()) or program.objective != "train"
+        self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
         hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
@@ -185,6 +186,8 @@ class Engine:
                 parameter.grad = None
             elif parameter.grad is not gradient:
                 parameter.grad = gradient
+        if self._nothing is not None:
+            self._nothing.grad = torch.empty_like(self._nothing)
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -202,8 +205,13 @@ class Engine:
         computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
         looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
         and computes something else: use it with plans that shard nothing.
+
+        Where a rank of a plan that trains has nothing to train, an empty parameter comes last: torch's optimizers
+        refuse to have none.
         """
         yield from self._parameters.values()
+        if self._nothing is not None:
+            yield self._nothing
 
     def zero_grad(self) -> None:
         """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
@@ -236,7 +244,7 @@ class Engine:
     def save(
         self,
         directory: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
         wait: bool = True,
@@ -245,7 +253,8 @@ class Engine:
         """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
 
         The folder appears complete or not at all; one that it replaces stays until then, and what else that held stays
-        for good. It holds the weights, the steps, the state of random generators, with ``optimizer`` its state and
+        for good. It holds the weights, the steps, the state of random generators, with ``optimizer`` (one, or several
+        in a list, in the same order on all ranks; ``None`` for one of which this rank has no parameters) its state and
         hyperparameters, and the state of what ``extra`` names. With ``wait=False`` the state is copied to host memory,
         and written, while training goes on; the step of ``optimizer`` waits until what it changes is copied. An error
         is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with the
@@ -253,22 +262,23 @@ class Engine:
 
         Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
         """
-        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
-        training, own = common_state(self), own_state(self, optimizer, extra)
-        moving, still = pieces_of(self.rank_program, self._masters.held, held)
-        moving += residual_pieces(self.rank_program, self._gradients.residuals)
-        content = Content(self.rank_program, moving, still, training, random_state(self.device), own, self.steps)
         with self.doing("saving"):
-            return self._saver.save(Path(directory), content, optimizer, wait=wait, then=then)
+            return self._saver.save(
+                Path(directory), lambda: content_of(self, optimizer, extra), optimizer, wait=wait, then=then
+            )
 
     def wait_for_save(self) -> None:
         """Until the last :meth:`save` is complete. Raises :class:`CheckpointError` where it failed."""
         self._saver.wait()
 
+    def settle_saves(self) -> None:
+        """As :meth:`wait_for_save`, on all ranks, which all call it: it is complete, or has failed, on each."""
+        self._saver.settle()
+
     def load(
         self,
         directory: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
@@ -281,23 +291,14 @@ class Engine:
         one is damaged, and :class:`WeightsError` where it is another model's.
         """
         directory = Path(directory)
-        self._saver.wait_until_copied()
+        self._saver.rest()
         recover(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)
             return
-        held = None if optimizer is None else OptimizerState(optimizer, self._parameters)
         with self.doing("loading"):
-            found = loading.find_together(directory, self.rank_program, self.communicator)
-            training = loading.load(
-                found, self.rank_program, self._masters.held, held, self.communicator, verify, tuple(extra or ())
-            )
-            load_residuals(found.folder, self.rank_program, self._gradients.residuals, training)
-        generators = training["random"]
-        of = generators["of"]
-        random = generators["states"][of[self.rank_program.rank % len(of)]]
-        go_on(self, training, random, extra, str(found.folder))
+            load(self, directory, optimizer, extra, verify)
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from partitioner import Topology, partition
-from runtime import CheckpointError, Engine
-from tests.runtime_programs import Net, program_of_net
+from runtime import CheckpointError, Checkpoints, Engine
+from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_checkpoint import Loader, one_rank
 from tests.test_runtime_state import on_every_rank, train
 
@@ -191,3 +192,144 @@ def test_tensors_that_the_model_does_not_have_are_told(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine(3).load(tmp_path / "out")
+
+
+def two_optimizers(engine: Engine, swapped: bool = False) -> list[torch.optim.Optimizer | None]:
+    """Momentum for matrices, AdamW for the rest; ``None`` where a stage has nothing for it."""
+    parameters = [*dict(engine.named_parameters()).values()]
+    matrices = [p for p in parameters if p.dim() > 1]
+    rest = [p for p in parameters if p.dim() < 2]
+    first = torch.optim.SGD(matrices, lr=0.05, momentum=0.9) if matrices else None
+    second = torch.optim.AdamW(rest, lr=0.01) if rest else None
+    return [second, first] if swapped else [first, second]
+
+
+def step_of(engine: Engine, optimizers: list[torch.optim.Optimizer | None], count: int) -> None:
+    for _ in range(count):
+        engine.step(net_inputs())
+        for optimizer in optimizers:
+            if optimizer is not None:
+                optimizer.step()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({}, {"tp": 2}), ({"pp": 4, "num_microbatches": 2}, {}), ({"tp": 2}, {"pp": 4, "num_microbatches": 2})],
+    ids=str,
+)
+def test_two_optimizers_go_on_under_any_plan(tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], wait: bool):
+    """The first and the last of four stages have no vector, so that AdamW has nothing to do there."""
+
+    def work(plan: dict[str, Any], first: bool) -> Callable[[Any], Any]:
+        def run(communicator: Any) -> dict[str, torch.Tensor] | None:
+            engine = Engine(program_of_net(**plan), Net(), communicator=communicator)
+            optimizers = two_optimizers(engine)
+            if not first:
+                for optimizer in optimizers:
+                    for group in [] if optimizer is None else optimizer.param_groups:
+                        group["lr"] = 0.5
+                engine.load(tmp_path / "out", optimizers)
+            step_of(engine, optimizers, 2)
+            if first:
+                engine.save(tmp_path / "out", optimizers, wait=wait)
+                engine.settle_saves()
+            return engine.state_dict(full=True) if not first else None
+
+        return run
+
+    on_every_rank(program_of_net(**saved), work(saved, True))
+    got = on_every_rank(program_of_net(**loaded), work(loaded, False))[0]
+    engine = Engine(program_of_net(), Net())
+    step_of(engine, two_optimizers(engine), 4)
+    for name, tensor in engine.state_dict(full=True).items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_several_optimizers_that_do_not_fit_are_refused(tmp_path: Path):
+    engine, *_ = one_rank(tmp_path)
+    both, swapped = two_optimizers(engine), two_optimizers(engine, swapped=True)
+    step_of(engine, both, 1)
+    engine.save(tmp_path / "out", both)
+    matrices = torch.optim.SGD([p for p in engine.parameters() if p.dim() > 1], lr=0.1)
+    for given, words in (
+        ([*both, torch.optim.AdamW(engine.parameters())], "first.weight is a parameter of two optimizers, 0 .SGD. and"),
+        ([matrices, None], "2 trained parameters are in none of the 2 optimizers, the first layers.0.up.bias"),
+        ([both[0], torch.optim.AdamW(nn.Linear(2, 2).parameters())], "of the optimizer's 2 parameters are not this"),
+        ([both[0], "adamw"], "expected an optimizer of torch, or a list of them, got str"),
+    ):
+        for use in (engine.save, engine.load):
+            with pytest.raises(CheckpointError, match=words):
+                use(tmp_path / "out", given)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"was saved as a parameter of optimizer 1 \(AdamW\)"):
+        engine.load(tmp_path / "out", swapped)
+    with pytest.raises(CheckpointError, match=r"the state of 2 optimizers \(SGD, AdamW\), 1 were given"):
+        engine.load(tmp_path / "out", torch.optim.AdamW(engine.parameters()))
+    engine.load(tmp_path / "out", both)
+
+
+def test_a_stage_with_nothing_to_train_has_an_optimizer_like_the_others(tmp_path: Path):
+    program = program_of_net(pp=4, num_microbatches=2)
+    frozen = {n: s.model_copy(update={"requires_grad": s.stages != (1,)}) for n, s in program.states.items()}
+    program = program.model_copy(update={"states": frozen})
+    model = Net()
+    model.layers[0].requires_grad_(False)
+
+    def work(communicator: Any) -> int:
+        engine = Engine(program, model, communicator=communicator)
+        optimizer = torch.optim.AdamW(p for p in engine.parameters() if p.requires_grad)
+        for _ in range(2):
+            engine.step(net_inputs())
+            nn.utils.clip_grad_value_(engine.parameters(), 1.0)
+            optimizer.step()
+        engine.save(tmp_path / "out", optimizer)
+        engine.load(tmp_path / "out", optimizer)
+        return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+    counts = on_every_rank(program, work)
+    assert [n == 0 for n in counts] == [False, True, False, False]
+
+
+def test_all_ranks_may_load_at_once_what_all_have_just_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``latest`` is the first rank's to write, and may take it long."""
+    real = Checkpoints._took_its_place
+
+    def late(self: Checkpoints, directory: Path) -> None:
+        time.sleep(0.3)
+        real(self, directory)
+
+    monkeypatch.setattr(Checkpoints, "_took_its_place", late)
+
+    def work(communicator: Any) -> list[int]:
+        engine = Engine(program_of_net(tp=2), Net(), communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        found = []
+        for behind in (False, True):
+            checkpoints = Checkpoints(tmp_path / str(behind), engine, optimizer, behind=behind)
+            for _ in range(2):
+                train(engine, 1, optimizer)
+                checkpoints.save()
+                steps = engine.steps
+                engine.load(tmp_path / str(behind), optimizer)
+                found.append(engine.steps - steps)
+            checkpoints.close()
+            found.append(int((tmp_path / str(behind) / "latest").read_text().removeprefix("step-")) - engine.steps)
+        return found
+
+    assert on_every_rank(program_of_net(tp=2), work) == [[0] * 6] * 2
+
+
+def test_what_a_state_dict_raises_on_one_rank_ends_the_save_on_all(tmp_path: Path):
+    class Broken(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    def work(communicator: Any) -> str:
+        engine = Engine(program_of_net(tp=2), Net(), communicator=communicator)
+        kind = Broken if communicator.rank else Loader
+        with pytest.raises((CheckpointError, ZeroDivisionError)) as caught:
+            engine.save(tmp_path / "out", extra={"data": kind()})
+        engine.save(tmp_path / "out", extra={"data": Loader()})
+        return type(caught.value).__name__
+
+    assert on_every_rank(program_of_net(tp=2), work) == ["CheckpointError", "ZeroDivisionError"]

@@ -30,7 +30,7 @@ from runtime.checkpoint.loading import to_go_on_from
 from runtime.checkpoint.peers import Peers, keepers, node_of
 from runtime.checkpoint.run import common_state, go_on, own_state, own_tensors, take_tensors
 from runtime.checkpoint.slots import Name, Slot, State, content_of, read, remove, slots_in
-from runtime.checkpoint.training import Stateful, random_state
+from runtime.checkpoint.training import Optimizers, Stateful, random_state
 from runtime.errors import CheckpointError
 from runtime.files import write_text
 
@@ -80,7 +80,7 @@ class Copies:
         """The memory that copies take on this rank's node; 0 before the first one."""
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
-    def save(self, optimizer: torch.optim.Optimizer | None, extra: _Extra) -> None:
+    def save(self, optimizer: Optimizers, extra: _Extra) -> None:
         """Copy the state as it is. Raises :class:`CheckpointError` on all ranks where this copy, or sending the one
         before, has failed on one."""
         state = self._peers.together("the copy in memory was not made", lambda: self._state(optimizer, extra))
@@ -104,7 +104,7 @@ class Copies:
         self._peers.together("the copy in memory was not made", self._join)
         self._complete()
 
-    def restore(self, optimizer: torch.optim.Optimizer | None, extra: _Extra) -> int | None:
+    def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
         """Go on from the newest step that is in memory for every rank; ``None``, and nothing is changed, where there is
         none, or a newer checkpoint. Returns the step."""
         self._peers.together("the copy in memory was not made", self._join)
@@ -134,7 +134,7 @@ class Copies:
             return None
         take_tensors(self.engine, tensors, optimizer)
         if optimizer is not None:
-            groups = [group["values"] for group in run["optimizer"]["groups"]]
+            groups = [each and [group["values"] for group in each["groups"]] for each in run["optimizer"]]
             hyperparameters.take(optimizer, hyperparameters.by_place(optimizer, groups))
         go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
         if self._leads():
@@ -223,7 +223,7 @@ class Copies:
         state.write(slot.bytes)
         slot.commit(self.engine.steps)
 
-    def _state(self, optimizer: torch.optim.Optimizer | None, extra: _Extra) -> State:
+    def _state(self, optimizer: Optimizers, extra: _Extra) -> State:
         self._join()
         run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
         return State.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
@@ -287,9 +287,7 @@ class Copies:
             work.wait()
         return contents[self.rank]
 
-    def _checked(
-        self, content: Tensor, optimizer: torch.optim.Optimizer | None
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _checked(self, content: Tensor, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What ``content`` holds. Raises :class:`CheckpointError` unless all is there that is to be filled."""
         tensors, run = read(content)
         for name, held in own_tensors(self.engine, None).items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checkpoint.plain import alike
+from runtime.checkpoint.training import Optimizers, optimizers_of
 from runtime.errors import CheckpointError
 from runtime.parts import model_names
 from runtime.program import Program
@@ -21,9 +22,17 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 
 
 def described(
+    given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
+) -> list[dict[str, Any] | None] | None:
+    """What kind each optimizer is, and of each group the hyperparameters and the model's names of its parameters;
+    ``None`` where there is no optimizer, or of several not this one."""
+    optimizers = optimizers_of(given)
+    return [None if o is None else _described(o, parameters, program) for o in optimizers] if optimizers else None
+
+
+def _described(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> dict[str, Any]:
-    """What kind of optimizer it is, and of each group the hyperparameters and the model's names of its parameters."""
     return {
         "kind": type(optimizer).__name__,
         "defaults": sorted(optimizer.defaults),
@@ -34,13 +43,65 @@ def described(
     }
 
 
-def joined(of_ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """What all ranks have described, as one; ``None`` where no rank has an optimizer."""
-    described = [d for d in of_ranks if d is not None]
+def joined(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
+    """What all ranks have described, as one; ``None`` where no rank has an optimizer, a list where there are several.
+
+    Raises :class:`CheckpointError` where ranks have not as many.
+    """
+    found = [d for d in of_ranks if d is not None]
+    if len({len(d) for d in found}) > 1:
+        raise CheckpointError(
+            f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected as many on each, in "
+            "the same order, with None where a rank has none of an optimizer's parameters"
+        )
+    several = [_joined([d for d in same if d is not None]) for same in zip(*found, strict=True)]
+    return several if len(several) > 1 else (several or [None])[0]
+
+
+def _joined(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not described:
         return None
     groups = {tuple(g["names"]): g for d in reversed(described) for g in reversed(d["groups"])}
     return {**described[0], "groups": list(reversed(groups.values()))}
+
+
+def values_of(
+    given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
+) -> list[list[Mapping[str, Any]]]:
+    """The saved hyperparameters of each group of each optimizer, of what :func:`joined` gave.
+
+    Raises :class:`CheckpointError` where they are not those that were saved: other kinds, groups, or how many.
+    """
+    optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
+    if len(optimizers) != len(kept):
+        raise CheckpointError(
+            f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_kind(k) for k in kept)}), "
+            f"{len(optimizers)} were given: make them as they were, in the same order, or load without, so that new "
+            "ones start afresh"
+        )
+    owner = {n: number for number, k in enumerate(kept) if k is not None for g in k["groups"] for n in g["names"]}
+    found: list[list[Mapping[str, Any]]] = []
+    for number, (optimizer, held) in enumerate(zip(optimizers, kept, strict=True)):
+        found.append([])
+        if optimizer is None:
+            continue
+        moved = [n for names in _names(optimizer, parameters, program) for n in names if owner.get(n, number) != number]
+        if moved:
+            raise CheckpointError(
+                f"{moved[0]} was saved as a parameter of optimizer {owner[moved[0]]} ({_kind(kept[owner[moved[0]]])}), "
+                f"and is one of optimizer {number} ({type(optimizer).__name__}) now: give the optimizers in the order, "
+                "and with the parameters, that they were saved with"
+            )
+        if held is None:
+            found[-1] = [{}] * len(optimizer.param_groups)
+            continue
+        check_kind(optimizer, held)
+        found[-1] = given_back(optimizer, parameters, program, held)
+    return found
+
+
+def _kind(saved: Mapping[str, Any] | None) -> str:
+    return "none" if saved is None else str(saved["kind"])
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -91,28 +152,32 @@ def given_back(
     return result
 
 
-def by_place(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None
-) -> Sequence[Mapping[str, Any]]:
-    """The hyperparameters of each group where they were saved without names; nothing where none were."""
+def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
+    """The hyperparameters of each group of each optimizer where they were saved without names; nothing where none
+    were."""
+    optimizers = optimizers_of(given)
     if groups is None:
-        return [{}] * len(optimizer.param_groups)
-    if len(groups) != len(optimizer.param_groups):
+        return [[{}] * (0 if o is None else len(o.param_groups)) for o in optimizers]
+    of_each = [(len(o.param_groups) if o is not None else 0, kept) for o, kept in zip(optimizers, groups, strict=False)]
+    if len(optimizers) != len(groups) or any(number != len(kept or ()) for number, kept in of_each):
+        saved = [len(kept or ()) for kept in groups]
+        here = [0 if o is None else len(o.param_groups) for o in optimizers]
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has "
-            f"{len(optimizer.param_groups)}: make it as the one that was saved, with its groups in the same order"
+            f"the checkpoint's optimizers have {saved} parameter groups, these have {here}: make them as those that "
+            "were saved, with their groups in the same order"
         )
-    return groups
+    return [list(kept or ()) for kept in groups]
 
 
-def take(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Set the hyperparameters of each group."""
-    for group, saved in zip(optimizer.param_groups, values, strict=True):
-        for key, value in saved.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].copy_(torch.as_tensor(value))
-            else:
-                group[key] = value
+def take(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Set the hyperparameters of each group of each optimizer."""
+    for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
+        for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
 
 
 def _names(

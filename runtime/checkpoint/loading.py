@@ -142,7 +142,7 @@ def load(
     if optimizer is not None:
         for n in optimizer.parameters:
             optimizer.take(n, moments.get(n, {}))
-        hyperparameters.take(optimizer.optimizer, groups)
+        hyperparameters.take(optimizer.optimizers, groups)
     return {**training, "extra": extras}
 
 
@@ -178,15 +178,15 @@ def _extras(found: Found, training: Mapping[str, Any], rank: RankProgram, asked:
 
 def _groups(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
-) -> Sequence[Mapping[str, Any]]:
-    """The hyperparameters of each of the optimizer's groups."""
+) -> list[list[Mapping[str, Any]]]:
+    """The hyperparameters of each of the optimizers' groups."""
     if optimizer is None:
-        return ()
+        return []
     saved = training.get("optimizer")
     if saved is None:  # none at all; or of a version that kept those of the first rank alone, by their place
-        return hyperparameters.by_place(optimizer.optimizer, training.get("groups"))
-    hyperparameters.check_kind(optimizer.optimizer, saved)
-    return hyperparameters.given_back(optimizer.optimizer, optimizer.parameters, rank.program, saved)
+        groups = training.get("groups")
+        return hyperparameters.by_place(optimizer.optimizers, None if groups is None else [groups])
+    return hyperparameters.values_of(optimizer.optimizers, optimizer.parameters, rank.program, saved)
 
 
 def _planned(

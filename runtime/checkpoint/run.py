@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoint import loading
 from runtime.checkpoint.hyperparameters import described
-from runtime.checkpoint.residuals import RESIDUAL, way_of
-from runtime.checkpoint.saving import MODEL, saved_states
-from runtime.checkpoint.training import STATE, OptimizerState, Stateful, set_random_state
+from runtime.checkpoint.residuals import RESIDUAL, load_residuals, residual_pieces, way_of
+from runtime.checkpoint.saving import MODEL, Content, pieces_of, saved_states
+from runtime.checkpoint.training import (
+    STATE,
+    Optimizers,
+    OptimizerState,
+    Stateful,
+    random_state,
+    set_random_state,
+)
 from runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
-
 
 def common_state(engine: Engine) -> dict[str, Any]:
     """What is the same on all ranks."""
@@ -28,14 +36,42 @@ def common_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def own_state(
-    engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Stateful] | None
-) -> dict[str, Any]:
+def own_state(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> dict[str, Any]:
     """What is this rank's, but for tensors and random generators."""
     return {
-        "optimizer": None if optimizer is None else described(optimizer, engine._parameters, engine.program),
+        "optimizer": described(optimizer, engine._parameters, engine.program),
         "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
     }
+
+
+def content_of(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> Content:
+    """What this rank has to save. Raises :class:`CheckpointError` where the optimizers are not of its parameters."""
+    rank = engine.rank_program
+    held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
+    moving, still = pieces_of(rank, engine._masters.held, held)
+    return Content(
+        rank,
+        moving + residual_pieces(rank, engine._gradients.residuals),
+        still,
+        training=common_state(engine),
+        random=random_state(engine.device),
+        own=own_state(engine, optimizer, extra),
+        steps=engine.steps,
+    )
+
+
+def load(
+    engine: Engine, directory: Path, optimizer: Optimizers, extra: Mapping[str, Stateful] | None, verify: bool
+) -> None:
+    """Take what :func:`content_of` gave on all ranks of any plan; all ranks call it."""
+    rank, residuals = engine.rank_program, engine._gradients.residuals
+    held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
+    found = loading.find_together(directory, rank, engine.communicator)
+    training = loading.load(found, rank, engine._masters.held, held, engine.communicator, verify, tuple(extra or ()))
+    load_residuals(found.folder, rank, residuals, training)
+    generators = training["random"]
+    random = generators["states"][generators["of"][rank.rank % len(generators["of"])]]
+    go_on(engine, training, random, extra, str(found.folder))
 
 
 def go_on(
@@ -58,7 +94,7 @@ def go_on(
         target.load_state_dict(run["extra"][name])
 
 
-def own_tensors(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def own_tensors(engine: Engine, optimizer: Optimizers) -> dict[str, Tensor]:
     """All that this rank holds: of the model, what compressing gradients lost, and what ``optimizer`` holds."""
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
@@ -69,7 +105,7 @@ def own_tensors(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict
     return tensors
 
 
-def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
     """Make a rank hold what :func:`own_tensors` gave under the same plan."""
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():
@@ -82,5 +118,5 @@ def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: torch
             name, _, what = key.removeprefix(STATE).rpartition(".")
             moments.setdefault(name, {})[what] = tensor.clone()
     state = OptimizerState(optimizer, engine._parameters)
-    for name, found in moments.items():
-        state.take(name, found)
+    for name in state.parameters:
+        state.take(name, moments.get(name, {}))

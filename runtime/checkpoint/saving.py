@@ -22,7 +22,7 @@ from runtime.checkpoint.folders import MANIFEST, OWN, Target, remove
 from runtime.checkpoint.plain import alike, packed, unpacked
 from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
-from runtime.checkpoint.training import OptimizerState
+from runtime.checkpoint.training import Optimizers, OptimizerState, optimizers_of
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
 from runtime.groups import Communicator, all_ranks
@@ -110,21 +110,30 @@ class Saver:
     def save(
         self,
         directory: Path,
-        content: Content,
-        optimizer: torch.optim.Optimizer | None,
+        made: Callable[[], Content],
+        optimizer: Optimizers,
         *,
         wait: bool,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """All ranks call it. ``then`` is called on the first rank when the checkpoint is complete.
+        """All ranks call it. ``made`` gives what is to be saved. ``then`` is called on the first rank when the
+        checkpoint is complete; with ``wait`` all ranks wait for it.
 
-        Raises :class:`CheckpointError` where the save before failed on any rank: before anything is done.
+        Raises :class:`CheckpointError` on all ranks where the save before failed on any, or ``made`` does: before
+        anything is done.
         """
-        target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=self.wait)
+        contents: list[Content] = []
+
+        def ready() -> None:
+            self.wait()
+            contents.append(made())
+
+        target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=ready)
+        [content] = contents
         first = content.rank.rank == 0
         held = [*content.moving, *content.still]
         if not wait:
-            held = self._staging.begin(content.moving, content.still, optimizer)
+            held = self._staging.begin(content.moving, content.still, optimizers_of(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(directory, self._staging.copied)
 
@@ -135,7 +144,7 @@ class Saver:
 
         self.last.run(work, behind=not wait)
         if wait:
-            self.last.wait()
+            self.settle()
         return self.last
 
     def wait(self) -> None:
@@ -143,8 +152,37 @@ class Saver:
         if self.last is not None:
             self.last.wait()
 
+    def settle(self) -> None:
+        """Until the last save is complete on all ranks, what comes ``then`` included; all ranks call it.
+
+        Raises :class:`CheckpointError` on all of them where it failed on any.
+        """
+        _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
+
+    def rest(self) -> None:
+        """Until no save is under way on any rank, whether it went well or not; all ranks call it."""
+        if self.last is not None:
+            self.last.join()
+        all_ranks(self.communicator, self.world_size).all_reduce(torch.zeros(1, device=self.communicator.device)).wait()
+
     def wait_until_copied(self) -> None:
         self._staging.copied.wait()
+
+
+def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
+    """Do ``work`` on all ranks. Raises on all of them where it raises on any."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    failed = torch.zeros(world_size, dtype=torch.int32, device=communicator.device)
+    failed[communicator.rank] = int(error is not None)
+    failures = all_ranks(communicator, world_size).all_reduce(failed).wait().tolist()
+    if error is not None:
+        raise error
+    if any(failures):
+        raise CheckpointError.of_another(f"{what}: rank {failures.index(1)} failed, and says why")
 
 
 def agreed_target(
@@ -178,8 +216,8 @@ def agreed_target(
         raise error
     if failed:
         raise CheckpointError.of_another(
-            f"{final} is not begun: {failed} other ranks could not end the save before, or make room for this one; "
-            "they say why"
+            f"{final} is not begun: {failed} other ranks could not end the save before, say what there is to save, or "
+            "make room for this one; they say why"
         )
     return Target(final, f"{token:015x}", own)
 

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from runtime.checkpoint.copies import Copies, forget
 from runtime.checkpoint.folders import remove
 from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
 from runtime.checkpoint.saving import Saving
-from runtime.checkpoint.training import Stateful
+from runtime.checkpoint.training import Optimizers, Stateful
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.files import write_text
 
@@ -28,6 +26,8 @@ class Checkpoints:
     """The checkpoints of one run, in ``folder``; all ranks make one and call the same methods.
 
     Args:
+        optimizer: of the engine's parameters; several in a list, in which one of which this rank has no parameters is
+            ``None``.
         every: :meth:`after_step` saves when the number of steps is a multiple of it; 0: only :meth:`save` does.
         keep_last: how many of the last ones stay (at least 1); ``None``: all.
         keep_every: those whose step is a multiple of it stay for good.
@@ -45,7 +45,7 @@ class Checkpoints:
         self,
         folder: str | Path,
         engine: Engine,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         every: int = 0,
         keep_last: int | None = 3,
@@ -100,10 +100,10 @@ class Checkpoints:
         """Save the last step, unless it is saved, and wait: before the process ends. Copies in memory are removed.
 
         Raises :class:`CheckpointError`."""
-        self.wait()
+        self.engine.settle_saves()
         if self._last != self.engine.steps:
             self.save()
-            self.wait()
+            self.engine.settle_saves()
         if self.copies is not None:
             self.copies.remove()
 
@@ -115,6 +115,7 @@ class Checkpoints:
         later steps is left where it is, and not gone on from. A damaged one is named in a warning, and the one before
         it is taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
         """
+        self.engine._saver.rest()
         if self.copies is not None:
             with self.engine.doing("loading"):
                 step = self.copies.restore(self.optimizer, self.extra)

@@ -27,13 +27,13 @@ class Staging:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._later: list[tuple[Piece, Tensor, int]] = []
         self._ready: torch.cuda.Event | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
     def begin(
-        self, moving: Sequence[Piece], still: Sequence[Piece], optimizer: torch.optim.Optimizer | None
+        self, moving: Sequence[Piece], still: Sequence[Piece], optimizers: Sequence[torch.optim.Optimizer | None]
     ) -> list[Piece]:
         """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish`, before which
-        ``optimizer`` does not step. Called when the save before is over."""
+        ``optimizers`` do not step. Called when the save before is over."""
         self._release()
         used: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for piece in (*moving, *still):
@@ -49,8 +49,7 @@ class Staging:
         self.copied.clear()
         if self.device.type == "cuda":
             self._ready = torch.cuda.current_stream(self.device).record_event()
-        if optimizer is not None:
-            self._hook = optimizer.register_step_pre_hook(self._wait)
+        self._hooks = [o.register_step_pre_hook(self._wait) for o in optimizers if o is not None]
         return [Piece(p.key, p.shape, p.offsets, used[p.key, p.offsets]) for p in (*moving, *still)]
 
     def finish(self) -> None:
@@ -85,6 +84,6 @@ class Staging:
         self.copied.wait()
 
     def _release(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,37 +30,82 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class OptimizerState:
-    """The state that an optimizer holds for a rank's parameters, by name.
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
 
-    Raises :class:`CheckpointError` where it has other parameters: they would not be saved, and if they are the model's
-    own, an engine's are not trained.
+
+def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
+    """What was given as one optimizer, several or none. Raises :class:`CheckpointError` for anything else."""
+    if given is None:
+        return ()
+    found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
+    for optimizer in found:
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise CheckpointError(f"expected an optimizer of torch, or a list of them, got {type(optimizer).__name__}")
+    return found  # type: ignore[return-value]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _kind(optimizer: torch.optim.Optimizer | None) -> str:
+    return type(optimizer).__name__
+
+
+class OptimizerState:
+    """The state that optimizers hold for a rank's parameters, by name. ``None`` among several: this rank has none of
+    the parameters that one of them is for.
+
+    Raises :class:`CheckpointError` where they have other parameters: they would not be saved, and if they are the
+    model's own, an engine's are not trained. Of several each trained parameter has to have one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers = optimizers_of(given)
         self.parameters = parameters
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stepped = {id(p) for p in stepped}
-        other = [p for p in stepped if id(p) not in {id(own) for own in parameters.values()}]
-        if other:
+        own = {id(p): name for name, p in parameters.items()}
+        owners: dict[int, int] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            held = _parameters_of(optimizer)
+            # one of no elements is what an engine gives where a rank has nothing to train
+            other = [p for p in held if id(p) not in own and p.numel()]
+            if other:
+                raise CheckpointError(
+                    f"{len(other)} of the optimizer's {len(held)} parameters are not this engine's, the first of shape "
+                    f"{list(other[0].shape)}: make the optimizer of engine.parameters(), not of the model's; what is "
+                    "trained besides needs an optimizer of its own"
+                )
+            for name in (own[id(p)] for p in held if id(p) in own):
+                before = owners.setdefault(id(parameters[name]), number)
+                if before != number:
+                    raise CheckpointError(
+                        f"{name} is a parameter of two optimizers, {before} ({_kind(self.optimizers[before])}) and "
+                        f"{number} ({_kind(optimizer)}), and would be stepped twice: give each parameter to one"
+                    )
+        self._owners = owners
+        missing = [n for n, p in parameters.items() if p.requires_grad and id(p) not in owners]
+        if len(self.optimizers) > 1 and missing:
             raise CheckpointError(
-                f"{len(other)} of the optimizer's {len(stepped)} parameters are not this engine's, the first of shape "
-                f"{list(other[0].shape)}: make the optimizer of engine.parameters(), not of the model's; what is "
-                "trained besides needs an optimizer of its own"
+                f"{len(missing)} trained parameters are in none of the {len(self.optimizers)} optimizers, the first "
+                f"{missing[0]}: give each to one of them, or call requires_grad_(False) on those that stay as they are"
             )
 
     def steps(self, name: str) -> bool:
         """Whether this optimizer's step is what changes a parameter."""
-        return id(self.parameters.get(name)) in self._stepped
+        return id(self.parameters.get(name)) in self._owners
+
+    def owner(self, name: str) -> torch.optim.Optimizer | None:
+        """Whose state a parameter's is: a single optimizer's also where it does not step it yet, or any more."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        number = self._owners.get(id(self.parameters[name]))
+        return None if number is None else self.optimizers[number]
 
     def of(self, name: str) -> dict[str, Tensor]:
         """The tensors held for one parameter."""
-        return {
-            k: v if isinstance(v, Tensor) else torch.tensor(v)
-            for k, v in self.optimizer.state.get(self.parameters[name], {}).items()
-            if v is not None
-        }
+        optimizer = self.owner(name)
+        held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
+        return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
     def pieces(self, rank: RankProgram, name: str) -> list[Piece]:
         """What this rank holds for one parameter: numbers, what is cut as the parameter is, and of a parameter that is
@@ -84,12 +129,14 @@ class OptimizerState:
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""
-        parameter = self.parameters[name]
-        if not state:
-            self.optimizer.state.pop(parameter, None)
+        parameter, optimizer = self.parameters[name], self.owner(name)
+        if optimizer is None:
             return
-        on_device = any(g.get("capturable") or g.get("fused") for g in self.optimizer.param_groups)
-        self.optimizer.state[parameter] = {
+        if not state:
+            optimizer.state.pop(parameter, None)
+            return
+        on_device = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
+        optimizer.state[parameter] = {
             k: t.to(parameter.device) if t.dim() or on_device else t for k, t in state.items()
         }
 

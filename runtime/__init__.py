@@ -9,6 +9,7 @@ from runtime.collect import Run
 from runtime.data import Loader
 from runtime.engine import Engine
 from runtime.errors import (
+    AgreementError,
     BatchError,
     CheckpointError,
     DamagedCheckpointError,
@@ -27,6 +28,7 @@ from runtime.spikes import LossSpikes
 from runtime.watch import Monitor, Watch
 
 __all__ = [
+    "AgreementError",
     "BatchError",
     "CheckpointError",
     "Checkpoints",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from passes.random import SEED
 from runtime import export, norms
+from runtime.agreement import Agreement
 from runtime.batch import own_values, share_of
 from runtime.bind import Library
 from runtime.checkpoint import loading
@@ -111,6 +112,7 @@ class Engine:
         self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
+        self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
         hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
         self._shards.update(hosted.whole)
         self._executor = Executor(
@@ -153,9 +155,10 @@ class Engine:
         far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
-        instruction fails.
+        instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks).
         """
         inputs = own_values(self.program, self.share, batch, local)
+        self._agreement.before_step()
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()
@@ -188,6 +191,7 @@ class Engine:
                 parameter.grad = gradient
         if self._nothing is not None:
             self._nothing.grad = torch.empty_like(self._nothing)
+        self._agreement.after_step()
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -215,6 +219,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
+        self._agreement.forget()
         for name, gradient in self._gradients.owned.items():
             gradient.zero_()
             self._parameters[name].grad = gradient
@@ -223,6 +228,8 @@ class Engine:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before.
+
+        Not ``torch.nn.utils.clip_grad_norm_``, which sees this rank's part alone: :meth:`step` refuses to go on then.
 
         Raises :class:`LaunchError` for a norm that cannot be.
         """
@@ -292,6 +299,7 @@ class Engine:
         """
         directory = Path(directory)
         self._saver.rest()
+        self._agreement.forget()
         recover(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)

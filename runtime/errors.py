@@ -45,6 +45,10 @@ class LaunchError(PartitionError):
     """The program cannot be started as asked: another number of ranks, no plan in the file."""
 
 
+class AgreementError(PartitionError):
+    """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
+
+
 class CommunicationError(RuntimeError):
     """Another rank has failed, or did not come. The cause is there, not here."""
 

@@ -7,6 +7,7 @@ number of microbatches, with a GPipe-like schedule.
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,7 @@ from runtime.program import (
 
 aten = torch.ops.aten
 DIM, INNER, BATCH = 8, 16, 8
+_DRAWING = threading.Lock()
 
 
 class Layer(nn.Module):
@@ -49,10 +51,11 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self, num_layers: int = 2, tied: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(DIM, DIM, bias=False)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
-        self.head = nn.Linear(DIM, DIM, bias=False)
+        with _DRAWING:  # ranks that are threads have one generator
+            torch.manual_seed(0)
+            self.first = nn.Linear(DIM, DIM, bias=False)
+            self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+            self.head = nn.Linear(DIM, DIM, bias=False)
         if tied:
             self.head.weight = self.first.weight
 

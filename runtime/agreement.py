@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.layouts import Layout
-from runtime.errors import AgreementError
+from runtime.errors import AgreementError, LaunchError
 from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram, axes_beside
 
@@ -54,12 +54,20 @@ class Agreement:
         self.communicator = communicator
         self.active = program.objective == "train" and program.world_size > 1
         self._parameters = {n: p for n, p in parameters.items() if program.states[n].requires_grad}
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._gradients = gradients
         self._steps = 0
         self._probes: list[_Probe] = []
 
     def before_step(self) -> None:
-        """Look, if it is time; all ranks call it. Raises :class:`AgreementError` on all of them."""
+        """Look, if it is time; all ranks call it. Raises :class:`AgreementError` on all of them, and
+        :class:`LaunchError` where a script wants gradients that the plan has not."""
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise LaunchError(
+                f"{thawed[0]} was frozen when the plan was made, which has no gradient for it, and takes one now: plan "
+                "again with requires_grad as it is to be, and load the checkpoint under that plan"
+            )
         if self.active and self._is_time(self._steps):
             self.check()
 

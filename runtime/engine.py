@@ -185,7 +185,9 @@ class Engine:
             torch._foreach_add_([owned[name] for name in before], [*before.values()])
         for name, gradient in owned.items():
             parameter = self._parameters[name]
-            if self.overflowed:
+            if not parameter.requires_grad:  # frozen by the script since
+                gradient.zero_()
+            if self.overflowed or not parameter.requires_grad:
                 parameter.grad = None
             elif parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -209,6 +211,9 @@ class Engine:
         computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
         looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
         and computes something else: use it with plans that shard nothing.
+
+        What is frozen by ``requires_grad_(False)`` has no gradient from then on, on all ranks or none. What was frozen
+        when the plan was made cannot be trained under it.
 
         Where a rank of a plan that trains has nothing to train, an empty parameter comes last: torch's optimizers
         refuse to have none.

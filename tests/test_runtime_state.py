@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from passes.layouts import Layout, take_shard
-from runtime import Engine, WeightsError, run_threads
+from runtime import Engine, LaunchError, WeightsError, run_threads
 from runtime.program import Program
 from runtime.state import check_weights, load_states
 from runtime.threads import ThreadWorld
@@ -235,3 +235,47 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     Engine(program_of_net(num_layers=1), Net(num_layers=1)).save(tmp_path / "out")
     with pytest.raises(WeightsError, match=r"layers\.1\.up\.weight"):
         Engine(program_of_net(), Net()).load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"tp": 2}, {}], ids=str)
+def test_what_a_script_freezes_stays_and_counts_no_more(plan: dict[str, Any]):
+    """As of a module: neither momentum nor decay moves it, and its gradient is no part of the norm."""
+    frozen = {"first.weight", "layers.1.up.weight"}
+
+    def work(communicator: Any) -> Any:
+        engine = Engine(program_of_net(**plan), Net(), communicator=communicator)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        norms = []
+        for step in range(3):
+            for name, parameter in engine.named_parameters():
+                parameter.requires_grad_(step == 0 or name not in frozen)
+            engine.step(net_inputs())
+            norms.append(float(engine.clip_grad_norm_(0.5)))
+            optimizer.step()
+        return norms, engine.state_dict(full=True)
+
+    norms, got = on_every_rank(program_of_net(**plan), work)[0]
+    model, expected = Net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(step == 0 or name not in frozen)
+        optimizer.zero_grad()
+        model(**net_inputs())["loss"].backward()
+        expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    assert norms == pytest.approx(expected, rel=1e-5)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_what_was_planned_frozen_cannot_be_trained():
+    program = program_of_net()
+    states = {n: s.model_copy(update={"requires_grad": n != "head.weight"}) for n, s in program.states.items()}
+    model = Net()
+    model.head.requires_grad_(False)
+    engine = Engine(program.model_copy(update={"states": states}), model)
+    train(engine)
+    dict(engine.named_parameters())["head.weight"].requires_grad_(True)
+    with pytest.raises(LaunchError, match=r"head\.weight was frozen when the plan was made"):
+        engine.step(net_inputs())

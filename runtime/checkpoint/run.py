@@ -86,7 +86,8 @@ def go_on(
     if engine._scale is not None and run["scale"] is not None:
         engine._scale.load_state_dict(run["scale"])
         engine._gradients.rescale(engine._scale.value / run["scale"]["value"])
-    set_random_state(random, engine.device)
+    if engine.program.objective == "train":  # else there may be an engine beside it whose run goes on
+        set_random_state(random, engine.device)
     for name, target in (extra or {}).items():
         if name not in run["extra"]:
             have = ", ".join(run["extra"]) or "nothing"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
@@ -146,7 +147,12 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
     kept = None
     if options.checkpoints is not None:
         kept = Checkpoints(
-            options.checkpoints, engine, optimizer, every=options.every, copies_every=options.copies_every
+            options.checkpoints,
+            engine,
+            optimizer,
+            every=options.every,
+            copies_every=options.copies_every,
+            signals=(signal.SIGTERM,),
         )
         kept.restore()
     spikes = LossSpikes()
@@ -170,8 +176,14 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
             if kept is not None:
                 kept.after_step()
                 told = told or _tell_copies(kept)
+                if kept.interrupted:
+                    break
     if kept is not None:
         kept.close()
+        if kept.interrupted:
+            if first:
+                print(f"asked to end: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
+            sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
 
 
 def _tell_copies(kept: Checkpoints) -> bool:

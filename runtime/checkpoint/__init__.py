@@ -2,6 +2,6 @@
 
 ``boxes``: which part of which tensor a rank has, and which rank writes it; ``storage``: the files, in the format of
 ``torch.distributed.checkpoint``; ``saving``: at once or behind training, complete or not at all; ``loading``: checked,
-under any plan; ``series``: one folder of many checkpoints, old ones removed; ``copies``: in the memory of the nodes, in
-``slots``, agreed upon and sent by ``peers``.
+under any plan; ``series``: one folder of many checkpoints, old ones removed; ``interrupts``: a run that is asked to
+end; ``copies``: in the memory of the nodes, in ``slots``, agreed upon and sent by ``peers``.
 """

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.checkpoint.copies import Copies, forget
 from runtime.checkpoint.folders import remove
+from runtime.checkpoint.interrupts import Interrupts
 from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
 from runtime.checkpoint.saving import Saving
 from runtime.checkpoint.training import Optimizers, Stateful
@@ -36,6 +37,8 @@ class Checkpoints:
         copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of steps is a
             multiple of it, from which a run whose ranks were started anew goes on; 0: never. See :class:`Copies`.
         copies_in: a folder in each node's memory; by default ``/dev/shm``.
+        signals: which ask a run to end, ``(signal.SIGTERM,)`` say. When one has come to any rank, :attr:`interrupted`
+            is true on all ranks after the same :meth:`after_step`: leave the loop then, and :meth:`close`.
 
     An error of writing is raised by the next save, or by :meth:`wait`; the checkpoints that were complete stay so. One
     run at a time may use a folder.
@@ -54,6 +57,7 @@ class Checkpoints:
         extra: Mapping[str, Stateful] | None = None,
         copies_every: int = 0,
         copies_in: str | Path | None = None,
+        signals: Sequence[int] = (),
     ) -> None:
         for name, value, least in (
             ("every", every, 0),
@@ -74,10 +78,15 @@ class Checkpoints:
         self.copies_every = copies_every
         memory = None if copies_in is None else Path(copies_in)
         self.copies = Copies(self.folder, engine, memory) if copies_every else None
+        self.interrupted = False
+        rank = engine.rank_program
+        self._interrupts = Interrupts(rank.rank, rank.program.world_size, signals) if signals else None
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Copy, and save, if it is time. Raises :class:`CheckpointError`."""
+        """Copy, and save, if it is time; and see whether the run is to end. Raises :class:`CheckpointError`."""
+        if self._interrupts is not None and not self.interrupted:
+            self.interrupted = self._interrupts.asked()
         if self.copies is not None and self.engine.steps % self.copies_every == 0:
             with self.engine.doing("saving"):
                 self.copies.save(self.optimizer, self.extra)
@@ -106,6 +115,8 @@ class Checkpoints:
             self.engine.settle_saves()
         if self.copies is not None:
             self.copies.remove()
+        if self._interrupts is not None:
+            self._interrupts.close()
 
     def restore(self) -> int | None:
         """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from partitioner import Topology, partition
 from runtime import CheckpointError, Checkpoints, Engine
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_checkpoint import Loader, one_rank
+from tests.test_runtime_execute import infer_only
 from tests.test_runtime_state import on_every_rank, train
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -333,3 +335,61 @@ def test_what_a_state_dict_raises_on_one_rank_ends_the_save_on_all(tmp_path: Pat
         return type(caught.value).__name__
 
     assert on_every_rank(program_of_net(tp=2), work) == ["CheckpointError", "ZeroDivisionError"]
+
+
+def average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """As docs/training.md has it."""
+    for parameter, state in optimizer.state.items():
+        state.setdefault("average", parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+
+
+def test_an_average_beside_the_moments_goes_on_under_another_plan(tmp_path: Path):
+    def work(plan: dict[str, Any], load: bool) -> Callable[[Any], dict[str, torch.Tensor]]:
+        def run(communicator: Any) -> dict[str, torch.Tensor]:
+            engine = Engine(program_of_net(**plan), Net(), communicator=communicator)
+            optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+            optimizer.register_step_post_hook(average)
+            if load:
+                engine.load(tmp_path / "out", optimizer)
+            train(engine, 2, optimizer)
+            engine.save(tmp_path / "out", optimizer)
+            with torch.no_grad():
+                for parameter in engine.parameters():
+                    parameter.copy_(optimizer.state[parameter]["average"])
+            return engine.state_dict(full=True)
+
+        return run
+
+    on_every_rank(program_of_net(pp=2, tp=2), work({"pp": 2, "tp": 2}, False))
+    got = on_every_rank(program_of_net(dp=2), work({"dp": 2}, True))[0]
+    model, kept = Net(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(**net_inputs())["loss"].backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            kept[name] = (kept[name] if step else p.detach()).lerp(p.detach(), 0.1)
+    for name, tensor in kept.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_an_engine_for_inference_that_loads_leaves_the_runs_generators_alone(tmp_path: Path):
+    engine, optimizer, _ = one_rank(tmp_path)
+    engine.save(tmp_path / "out", optimizer)
+    evaluation = Engine(infer_only(program_of_net()), None)
+    drawn = torch.rand(1), random.random(), np.random.rand()
+    state = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    evaluation.load(tmp_path / "out")
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (random.getstate(), str(np.random.get_state())) == state[1:]
+    engine.load(tmp_path / "out", optimizer)
+    assert (torch.rand(1), random.random(), np.random.rand()) == drawn, "the run's own engine takes them back"
+
+
+def test_a_backward_of_the_scripts_own_is_an_error(tmp_path: Path):
+    engine, *_ = one_rank(tmp_path)
+    loss = engine.step(net_inputs())
+    assert loss is not None
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.amp.GradScaler("cpu").scale(loss).backward()

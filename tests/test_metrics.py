@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -114,30 +115,54 @@ STEP = {0: 0.010, 1: 0.020, 2: 0.010}
 
 def test_a_rank_is_compared_with_its_peers():
     ranks = {r: about(r, 0) for r in range(4)}
-    samples = {r: [dict(STEP) for _ in range(8)] for r in ranks}
+    samples = {r: [dict(STEP) for _ in range(12)] for r in ranks}
     assert slow_ranks(samples, ranks, 1.5) == []
-    samples[2] = [{**STEP, 1: 0.060} for _ in range(8)]
+    samples[2] = [{**STEP, 1: 0.060} for _ in range(12)]
     (found,) = slow_ranks(samples, ranks, 1.5)
     assert (found.rank, found.index, found.expected) == (2, 1, pytest.approx(0.04))
     assert "rank 2 is slow: 80.0 ms of work in a step, its peers take 40.0 ms" in str(found)
     assert "instruction 1: 0F1, layers.1, net.py:3" in str(found)
+    samples[0] = samples[2]
+    assert {s.rank for s in slow_ranks({r: samples[r] for r in range(4)}, ranks, 1.3)} == {0, 2}
 
 
 def test_a_rank_alone_on_its_stage_is_compared_with_its_past():
     ranks = {r: about(r, r) for r in range(2)}
     twice = {i: 2 * s for i, s in STEP.items()}
-    samples = {0: [STEP] * 8 + [twice] * 6, 1: [STEP] * 8 + [twice] * 6}
+    samples = {0: [STEP] * 8 + [twice] * 10, 1: [STEP] * 8 + [twice] * 10}
     assert slow_ranks(samples, ranks, 1.5) == []  # the machine is slower, not a rank
-    samples[1] = [STEP] * 8 + [{**STEP, 0: 0.110}] * 6
-    samples[0] = [STEP] * 14
-    assert [(s.rank, s.index) for s in slow_ranks(samples, ranks, 1.5)] == [(1, 0)]
+    samples[0] = [STEP] * 24
+    for slow_steps in (10, 16):
+        samples[1] = [STEP] * (24 - slow_steps) + [{**STEP, 0: 0.110}] * slow_steps
+        assert [(s.rank, s.index) for s in slow_ranks(samples, ranks, 1.5)] == [(1, 0)]
 
 
 def test_one_disturbed_step_is_nothing():
     ranks = {r: about(r, 0) for r in range(3)}
-    samples = {r: [STEP] * 8 for r in ranks}
-    samples[1] = [STEP] * 6 + [{**STEP, 0: 5.0}] + [STEP]
+    samples = {r: [STEP] * 12 for r in ranks}
+    samples[1] = [STEP] * 10 + [{**STEP, 0: 5.0}] + [STEP]
     assert slow_ranks(samples, ranks, 1.5) == []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_slow_rank_is_told_apart_on_a_machine_that_others_use(alone: bool):
+    """Half of all instructions are interrupted, for as long as ten of them take in the mean."""
+    ranks, generator = {r: about(r, r if alone else 0) for r in range(4)}, random.Random(0)
+    told, wrongly = 0, 0
+    for run in range(20):
+        samples: dict[int, list[dict[int, float]]] = {r: [] for r in ranks}
+        found = set()
+        for step in range(40):
+            for rank, steps in samples.items():
+                work = {i: 0.004 + generator.choice([0, generator.expovariate(25)]) for i in range(3)}
+                if run % 2 and rank == 1 and step >= 20:
+                    work[1] += 0.2
+                steps.append(work)
+            found |= {(s.rank, s.index) for s in slow_ranks(samples, ranks, 2.0)}
+        told += (1, 1) in found
+        wrongly += bool(found - ({(1, 1)} if run % 2 else set()))
+    assert told >= 9
+    assert wrongly <= 1
 
 
 @pytest.fixture(scope="module")

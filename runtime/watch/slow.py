@@ -2,7 +2,9 @@
 
 In a step all ranks take the same time, and the slow one is the one that does not wait. Ranks of one stage do the same
 work and are compared with each other; a rank that is alone on its stage with what it took before, in proportion to what
-has become of the others. Medians throughout: a step that was disturbed changes nothing.
+has become of the others. Medians throughout: a step that was disturbed changes nothing. On a machine that others use,
+work takes now this, now that long on every rank, and some medians are far apart by chance: so nearly every step of the
+slow rank has to take longer than nearly every other one, which chance does to one in ten thousand windows.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from statistics import median
 from runtime.recorder import About, Spot
 from runtime.watch.board import Board, instruction_words
 
-_WINDOW = 6  # steps that are looked at together
+_WINDOW = 10  # steps that are looked at together
 _BEFORE = 4  # steps that say what a rank took before, at the least
 _KEPT = 64
 _SPREADS = 4.0  # median deviations by which it must be more, too
+_SURE = 0.96  # of the pairs of one of its steps and another one, in how many its own takes longer
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ def slow_ranks(
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
-        if seconds > factor * expected and seconds - expected > spreads * _spread([rank, *peers], samples):
+        if seconds <= factor * expected or seconds - expected <= spreads * _spread([rank, *peers], samples):
+            continue
+        if not spreads or _sure(rank, peers, samples, expected):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
             spots = about[rank].spots
             spot = spots[index] if index < len(spots) else None
@@ -107,6 +112,25 @@ def _own_past(
     others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
     general = median(others) if others else 1.0
     return {index: seconds * general for index, seconds in past[rank].items()}
+
+
+def _sure(rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float) -> bool:
+    """Whether nearly all steps of ``rank`` now take longer than nearly all of most peers'; or, alone, than its own
+    before, whose median is made ``past``."""
+    totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
+    now = totals[rank][-_WINDOW:]
+    if peers:
+        return median(_longer(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+    took = sum(_typical(list(samples[rank])[:-_WINDOW]).values())
+    scale = past / took if took else 1.0
+    before = totals[rank][: -2 * _WINDOW]  # it may have been slow for a while
+    before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
+    return _longer(now, [scale * seconds for seconds in before]) >= _SURE
+
+
+def _longer(some: Sequence[float], others: Sequence[float]) -> float:
+    """Of all pairs of one of each, in how many the first is larger (Mann and Whitney's statistic)."""
+    return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
 
 
 def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:

@@ -165,6 +165,8 @@ class Engine:
         owned = self._gradients.owned
         grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
         before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
+        if before:
+            self._saver.check_between(self.steps, before.values())
         lost = accumulate and self.overflowed
         if self._scale is not None:
             self._executor.scale_loss(self._scale.value)

@@ -154,7 +154,10 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
             copies_every=options.copies_every,
             signals=(signal.SIGTERM,),
         )
-        kept.restore()
+        found = kept.restore()
+        if _rank() == 0:
+            where = "no checkpoint there: from the start" if found is None else f"going on from step {found}"
+            print(f"{options.checkpoints}: {where}", file=sys.stderr, flush=True)
     spikes = LossSpikes()
     first, told = _rank() == 0, False
     with StepLog(engine, options.plan, options.metrics if first else None) as log:

@@ -393,3 +393,23 @@ def test_a_backward_of_the_scripts_own_is_an_error(tmp_path: Path):
     assert loss is not None
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.amp.GradScaler("cpu").scale(loss).backward()
+
+
+def test_a_save_amid_gradients_that_are_added_up_is_told(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path)
+    checkpoints.every = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            engine.step(net_inputs())
+            engine.step(net_inputs(), accumulate=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            checkpoints.after_step()
+            engine.step(net_inputs(), accumulate=True)
+    engine.step(net_inputs())
+    engine.step(net_inputs(), accumulate=True)
+    checkpoints.after_step()
+    with pytest.warns(UserWarning, match="step 8 was saved, and the next one adds to its gradients"):
+        engine.step(net_inputs(), accumulate=True)
+    checkpoints.close()

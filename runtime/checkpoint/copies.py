@@ -98,6 +98,7 @@ class Copies:
         self._peers.together("the copy in memory was not made", lambda: self._write(slot, state))
         self._sending = threading.Thread(target=self._send, args=(slot, self._written), name="copies", daemon=True)
         self._sending.start()
+        self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
         """Until the last copy is complete on all ranks. Raises :class:`CheckpointError` where it failed."""

@@ -8,7 +8,8 @@ import json
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class Saver:
     world_size: int
     timeout: float = TIMEOUT_S
     last: Saving | None = None
+    saved_at: int | None = None  # after how many steps the state was saved or copied last
     _staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +132,7 @@ class Saver:
 
         target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=ready)
         [content] = contents
+        self.saved_at = content.steps
         first = content.rank.rank == 0
         held = [*content.moving, *content.still]
         if not wait:
@@ -158,6 +161,16 @@ class Saver:
         Raises :class:`CheckpointError` on all of them where it failed on any.
         """
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
+
+    def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
+        """Warn where what was saved after ``steps`` lacks ``gradients``, which are added to now."""
+        if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
+            warnings.warn(
+                f"step {steps} was saved, and the next one adds to its gradients, which no checkpoint holds: a run "
+                "that goes on from there lacks them; save, and call after_step(), once the optimizer has stepped",
+                stacklevel=3,
+            )
+        self.saved_at = None
 
     def rest(self) -> None:
         """Until no save is under way on any rank, whether it went well or not; all ranks call it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
 from runtime.waiting import wait_for
+from runtime.watch.addresses import ranks_named
 from runtime.watch.board import Board, RankState
 from runtime.watch.diagnose import cause_of
 from runtime.watch.mirror import Mirror
@@ -103,6 +105,35 @@ def test_who_is_in_the_same_collective_is_not_waited_for():
     found = cause(state(0, waits=(1, 2), **both), state(1, waits=(0, 2), **both), state(2, action=5))
     assert found is not None
     assert found.rank == 2
+
+
+def lost(rank: int, *others: int, at: float = 98.0) -> RankState:
+    failure = Failure(rank, "Connection closed by peer", "RuntimeError", "0F0", 3, secondary=True, step=5)
+    return state(rank, failure=failure, failed_at=at, lost=others)
+
+
+def test_a_host_that_falls_silent_is_the_cause_of_what_is_lost():
+    """What its ranks did last is known; before it is known to be silent, nothing is told."""
+    gone = {"here": False, "silent_s": 3.5}
+    found = cause(lost(0, 2, 3), lost(1, 3), state(2, **gone), state(3, **gone))
+    assert found is not None
+    assert (found.rank, found.kind, found.index, found.step) == (3, "ProcessDied", 3, 5)
+    assert "its host has given no sign of life for 3.5 s" in found.error
+    assert "rank 0 lost it at step 5, instruction 3: 0F0; rank 1 lost it at" in found.error
+    heard = {"here": False, "silent_s": 1.0}
+    assert cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard)) is None
+    later = cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard), now=104.0)
+    assert later is not None
+    assert later.kind == "ConnectionLost"
+
+
+def test_who_is_at_the_other_end_is_known_by_its_host_where_its_port_is_not():
+    ends = {1: ["10.0.0.1:50"], 2: ["10.0.0.2:60"], 3: ["10.0.0.2:61", "127.0.0.1:5"]}
+    own = ["10.0.0.1:40", "127.0.0.1:7"]
+    assert ranks_named("Read error [10.0.0.2]:61: reset", ends, own) == (3,)
+    assert ranks_named("Read error [::ffff:10.0.0.2]:99: reset", ends, own) == (2, 3)
+    assert ranks_named("Read error [127.0.0.1]:99: reset", ends, own) == ()
+    assert ranks_named("Read error [10.0.0.2]:99: reset", ends) == ()
 
 
 def test_a_rank_that_was_stopped_while_it_waited_is_the_cause():
@@ -278,6 +309,32 @@ def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
     told = Monitor(folders[1]).check()
     assert told is not None
     assert told.error == "said"
+    for mirror in mirrors:
+        mirror.close()
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path):
+    """Its host is cut off, and so nobody says so: the connection stays."""
+    cut_off = threading.Event()
+
+    class Silent:
+        def set(self, key: str, value: str, /) -> None:
+            pass
+
+        def get(self, key: str, /) -> bytes:
+            return b"{}"
+
+        def check(self, keys: list[str], /) -> bool:
+            cut_off.wait(60)
+            return False
+
+    mirror = Mirror(tmp_path, Silent(), 0, 2, frozenset({0}))
+    began = time.monotonic()
+    mirror.exchange(0.1)
+    mirror.exchange(0.1)
+    assert time.monotonic() - began < 5
+    cut_off.set()
+    mirror.close()
 
 
 def test_what_fails_between_steps_is_told_with_the_scripts_line(tmp_path: Path):

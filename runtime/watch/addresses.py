@@ -26,12 +26,20 @@ def own_addresses() -> list[str]:
     return sorted(set(found))
 
 
-def ranks_named(error: str, addresses: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
-    """The ranks whose addresses are in ``error``."""
+def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
+    """The ranks whose addresses are in ``error``; of another host than ``own`` is on, whose ports nobody knows, all."""
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
     # Gloo prints ports in network byte order (torch 2.13).
     named = {_text(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
-    return tuple(rank for rank, own in addresses.items() if named.intersection(own))
+    exactly = tuple(rank for rank, ends in addresses.items() if named.intersection(ends))
+    if exactly or not own:
+        return exactly
+    hosts = {_host(end) for end in named} - {_host(end) for end in own}  # what was connected later is not noted
+    return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_host, ends)))
+
+
+def _host(end: str) -> str:
+    return end.rpartition(":")[0]
 
 
 def _text(host: str, port: int | str) -> str:

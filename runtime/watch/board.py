@@ -24,7 +24,7 @@ from runtime.watch.place import Place
 @dataclass(frozen=True)
 class RankState:
     """What is known of a rank at one time. ``alive`` and ``stopped``: of its process, where that can be asked (on this
-    host); ``idle_s``: since it last began something; ``silent_s``: since its last heartbeat."""
+    host, ``here``); ``idle_s``: since it last began something; ``silent_s``: since its last heartbeat."""
 
     rank: int
     stage: int
@@ -33,6 +33,7 @@ class RankState:
     index: int | None
     idle_s: float
     silent_s: float
+    here: bool = True
     alive: bool = True
     stopped: bool = False
     place: Place | None = None
@@ -136,6 +137,7 @@ class Board:
             index=index,
             idle_s=(now - moment.moved) * 1e-9,
             silent_s=(now - moment.beat) * 1e-9,
+            here=here,
             alive=alive,
             stopped=stopped,
             place=place,
@@ -146,8 +148,9 @@ class Board:
 
     def _lost(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
         """Whom a failed rank has lost: the one whose address the error names, or all that it waited for."""
-        others = {r: (self._read(r, "addresses") or {"own": []})["own"] for r in self._recordings if r != rank}
-        return ranks_named(failed["failure"]["error"], others) or tuple(failed["waits"])
+        ends = {r: (self._read(r, "addresses") or {"own": []})["own"] for r in self._recordings}
+        own = ends.pop(rank)
+        return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read(self, rank: int, kind: str) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):

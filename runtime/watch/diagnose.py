@@ -3,7 +3,8 @@
 A rank that says that it failed, and not in consequence of another one's failure, is the cause; the first of several.
 Else one whose process has ended. Else, where nothing has moved for as long as the user has patience, ranks are followed
 along whom they wait for, and the cause is the one that others wait for and that itself waits for nobody, or is silent.
-Else, where ranks only tell of connections lost, the one that most of them have lost.
+Else, where ranks only tell of connections lost, one of another host that has fallen silent, or the one that most have
+lost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from runtime.errors import DIED, LEFT, LOST, STALLED, Failure
 from runtime.watch.board import RankState
 
 _SETTLE_S = 1.0  # a rank that lost another is no cause before that one had the time to say why
-_SILENT_BEATS_S = 3.0  # without a heartbeat: the process is stopped, or its host is
+SILENT_S = 3.0  # without a heartbeat: the process is stopped, or its host is
+HOST_SETTLE_S = SILENT_S + 2.0  # until a host that was lost is known to be silent
 
 
 def cause_of(
@@ -36,6 +38,12 @@ def cause_of(
         first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
         return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
     if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
+        away = [s for s in _blamed(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"]
+        silent = [s for s in away if s.silent_s > SILENT_S]
+        if silent:
+            return _host_lost(_most_blamed(silent, states), told)
+        if away and now - told[0].failed_at < HOST_SETTLE_S:
+            return None  # it may be its host that has ended, or it is yet to say why
         return _left(told, states) or _lost(told)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:
@@ -85,7 +93,7 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 def _mute(state: RankState) -> bool:
     """Whether a rank's last words cannot be trusted any more."""
-    return state.stopped or not state.alive or state.silent_s > _SILENT_BEATS_S
+    return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
 def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
@@ -122,6 +130,20 @@ def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> Rank
     """Of several that are gone: the one that others lost, else the one that has been still the longest."""
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
+
+
+def _blamed(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
+    """The ranks that others have lost."""
+    lost = {rank for s in told for rank in s.lost}
+    return [s for s in states if s.rank in lost]
+
+
+def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
+    """A rank of another host of which nothing is heard any more."""
+    losers = [s for s in told if state.rank in s.lost]
+    who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
+    text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
+    return failure_at(state, DIED, text)
 
 
 def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:

@@ -1,6 +1,7 @@
 """Ranks on several hosts: each host's folder is copied to the others' through the store that the ranks met at.
 
-One rank of every host does it. What is copied are the files that ranks write about themselves.
+One rank of every host does it. What is copied are the files that ranks write about themselves. A thread talks to the
+store: a host that has lost the store's host waits for its answer for as long as TCP does.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from runtime.files import write_bytes
 
 _KINDS = ("times", "json", "place", "failure", "addresses")
 _CAUSE = "cause"
+_EVERY_S = 1.0
 
 
 class Store(Protocol):
@@ -40,8 +43,44 @@ class Mirror:
         self.others = [h for h in range(num_hosts) if h != host]
         self.ranks = ranks
 
-    def exchange(self) -> None:
-        """Give what this host's ranks have written, take what others have given. Where the store is gone: nothing."""
+        self._wanted = threading.Event()
+        self._done = threading.Condition()
+        self._begun = self._ended = 0  # exchanges
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def exchange(self, within_s: float = _EVERY_S) -> None:
+        """Give what this host's ranks have written, take what others have given; at most for so long.
+
+        From the first time on this is also done every second.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._thread.start()
+        with self._done:
+            next_one = self._begun + 1
+            self._wanted.set()
+            self._done.wait_for(lambda: self._ended >= next_one, within_s)
+
+    def close(self) -> None:
+        """Exchange nothing any more."""
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(_EVERY_S)
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._done:
+                self._begun += 1
+            self._exchange()
+            with self._done:
+                self._ended = self._begun
+                self._done.notify_all()
+            self._wanted.wait(_EVERY_S)
+            self._wanted.clear()
+
+    def _exchange(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
             own = {name: base64.b64encode(content).decode() for name, content in self._own().items()}
             self.store.set(_key(self.host), json.dumps(own))

@@ -28,6 +28,7 @@ from runtime.recorder import Recorder, Recording
 from runtime.waiting import waited
 from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
+from runtime.watch.diagnose import HOST_SETTLE_S
 from runtime.watch.mirror import Mirror
 from runtime.watch.monitor import Monitor
 from runtime.watch.place import place_of, raised, stack
@@ -125,6 +126,8 @@ class Watch:
         self.board.post_addresses(self.rank, own_addresses())
         self._recording = Recording(self.folder, self.rank)
         self._main = threading.get_ident()
+        if self._mirror is not None:
+            self._mirror.exchange()  # from now on every second
         self._thread.start()
         return self
 
@@ -139,6 +142,9 @@ class Watch:
                 self._leave(failure, error)
         else:  # at its end, or of its own accord: sys.exit, Ctrl-C
             self.recorder.enter("gone")
+            if self._mirror is not None:
+                self._mirror.exchange()  # others see it gone
+                self._mirror.close()
             if self._own_folder and error is None:
                 self._thread.join()
                 self._tidy()
@@ -177,15 +183,11 @@ class Watch:
     def _watch(self) -> None:
         """The thread: beats, and looks after a run that does not move."""
         looked = 0.0
-        slow_looked = mirrored = 0.0
+        slow_looked = 0.0
         seen = (0, "")
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
             self.recorder.beat()
-            if time.monotonic() - mirrored > _MIRROR_S:
-                mirrored = time.monotonic()
-                if self._mirror is not None:
-                    self._mirror.exchange()
             if self._slow is not None and time.monotonic() - slow_looked > _SLOW_LOOK_S:
                 slow_looked = time.monotonic()
                 self._tell_slow(self._slow)
@@ -232,7 +234,8 @@ class Watch:
     def _leave(self, failure: Failure, error: BaseException | None) -> None:
         """Tell the cause, once for all ranks, and end the process."""
         with self._leaving:
-            cause = failure if not failure.secondary else self.monitor.settle(_SETTLE_S) or failure
+            settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
+            cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure
             if self.board.tell(cause):
                 if error is not None and cause is failure:
                     traceback.print_exception(error)

@@ -26,6 +26,7 @@ from runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
+
 def common_state(engine: Engine) -> dict[str, Any]:
     """What is the same on all ranks."""
     return {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
 from runtime import Checkpoints, Engine, Watch
 from runtime.debug import check_finite
-from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
+from runtime.planfile import program_of
 
 STEPS, EVERY = 8, 2
 SLOW_STEPS = 40  # of a run with a slow rank, which has to be seen to change

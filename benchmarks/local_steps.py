@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.memory import peak_bytes
 from runtime import Engine, Program
-from runtime.engine import program_of
 from runtime.groups import TorchCommunicator
+from runtime.planfile import program_of
 
 
 @dataclass(frozen=True)

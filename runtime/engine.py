@@ -13,12 +13,11 @@ In a ``torchrun`` worker::
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from runtime.groups import Communicator, TorchCommunicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
+from runtime.planfile import placement_of, program_of
 from runtime.precision import check_fp8
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
@@ -48,6 +48,11 @@ from runtime.scaling import Scale, scale_of
 from runtime.sharded import ShardedParameters
 from runtime.state import load_weights, parameters_of
 from runtime.weights import FileWeights, Source, is_weights, weights_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from runtime.dtensors import Views
 
 
 class Engine:
@@ -106,6 +111,7 @@ class Engine:
         communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
         sharded = ShardedParameters(self.rank_program, self._shards, communicator)
         self._masters.take(sharded.pieces)
+        self._views: Views | None = None
         self._saver = Saver(communicator, program.world_size)
         self._parameters = parameters_of(self.rank_program, self._masters.held)
         trains = any(p.requires_grad for p in self._parameters.values()) or program.objective != "train"
@@ -224,6 +230,31 @@ class Engine:
         if self._nothing is not None:
             yield self._nothing
 
+    def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
+        """The parameters of :meth:`named_parameters` as torch's own tools see whole ones: in the same memory, with
+        their gradients of now on ``grad``. All ranks call it.
+
+        Raises :class:`DTensorError`, on all ranks, where a layout is no DTensor's; without ``strict`` these parameters
+        are left out. Raises :class:`LaunchError` where there can be no mesh of all ranks.
+        """
+        return self._viewed(strict).of_parameters(self._parameters)
+
+    def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
+        """What ``optimizer`` holds for each parameter, by its own names, laid out as :meth:`dtensors` are."""
+        return self._viewed(strict).of_optimizer(self._parameters, optimizer)
+
+    def _viewed(self, strict: bool) -> Views:
+        from runtime.dtensors import Views, check  # what it imports of torch takes a while, and few need it
+
+        if strict:
+            check(self.program)
+        if self._views is None:
+            devices = {self.device.type, *(["cpu"] if self.program.offload else [])}
+            ranks = range(self.program.world_size)
+            processes = self.communicator.processes if isinstance(self.communicator, TorchCommunicator) else ranks
+            self._views = Views(self.rank_program, processes, devices)
+        return self._views
+
     def zero_grad(self) -> None:
         """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
         self._agreement.forget()
@@ -322,47 +353,6 @@ class Engine:
 
     def barrier(self) -> None:
         self.communicator.barrier()
-
-
-def program_of(plan: Any) -> Program:
-    """The program of a plan, of itself, or of a plan file. Raises :class:`LaunchError`."""
-    if isinstance(plan, Program):
-        return plan
-    if isinstance(getattr(plan, "program", None), Program):
-        return plan.program  # type: ignore[no-any-return]
-    if isinstance(plan, str | Path):
-        return _read(Path(plan))
-    raise LaunchError(f"expected a plan, a Program or the path of a plan file, got {type(plan).__name__}")
-
-
-def placement_of(plan: Any) -> tuple[int, ...]:
-    """The device of each rank that a plan or a plan file gives; empty where ranks are on their namesakes."""
-    if isinstance(plan, str | Path):
-        return tuple(_content(Path(plan)).get("devices", ()))
-    return tuple(getattr(plan, "devices", ()))
-
-
-def _read(path: Path) -> Program:
-    content = _content(path)
-    try:
-        return Program.model_validate(content["program"])
-    except ValueError as error:
-        raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cannot read the plan {path}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise LaunchError(f"{path} is not complete JSON ({error}); make the plan again") from None
-    if isinstance(content, dict) and content.get("planned_only"):
-        what = ", ".join(content["planned_only"])
-        raise LaunchError(f"{path} has no program: {what} is planned but not executed here; plan without it to run")
-    if not isinstance(content, dict) or "program" not in content:
-        raise LaunchError(f"{path} is not a plan: it has no 'program'; save one with plan.save(path)")
-    return content
 
 
 def _default_communicator(

@@ -49,6 +49,10 @@ class AgreementError(PartitionError):
     """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
 
 
+class DTensorError(PartitionError):
+    """Parameters are laid out as no DTensor can be; names the first and why."""
+
+
 class CommunicationError(RuntimeError):
     """Another rank has failed, or did not come. The cause is there, not here."""
 

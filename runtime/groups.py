@@ -310,10 +310,10 @@ class TorchCommunicator:
                 f"the program is for {world_size} ranks, there are {dist.get_world_size()}: "
                 f"start it with torchrun --nproc-per-node so that nodes x processes is {world_size}"
             )
-        self._processes = processes_of(placement, world_size)
+        self.processes = processes_of(placement, world_size)
         self._process = dist.get_rank()
-        self.rank = self._processes.index(self._process)
-        self.home = self._processes.index(0)
+        self.rank = self.processes.index(self._process)
+        self.home = self.processes.index(0)
         self.device = device
         self.everyone = tuple(range(world_size))
         self._timeout = timeout_of_all(device) if timeout is None else timeout
@@ -343,7 +343,7 @@ class TorchCommunicator:
         return self.group(ranks, gathering)
 
     def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._processes[rank] for rank in ranks)
+        return tuple(self.processes[rank] for rank in ranks)
 
     def _connect(self, backend: Any, link: Link) -> None:
         """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
@@ -392,7 +392,7 @@ class TorchCommunicator:
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
         """The program's ranks that run on ``processes``."""
-        return tuple(self._processes.index(p) for p in processes if p in self._processes)
+        return tuple(self.processes.index(p) for p in processes if p in self.processes)
 
     def barrier(self) -> None:
         self._group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()

@@ -28,10 +28,11 @@ from passes.errors import PartitionError
 from passes.serialize import dtype_of
 from runtime.checkpoint.series import Checkpoints
 from runtime.debug import check_finite
-from runtime.engine import Engine, program_of
+from runtime.engine import Engine
 from runtime.errors import InstructionError, LaunchError
 from runtime.failures import is_secondary
 from runtime.metrics import StepLog
+from runtime.planfile import program_of
 from runtime.program import Program
 from runtime.restarts import init_process_group
 from runtime.spikes import LossSpikes

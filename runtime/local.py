@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
-from runtime.engine import Engine, placement_of, program_of
+from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.failures import is_secondary
+from runtime.planfile import placement_of, program_of
 from runtime.pool import LocalRanks
 from runtime.precision import with_precision
 from runtime.program import Program

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
-from runtime.engine import program_of
 from runtime.launch import _parser, random_batch
+from runtime.planfile import program_of
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, infer_only

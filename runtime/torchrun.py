@@ -16,11 +16,13 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.run import parse_args, run
 
 from runtime.restarts import SEPARATE_STORES
@@ -45,12 +47,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         status = 1
         print(error, file=sys.stderr)
         print(f"first cause: {_cause(folder, error)}", file=sys.stderr)
+    except RendezvousConnectionError as error:
+        status = 1
+        traceback.print_exception(error)
+        print(f"first cause: {_unreachable(options.rdzv_endpoint)}", file=sys.stderr)
     finally:
         if own:
             shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)
+
+
+def _unreachable(endpoint: str) -> str:
+    """torchrun has ended its ranks at once, before any of them could say what it has lost."""
+    return (
+        f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
+        "start the run again on as many hosts, to meet at one that is there (--rdzv-endpoint)"
+    )
 
 
 def _cause(folder: Path, error: ChildFailedError) -> str:

@@ -212,7 +212,7 @@ class Run:
         (folder / "script.py").write_text(SCRIPT)
         self.arguments = [str(folder), str(patience), str(pause), str(copies)]
 
-    def start(self, host: Host, **environment: str) -> Command:
+    def start(self, host: Host, meeting: str = "host0", **environment: str) -> Command:
         options = [
             "--nnodes=2",
             f"--nproc-per-node={self.ranks}",
@@ -220,8 +220,8 @@ class Run:
             "--rdzv-backend=c10d",
             "--rdzv-id=run",
         ]
-        meeting = ["--rdzv-endpoint=host0:29500", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
-        launcher = [sys.executable, "-m", "runtime.torchrun", *options, *meeting]
+        options += [f"--rdzv-endpoint={meeting}:29500", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
+        launcher = [sys.executable, "-m", "runtime.torchrun", *options]
         return host.start(*launcher, str(self.folder / "script.py"), *self.arguments, **environment)
 
     def ranks_on(self, host: int) -> list[int]:
@@ -282,6 +282,29 @@ def test_a_host_that_is_lost_is_replaced_and_costs_a_step(tmp_path: Path, how: s
         assert began_at == 0
         last = max(int(step) for step in re.findall(r"^step (\d+) ", first.text.split("first cause")[0], re.MULTILINE))
         assert last - 1 <= resumed <= last + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_where_ranks_met_is_lost_and_the_run_is_started_again(tmp_path: Path):
+    """With the host that has the store nobody can meet again; what its ranks held is in the other's memory."""
+    run = Run(tmp_path, copies=1)
+    with Hosts(tmp_path, 2) as hosts:
+        lost, here = hosts.hosts
+        first, left = run.start(lost), run.start(here)
+        first.until(r"^step 8 ", START_S)
+        lost.die()
+        assert left.wait(LEAVE_S + 10) == 1
+        [cause] = causes(left)
+        assert cause.startswith(
+            "first cause: the host where ranks meet, host0:29500, cannot be reached: it has ended, or"
+        )
+        again = [run.start(host, meeting="host1") for host in (here, hosts.add())]
+        for each in again:
+            assert each.wait(START_S) == 0, each.text
+    began_at, resumed = run.ended_well(*(each.text for each in (first, *again)))
+    last = max(int(step) for step in re.findall(r"^step (\d+) ", first.text, re.MULTILINE))
+    assert began_at == 0 and last - 1 <= resumed <= last + 1
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from passes.normalize_algebra import ALGEBRA
 from passes.normalize_bags import BAGS
 from passes.normalize_flat import unflatten
 from passes.normalize_losses import LOSSES
+from passes.normalize_places import PLACES
 from passes.normalize_random import RANDOM, refuse_draws
 from passes.normalize_recurrent import RECURRENT
 from passes.normalize_shapes import SHAPES
@@ -30,7 +31,7 @@ from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
 
-RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **RANDOM}
+RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **PLACES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:

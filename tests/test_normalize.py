@@ -163,6 +163,8 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "tensordot": (lambda x: torch.tensordot(x, x, 2), []),
     "kron": (lambda x: torch.kron(x, x[:2]), []),
     "trapezoid": (lambda x: torch.trapezoid(x), []),
+    "own places": (lambda x: x[torch.arange(4), torch.tensor([1, -1, 0, -4])] + x[torch.arange(4), x.argmax(1)], []),
+    "other places": (lambda x: x[torch.arange(1, 4), x.argmax(1)[1:]] + x[x.argmax(0)[:3], torch.arange(3)], []),
     "meshgrid": (lambda x: torch.stack(torch.meshgrid(x[0], x[1], indexing="ij")), []),
 }
 

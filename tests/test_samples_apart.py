@@ -48,6 +48,14 @@ def solved(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return found.square().mean() + torch.linalg.cholesky(matrix).square().mean() + matrix.logdet().mean()
 
 
+def picked(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    rows, columns = torch.arange(x.shape[0]), torch.arange(4)[None]
+    pairs = x.view(-1, 4, 2)
+    of_each = pairs[rows, y[:, :4].argmax(-1) - 4] * pairs[rows[:, None], y[:, :3].argsort(-1)].sum(1)
+    deep = pairs[rows[:, None], columns, (y[:, :4] > 0).long()]
+    return of_each.square().mean() + deep.square().mean() - x.log_softmax(-1)[rows, y.argmax(-1)].mean()
+
+
 APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "triplets": lambda model, x, y: F.triplet_margin_loss(x, y, x.flip(1), swap=True),
     "ranking": lambda model, x, y: F.margin_ranking_loss(x, y, x.detach().sign(), margin=0.2),
@@ -55,6 +63,7 @@ APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "margins": lambda model, x, y: F.multi_margin_loss(model.then(x), y[:, :6].argmax(-1)),
     "margins of several": lambda model, x, y: F.multilabel_margin_loss(model.then(x), y[:, :6].argsort(-1)),
     "cells": cells,
+    "picked": picked,
     "warped": warped,
     "solved": solved,
 }

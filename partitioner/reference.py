@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.draws import draw_of
@@ -256,7 +258,12 @@ def run_reference(
     model = _copy(model)
     if double:
         model, inputs = model._apply(_double), pytree.tree_map(_double, inputs)
-    with float64() if double else nullcontext(), _ByPlace(seed) as streams, _Drawing(seed, streams):
+    with (
+        float64() if double else nullcontext(),
+        _ByPlace(seed) as streams,
+        _Drawing(seed, streams),
+        _nothing_recomputed(),
+    ):
         return _run(model, inputs, loss, train)
 
 
@@ -267,6 +274,23 @@ def _copy(model: nn.Module) -> nn.Module:
         kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
         memo |= {id(value): value.detach().clone() for value in kept}
     return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _nothing_recomputed() -> Iterator[None]:
+    """Checkpointed functions run once: run again in backward, they would draw other numbers."""
+
+    def once(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    def apply(function: Callable[..., Any], keeps: bool, *args: Any) -> Any:
+        return function(*args)
+
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", once),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
+    ):
+        yield
 
 
 def _double(value: Any) -> Any:

@@ -203,8 +203,9 @@ def _constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
             value = program.constants[name]
             if isinstance(value, FakeTensor) and name.startswith("lifted_tensor"):
                 raise UnsupportedError(
-                    "forward computes a tensor in a way that torch.export does not follow, by torch.autograd.grad or "
-                    "backward() inside forward, say; write it with operators on tensors, or pass it as an input"
+                    "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
+                    "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
+                    "pass it as an input"
                 )
             if value.is_meta or isinstance(value, FakeTensor):
                 raise UnsupportedError(

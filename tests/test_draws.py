@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition
 from partitioner.reference import run_reference
@@ -41,6 +42,14 @@ def dropped_path(h: Tensor) -> Tensor:
     return h + h.tanh() * h.new_empty(h.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
 
 
+def noisy(h: Tensor) -> Tensor:
+    return F.dropout(h.tanh(), 0.4) * torch.rand_like(h)
+
+
+def recomputed(h: Tensor) -> Tensor:
+    return checkpoint(noisy, h, use_reentrant=False) + checkpoint(noisy, h, use_reentrant=True) + noisy(h)
+
+
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal of a size": lambda h: h + torch.randn(h.shape[0], 1, WIDTH),
     "normal like": lambda h: h + 0.1 * torch.randn_like(h),
@@ -58,6 +67,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropped to alpha": lambda h: F.alpha_dropout(h, 0.2) + F.feature_alpha_dropout(h, 0.3),
     "all dropped": lambda h: h + F.alpha_dropout(h, 1.0) + F.dropout1d(h, 1.0),
     "diffused": diffused,
+    "recomputed": recomputed,
 }
 MESHES: dict[str, dict[str, Any]] = {
     "tp": {"pp": 1, "dp": 1, "tp": 2},

@@ -59,6 +59,8 @@ class _DoubleData(TorchFunctionMode):
         self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[2], float):
+            args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
         made = func(*args, **(kwargs or {}))
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made

@@ -1,4 +1,5 @@
-"""Normal form of ``x[arange(n), places]``: each row's own place, which a gather says without naming the rows."""
+"""Normal form of look-ups that stay with their rows: ``x[arange(n), places]`` is a gather, ``x[mask] = number`` is a
+choice between the two."""
 
 from __future__ import annotations
 
@@ -52,4 +53,15 @@ def _counted(node: fx.Node, rank: int) -> tuple[int, int] | None:
     return along[0], sizes[along[0]]
 
 
-PLACES: dict[Any, Rule] = {aten.index.Tensor: index}
+def index_put(
+    build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
+) -> Any:
+    """One value wherever a mask of the leading dims is true."""
+    mask = indices[0] if len(indices) == 1 else None
+    if accumulate or mask is None or val(mask).dtype != torch.bool or math.prod(shape(value)) != 1:
+        return KEEP
+    mask = build(aten.reshape.default, mask, shape(mask) + [1] * (len(shape(x)) - len(shape(mask))))
+    return build(aten.where.self, mask, build(aten.reshape.default, value, []), x)
+
+
+PLACES: dict[Any, Rule] = {aten.index.Tensor: index, aten.index_put.default: index_put}

@@ -56,6 +56,13 @@ def picked(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return of_each.square().mean() + deep.square().mean() - x.log_softmax(-1)[rows, y.argmax(-1)].mean()
 
 
+def overwritten(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[x < -0.3] = 0.1
+    x[y[:, 0] > 0] = 0.7
+    return (model.then(x) ** 2).mean()
+
+
 APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "triplets": lambda model, x, y: F.triplet_margin_loss(x, y, x.flip(1), swap=True),
     "ranking": lambda model, x, y: F.margin_ranking_loss(x, y, x.detach().sign(), margin=0.2),
@@ -63,6 +70,7 @@ APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "margins": lambda model, x, y: F.multi_margin_loss(model.then(x), y[:, :6].argmax(-1)),
     "margins of several": lambda model, x, y: F.multilabel_margin_loss(model.then(x), y[:, :6].argsort(-1)),
     "cells": cells,
+    "overwritten": overwritten,
     "picked": picked,
     "warped": warped,
     "solved": solved,

@@ -32,6 +32,7 @@ from partitioner.errors import PlanError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
 from partitioner.job import Job
+from partitioner.solve.arrangement import arrangements
 from partitioner.solve.linked import aligned, linked_groups
 from partitioner.solve.placement import Found, Placements, signature
 from partitioner.solve.points import Point
@@ -275,6 +276,36 @@ def test_the_plan_carries_the_placement(tmp_path: Path):
     path = plan.save(tmp_path / "plan.json")
     assert Plan.load(path).devices == placement_of(path) == plan.devices
     assert plan_timeline(plan).step_time > 0
+
+
+UNEVEN = {
+    "fast": "{type: h100-sxm, devices: 4, island: fast}",
+    "small": "{type: a100-80gb, devices: 2, island: slow}",
+    "tight": "{type: a100-80gb, devices: 3, island: slow}",
+    "throttled": "{type: h100-sxm, devices: 3, island: fast}",
+}
+
+
+def uneven(order: Sequence[str], bandwidth: str = "10 GB/s") -> Topology:
+    """Nodes of 2, 3 and 4 devices, in this order."""
+    return loads(f"""
+nodes: [{", ".join(UNEVEN[name] for name in order)}]
+levels:
+  - {{name: nvlink, like: nvlink4, nodes: 1, only: [fast]}}
+  - {{name: older, like: nvlink3, nodes: 1, only: [slow]}}
+  - {{name: network, bandwidth: {bandwidth}, latency: 20 us}}
+node_overrides: {{{order.index("tight")}: {{memory: 20 GB}}, {order.index("throttled")}: {{speed: 0.7}}}}
+""")
+
+
+@pytest.mark.parametrize("order", list(permutations(UNEVEN))[::5])
+def test_stages_are_whole_in_nodes_of_different_sizes(order: Sequence[str]):
+    """Of three devices each, but for what is left of two nodes: in every order, whatever the nodes' numbers are."""
+    topology = uneven(order)
+    found = [topology.node_of[devices].reshape(4, 3).tolist() for devices in arrangements(topology, {"pp": 4, "dp": 3})]
+    placed = {tuple(frozenset(order[node] for node in stage) for stage in stages) for stages in found}
+    stages = [frozenset(names) for names in (["fast"], ["tight"], ["throttled"], ["fast", "small"])]
+    assert placed >= set(permutations(stages))
 
 
 # --- optimality -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Placements for clusters whose devices or links are not all alike.
 
 First tensor groups: inside each node (or, where nodes are too small, in the whole) the devices are cut into groups that
-are alike and well linked, nodes of one kind all in the same way. Then the order of nodes and groups: sorted by speed,
-memory or links outward, either way round, neighbours beside each other, so that stages get devices that are alike. Over
-each order the axes are nested in every way that two levels allow. What is left, which group goes to which stage, is
-settled by trying: all orders of few groups, else exchanges (see ``placement.py``).
+are alike and well linked, nodes of one kind all in the same way. Where stages do not fill nodes evenly, as many whole
+ones as fit are put into them first. Then the order of nodes and groups: sorted by speed, memory or links outward,
+either way round, neighbours beside each other, so that stages get devices that are alike. Over each order the axes are
+nested in every way that two levels allow. What is left, which group goes to which stage, is settled by trying: all
+orders of few groups, else exchanges (see ``placement.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
         return [np.array(order) for order in permutations(range(num))]
     size = group_size(mesh)
     found: dict[bytes, Ints] = {plain.tobytes(): plain}
-    for devices in _straddling(topology, mesh, size):
+    for devices in (*_straddling(topology, mesh, size), *_packed(topology, mesh)):
         found.setdefault(devices.tobytes(), devices)
     for order in _orders(topology, size):
         for devices in _nested(topology, mesh, order, size):
@@ -61,6 +62,34 @@ def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Itera
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
         yield from all_nestings(tuple(mesh.get(axis, 1) for axis in AXES), levels)
+
+
+def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
+    """As many whole stages as there can be inside nodes that others do not fill evenly, of devices that are alike; the
+    other stages of what is left, in every order of few stages."""
+    stage = topology.num_devices // mesh.get("pp", 1)
+    if stage == 1 or not any(group.devices % stage for group in topology.nodes):
+        return
+    features = _features(topology)
+    whole: list[Ints] = []
+    left: list[int] = []
+    for node in range(topology.num_nodes):
+        devices = np.flatnonzero(topology.node_of == node)
+        devices = devices[np.lexsort(-features[devices].T[::-1])]
+        cut = len(devices) // stage * stage
+        whole += [*devices[:cut].reshape(-1, stage)]
+        left += devices[cut:].tolist()
+    if not whole:
+        return
+    rest = np.array(left, dtype=np.int64)
+    rest = rest[np.lexsort([topology.node_of[rest], *-features[rest].T[::-1]])]
+    stages = np.array([*whole, *rest.reshape(-1, stage)])
+    least = features[stages].min(axis=1)
+    stages = stages[np.lexsort(-least.T[::-1])]
+    if len(stages) <= _FEW:
+        yield from (stages[list(order)].reshape(-1) for order in permutations(range(len(stages))))
+    else:
+        yield from (order.reshape(-1) for order in (stages, stages[::-1]))
 
 
 def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:

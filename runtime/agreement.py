@@ -224,7 +224,7 @@ def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
         data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
-        bits = data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+        bits = data.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
         found = (found * 1000003 + int(bits.sum(dtype=torch.int64))) & _MASK
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from runtime import CheckpointError
 from runtime.checkpoint import folders
 from tests.test_checkpoint import one_rank, run
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_what_others_have_put_into_a_folder_stays(tmp_path: Path):
@@ -71,3 +75,14 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path):
     assert (tmp_path / "out").is_symlink()
     engine.load(tmp_path / "large disk", optimizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["large disk", "out"]
+
+
+def test_a_script_that_has_ended_does_not_wait_for_a_first_rank_that_may_be_gone(tmp_path: Path):
+    script = (
+        "import sys, threading\nfrom pathlib import Path\nfrom runtime.checkpoint.folders import Target\n"
+        "target = Target(Path(sys.argv[1]), 'f' * 15)\n"
+        "threading.Thread(target=target.wait_until_complete, args=(1800.0,)).start()\n"
+        "raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], cwd=ROOT, timeout=120)
+    assert done.returncode == 3

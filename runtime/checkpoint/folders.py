@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,9 +88,12 @@ class Target:
         )
 
     def wait_until_complete(self, timeout: float) -> None:
-        """Raises :class:`CheckpointError` where a rank failed, or the first one did not finish in time."""
+        """Raises :class:`CheckpointError` where a rank failed, or the first one did not finish in time.
+
+        A script that has ended waits no more: its part is written, and the first rank may be one that was killed.
+        """
         for _ in _moments(timeout):
-            if self.is_complete:
+            if self.is_complete or not threading.main_thread().is_alive():
                 return
             self.check()
         raise CheckpointError(f"the checkpoint {self.final} was not completed by the first rank within {timeout:g} s")

@@ -2,8 +2,9 @@
 
 A rank has a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` takes its norm for that of the whole model's, and
 divides by another number on every rank: replicas part, and what is on one rank alone learns at another rate, silently.
-So does whatever else a script does to one rank's parameters. Both are looked for before the second, third, fifth, ninth
-step and so on, at the cost of reading the parameters once and of adding up a few numbers over all ranks.
+So does whatever else a script does to one rank's parameters. Ranks that compute one result of different samples learn
+nothing, as silently. All three are looked for before the second, third, fifth, ninth step and so on, at the cost of
+reading the parameters once and of adding up a few numbers over all ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from passes.layouts import Layout
-from runtime.errors import AgreementError, LaunchError
+from runtime.batch import own_values, share_of
+from runtime.errors import AgreementError, BatchError, LaunchError
 from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram, axes_beside
 
@@ -25,6 +28,7 @@ EVERY = 1024  # steps, once powers of two are farther apart
 _PROBES = 8  # gradients that are looked at
 _SAME, _OTHER = 1e-4, 1e-3  # relative differences: of what rounding makes, and of factors that are not the same
 _MASK = (1 << 62) - 1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
 _APART = 1e-3  # of a parameter's norm: more than kernels that add up in any order make of it
 
@@ -59,9 +63,10 @@ class Agreement:
         self._steps = 0
         self._probes: list[_Probe] = []
 
-    def before_step(self) -> None:
-        """Look, if it is time; all ranks call it. Raises :class:`AgreementError` on all of them, and
-        :class:`LaunchError` where a script wants gradients that the plan has not."""
+    def before_step(self, batch: Any, local: bool) -> None:
+        """Look, if it is time; all ranks call it. Raises :class:`AgreementError` or, for their batches,
+        :class:`BatchError` on all of them, and :class:`LaunchError` where a script wants gradients that the plan has
+        not."""
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise LaunchError(
@@ -70,6 +75,7 @@ class Agreement:
             )
         if self.active and self._is_time(self._steps):
             self.check()
+            self._check_batch(batch, local)
 
     def after_step(self) -> None:
         self._steps += 1
@@ -144,6 +150,34 @@ class Agreement:
         if differ:
             order, first = divmod(int(differ[0]), world)
             self._tell(order, first, kinds)
+
+    def _check_batch(self, batch: Any, local: bool) -> None:
+        """Whether ranks of one place on ``dp`` were given the same samples: of a global batch all of them, with
+        ``local`` those that read an input."""
+        program, share = self.rank.program, share_of(self.rank)
+        paths = [data.path for data in program.inputs]
+        whole = replace(share, paths=frozenset(paths))
+        values = own_values(program, share, batch, True) if local else own_values(program, whole, batch)
+        given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
+        at, count = share.index, share.count
+        high, low = self._extremes({at * len(paths) + k: h for k, h in given.items()}, count * len(paths))
+        differ = (high != low).nonzero().flatten().tolist()
+        if not differ:
+            return
+        place, path = divmod(int(differ[0]), len(paths))
+        mine = {self.rank.rank: given[path]} if at == place and path in given else {}
+        told, _ = self._extremes(mine, program.world_size)
+        ranks: dict[int, list[int]] = {}
+        for rank, number in enumerate(told.tolist()):
+            if number > -_MASK - 1:
+                ranks.setdefault(number, []).append(rank)
+        some, others = (", ".join(map(str, same[:8])) for same in list(ranks.values())[:2])
+        raise BatchError(
+            f"input {paths[path]!r}: ranks {some} were given other samples than ranks {others}, with which they "
+            "compute one result: expected the same global batch on all ranks, in the same order; draw it from a generator of "
+            "the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before may have had "
+            "such batches too"
+        )
 
     def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:
         """Name the parameter and the ranks: raise, or, where it is about what sums in another order make, warn."""
@@ -224,9 +258,17 @@ def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
         data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
-        bits = data.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+        bits = data.view(_BITS[data.element_size()])
         found = (found * 1000003 + int(bits.sum(dtype=torch.int64))) & _MASK
     return found
+
+
+def _hash_in_order(tensor: Tensor) -> int:
+    """As :func:`_hash`, of a few numbers: another one where they are in another order."""
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
+    bits = data.view(_BITS[data.element_size()]).long()
+    return int((bits * torch.arange(1, 2 * len(bits), 2)).sum()) & _MASK
 
 
 def _sketch(tensor: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class Engine:
         instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks).
         """
         inputs = own_values(self.program, self.share, batch, local)
-        self._agreement.before_step()
+        self._agreement.before_step(batch, local)
         if SEED in self._shards:
             self._shards[SEED].fill_(self.seed + self.steps)
         self._masters.refresh()

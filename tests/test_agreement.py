@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import AgreementError, Engine, LocalRanks
+from runtime import AgreementError, BatchError, Engine, LocalRanks
 from runtime.precision import with_precision
 from runtime.program import Program
-from tests.runtime_programs import Net, net_inputs, program_of_net
+from tests.runtime_programs import BATCH, Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import planned, tied_inputs
 
@@ -139,3 +139,37 @@ def test_pieces_over_gloo(sharding: str):
         told = ranks.call(over_gloo, program.model_dump_json(), True, timeout=240)
         assert all("torch.nn.utils.clip_grad_norm_ sees the part of one rank alone" in text for text in told)
         assert ranks.call(over_gloo, program.model_dump_json(), False, timeout=240) == [""] * program.world_size
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("plan", [{"pp": 2, "num_microbatches": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_ranks_that_are_given_other_samples_are_refused(plan: dict[str, Any], local: bool):
+    """Those of a generator of each rank's own, and the same ones in another order."""
+    program = program_of_net(**plan)
+    last = program.world_size - 1
+
+    def work(communicator: Any) -> str:
+        engine = Engine(program, Net(), communicator=communicator)
+
+        def batch(step: int) -> dict[str, torch.Tensor]:
+            given = net_inputs()
+            if local:
+                rows = engine.share.rows(BATCH)
+                given = {n: x[rows.start : rows.stop] for n, x in given.items()}
+            if step and communicator.rank == last:
+                given = {n: x.flip(0) for n, x in given.items()}
+            return given
+
+        engine.step(batch(0), local=local)
+        engine.step(batch(0), local=local)
+        try:
+            engine.step(batch(1), local=local)
+        except BatchError as error:
+            return str(error)
+        return ""
+
+    told = on_every_rank(program, work)
+    if local and "pp" in plan:  # what only one rank reads is compared with nothing
+        assert told == ["", ""]
+    else:
+        assert all(f"ranks {last - 1} were given other samples than ranks {last}," in text for text in told)

@@ -174,8 +174,8 @@ class Agreement:
         some, others = (", ".join(map(str, same[:8])) for same in list(ranks.values())[:2])
         raise BatchError(
             f"input {paths[path]!r}: ranks {some} were given other samples than ranks {others}, with which they "
-            "compute one result: expected the same global batch on all ranks, in the same order; draw it from a generator of "
-            "the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before may have had "
+            "compute one result: expected the same global batch on all ranks, in the same order; draw it from a "
+            "generator of the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before may have had "
             "such batches too"
         )
 

@@ -175,8 +175,8 @@ class Agreement:
         raise BatchError(
             f"input {paths[path]!r}: ranks {some} were given other samples than ranks {others}, with which they "
             "compute one result: expected the same global batch on all ranks, in the same order; draw it from a "
-            "generator of the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before may have had "
-            "such batches too"
+            "generator of the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before "
+            "may have had such batches too"
         )
 
     def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:

@@ -31,7 +31,7 @@ from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
 
-RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **PLACES, **RANDOM}
+RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:
@@ -58,6 +58,9 @@ def _normalized(captured: Captured) -> Captured:
     unsort(graph)
     ungather(graph)
     unflatten(graph)
+    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+        graph, last, _ = rewrite(graph, PLACES)
+        moved = {old: last[new] for old, new in moved.items() if new in last}
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}

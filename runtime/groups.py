@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from runtime.buffers import as_real, joined, parts_of, resolved, total
 from runtime.errors import LaunchError
 from runtime.restarts import timeout_of_all
 from runtime.waiting import wait_for
@@ -172,21 +173,6 @@ class Transfer:
         self.result.untyped_storage().resize_(0)
 
 
-def _parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` as ``[size, ...]``, dense, part by part along ``dim``."""
-    split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
-    return split.movedim(dim, 0).contiguous()
-
-
-def _join(parts: Tensor, dim: int) -> Tensor:
-    """The inverse of :func:`_parts`: ``[size, ...]`` joined along ``dim``."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _total(parts: Tensor, dim: int) -> Tensor:
-    return parts.sum(0, dtype=parts.dtype)
-
-
 class TorchGroup:
     """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer.
 
@@ -203,7 +189,8 @@ class TorchGroup:
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        return Transfer(self, [self.backend.allreduce([x], self._max if maximum else self._sum)], x)
+        x = resolved(x)
+        return Transfer(self, [self.backend.allreduce([as_real(x)], self._max if maximum else self._sum)], x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
@@ -212,14 +199,18 @@ class TorchGroup:
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        parts = _parts(x, split_dim, self.size)
+        parts = parts_of(resolved(x), split_dim, self.size)
         out = torch.empty_like(parts)
-        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _join, concat_dim, parts)
+        return Transfer(
+            self, [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])], out, joined, concat_dim, parts
+        )
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        x = x.contiguous()
+        x = resolved(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
-        return Transfer(self, [self.backend.alltoall_base(out, x, [*receives], [*sends])], out, kept=x)
+        return Transfer(
+            self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, kept=x
+        )
 
 
 class GlooGroup(TorchGroup):
@@ -236,31 +227,38 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        x = x.contiguous()
+        x = resolved(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         parts[self.index].copy_(x)
-        works = [self.backend.broadcast([part], how) for part, how in zip(parts, self._from, strict=True)]
-        return Transfer(self, works, out, _join, dim)
+        works = [self.backend.broadcast([as_real(part)], how) for part, how in zip(parts, self._from, strict=True)]
+        return Transfer(self, works, out, joined, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        parts = _parts(x, dim, self.size)
+        parts = parts_of(resolved(x), dim, self.size)
         out = torch.empty_like(parts)
-        return Transfer(self, [self.backend.alltoall_base(out, parts, [], [])], out, _total, kept=parts, scratch=True)
+        return Transfer(
+            self,
+            [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])],
+            out,
+            total,
+            kept=parts,
+            scratch=True,
+        )
 
 
 class NcclGroup(TorchGroup):
     """NCCL moves dense buffers; parts along an inner dim are brought together before and after."""
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        x = x.contiguous()
+        x = resolved(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
-        return Transfer(self, [self.backend._allgather_base(out, x)], out, _join, dim, x)
+        return Transfer(self, [self.backend._allgather_base(as_real(out), as_real(x))], out, joined, dim, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        parts = _parts(x, dim, self.size)
+        parts = parts_of(resolved(x), dim, self.size)
         out = torch.empty_like(parts[0])
-        return Transfer(self, [self.backend._reduce_scatter_base(out, parts)], out, kept=parts)
+        return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, kept=parts)
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
@@ -382,12 +380,12 @@ class TorchCommunicator:
 
     def send(self, x: Tensor, peer: int, channel: str) -> Work:
         key = self._key(Link(self.rank, peer, channel))
-        work: Work = _links[key].send([x], int(key.source == self._process), CHANNELS[channel])
+        work: Work = _links[key].send([as_real(resolved(x))], int(key.source == self._process), CHANNELS[channel])
         return work
 
     def recv(self, x: Tensor, peer: int, channel: str) -> Work:
         key = self._key(Link(peer, self.rank, channel))
-        work: Work = _links[key].recv([x], int(key.source == self._process), CHANNELS[channel])
+        work: Work = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:

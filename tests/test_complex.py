@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.verify import relative_error
+from partitioner.reference import run_reference
+from partitioner.verify import compare, relative_error
 
 
 class Model(nn.Module):
@@ -35,6 +36,17 @@ def test_complex_weights_are_equal_to_the_model(mesh: dict[str, int], tmp_path):
     report = Plan.load(tmp_path / "plan.json").verify(model, inputs, loss=first_of)
     assert report.ok, str(report)
     assert {"grad weight", "grad bias", "output 1"} < report.errors.keys()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "microbatch_size": 4}], ids=str)
+def test_complex_numbers_pass_between_processes(mesh: dict[str, int]):
+    torch.manual_seed(0)
+    model, inputs = Model(), (torch.randn(8, 6),)
+    constraints = Constraints(**{"pp": 1, "dp": 1, "tp": 1, **mesh})
+    plan = partition(model, Topology.local(2), inputs, loss=first_of, constraints=constraints)
+    run = runtime.run_local(plan, model, inputs, precision="fp64", timeout=120)
+    errors = compare(run, run_reference(model, inputs, first_of), plan.program)
+    assert max(errors.values()) < 1e-9, errors
 
 
 def test_an_engine_steps_complex_weights():

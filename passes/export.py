@@ -39,6 +39,7 @@ with contextlib.suppress(ImportError):  # where torch.export's tracer lives, whi
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_OWN = Path(__file__).parent
 _PYTHON = str(Path(traceback.__file__).parent)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -212,7 +213,7 @@ def _reason(error: Exception) -> str:
 def _where(error: Exception) -> str:
     """`` at file:line (code)`` of the innermost frame that is the user's."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_users(f.filename) and Path(f.filename).parent != Path(__file__).parent]
+    user = [f for f in frames if is_users(f.filename)]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]
@@ -228,9 +229,9 @@ def source_of(stack_trace: str | None) -> str:
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether a source file is neither torch's nor Python's own."""
+    """Whether a source file is neither torch's nor Python's own, nor of this package."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not in_python and not file.startswith((_TORCH, "<"))
+    return not in_python and not file.startswith((_TORCH, "<")) and Path(file).parent != _OWN
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ def test_compiled_blocks_compute_the_same(plan: dict[str, Any], backend: str):
     assert library._segments
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_compiled_models_compute_the_same(name: str):
     case = CASES[name]
     model, batch = case.build(), case.inputs(4)

@@ -139,6 +139,7 @@ def test_another_plan_and_another_run_take_the_disk(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_torchrun_starts_anew_goes_on_from_the_step_before(tmp_path: Path):
     plan_file(tmp_path, program_of_net(**PAIR))

@@ -227,7 +227,8 @@ def test_the_command_prints_or_writes_it(tmp_path: Path):
     assert "#SBATCH --gpus-per-node=8\n" in script
 
 
-@pytest.mark.parametrize("alike", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests of hosts do it sooner, over addresses that are apart
+@pytest.mark.parametrize("alike", [True, False])
 def test_two_nodes_meet_and_train(tmp_path: Path, alike: bool):
     """Real ranks: two torchruns of one process each, both on this machine, as two hosts would be."""
     plan = plan_file(tmp_path, program_of_net(dp=2))

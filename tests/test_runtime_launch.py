@@ -235,7 +235,9 @@ def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, 
     assert "net.py:" in last
 
 
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("torch.distributed.run", marks=pytest.mark.slow), "runtime.torchrun"]
+)
 def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, launcher: str):
     plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -250,11 +250,11 @@ def stacked(n: int) -> Tensor:
 
 
 def packed_by(places: Tensor) -> Tensor:
-    n = places.shape[1]
+    batch, n = places.shape
     document = torch.cumsum(torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1, -1)
-    rows = torch.arange(2)[:, None, None, None]
+    rows = torch.arange(batch)[:, None, None, None]
     q, k = torch.arange(n)[None, None, :, None], torch.arange(n)[None, None, None, :]
-    return ((document[rows, q] == document[rows, k]) & (places[rows, k] <= places[rows, q])).expand(2, 1, n, n)
+    return ((document[rows, q] == document[rows, k]) & (places[rows, k] <= places[rows, q])).expand(batch, 1, n, n)
 
 
 CAUSAL, DROPPED, KEPT = [True, True], [True, False], [False]
@@ -288,6 +288,15 @@ def test_constant_masks(name: str, length: int):
 def test_additive_causal_masks(mask: Callable[[int], Tensor]):
     assert attention(mask, 16, 16) == CAUSAL
     assert attention(mask, 1 << 15, 1 << 15) == CAUSAL
+
+
+def test_packed_masks_of_large_batches():
+    """Rows and places together are more than is looked at number by number."""
+
+    def mask(n: int) -> Tensor:
+        return packed_by(torch.arange(n)[None].expand(2048, -1))
+
+    assert attention(mask, 1 << 13, 1 << 13, batch=2048) == CAUSAL
 
 
 def test_no_causal_mask_where_lengths_differ():

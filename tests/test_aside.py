@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,14 @@ def test_a_process_that_fails_leaves_the_work_to_the_first(how: str, monkeypatch
     ahead.end()
 
 
-def test_without_room_for_a_process_the_first_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> int:
+@pytest.mark.parametrize(("module", "name"), [(os, "fork"), (tempfile, "TemporaryFile")])
+def test_without_room_for_it_the_first_process_does_it_all(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> Any:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(os, "fork", none)
+    monkeypatch.setattr(module, name, none)
     ahead = Aside([1, 2], lambda key: key)
     assert ahead.take(1) is None and ahead.claim() == 2 and ahead.claim() is None
     ahead.end()

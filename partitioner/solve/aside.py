@@ -8,6 +8,7 @@ or has not begun the first does, which waits only for what is being done, and no
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import tempfile
@@ -38,7 +39,8 @@ class Aside(Generic[K, R]):
         self._keys = keys
         self._marks = shared(len(keys), np.int8)
         self._ends = shared(len(keys) + 1, np.int64)  # of results in the file
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
+        self._file: IO[bytes] = io.BytesIO()
+        self._helper: Helper | None = None
         parent = os.getpid()
 
         def go_through() -> None:
@@ -58,8 +60,8 @@ class Aside(Generic[K, R]):
                         self._ends[place + 1] += len(found)
                         self._marks[place] = _DONE
 
-        self._helper: Helper | None = None
-        with suppress(OSError):  # no room for another process
+        with suppress(OSError):  # no room for results, or for another process
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
             self._helper = Helper(go_through)
         self.end = weakref.finalize(self, _end, self._helper, self._file)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from partitioner.cost.calls import CallWork
@@ -21,7 +21,7 @@ from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
-from partitioner.local_models import LocalKey, LocalModels, Wanted
+from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
@@ -79,7 +79,7 @@ class Evaluator:
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _works: dict[int, CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
-    _floors: dict[tuple[Any, ...], Floor | None] = field(default_factory=dict)
+    _floors: dict[Hashable, Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
     def solve(self, point: Point, devices: Sequence[int] | None = None, *, proven: bool = True) -> Solved:
@@ -172,17 +172,32 @@ class Evaluator:
         """
         if size != point.microbatch_size and not self._is_at_best(point):
             return None
-        whole = self._is_whole(point, size)
-        point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
-        key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
+        key, asked = self._asked(point, size)
         if key not in self._floors:
-            self._floors[key] = self._floor(point, size, whole)
+            ahead = self.locals.read_ahead(key)
+            self._floors[key] = self._floor(*asked) if ahead is None else ahead
         found, share = self._floors[key], point.microbatch_size / size
         return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
 
-    def expect(self, floors: Iterable[tuple[Point, int]]) -> None:
-        """The floors that will be asked for, about in this order: points and sizes."""
-        self.locals.expect(self._wanted(p, size, self._is_whole(p, size)) for p, size in floors)
+    def expect(self, floors: Iterable[tuple[Point, int]], shardings: Iterable[tuple[Point, int]]) -> None:
+        """The floors that will be asked for, and those whose shardings alone will be: points and sizes, each about in
+        this order."""
+        wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
+        self.locals.expect(wanted, self._readings(floors))
+
+    def _readings(self, floors: Iterable[tuple[Point, int]]) -> Iterator[Reading]:
+        for point, size in floors:
+            if size == point.microbatch_size or self._is_at_best(point):
+                key, asked = self._asked(point, size)
+                if key not in self._floors:
+                    yield key, self._wanted(*asked)[0], partial(self._floor, *asked)
+
+    def _asked(self, point: Point, size: int) -> tuple[Hashable, tuple[Point, int, bool]]:
+        """What has the same floor, and of which of these it is computed."""
+        whole = self._is_whole(point, size)
+        point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
+        key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
+        return key, (point, size, whole)
 
     def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -57,9 +57,14 @@ class Floors:
         for point in points:
             first.setdefault((point.tp, point.cp, point.ep, point.etp, point.microbatch_size), point)
         fit = [point for point in first.values() if point.microbatch_size in self._sizes[point.tp]]
-        if self._scales:
-            self.evaluator.expect((p, self._largest(p)) for p in fit if not p.tp == p.cp == p.ep == 1)
-        self.evaluator.expect((point, point.microbatch_size) for point in fit)
+        largest = [(p, self._largest(p)) for p in fit if self._scales and not p.tp == p.cp == p.ep == 1]
+        self.evaluator.expect(self._of_families(points), [*largest, *((p, p.microbatch_size) for p in fit)])
+
+    def _of_families(self, points: Sequence[Point]) -> Iterator[tuple[Point, int]]:
+        """The points and sizes of what :meth:`_of_largest` will ask for."""
+        for family in dict.fromkeys(map(self.family, points)) if self._scales else ():
+            if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
+                yield family, self._largest(family)
 
     def family(self, point: Point) -> Point:
         """What points that are bounded together have in common: all but ZeRO."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
 
 from partitioner.context import ContextModel, shard_context
 from partitioner.cost.axes import TensorCosts
@@ -33,6 +35,7 @@ LocalKey = tuple[int, int, int, bool, bool, Split]
 ProblemKey = tuple[int, int, int, bool, bool]  # all but the last
 Wanted = tuple[LocalKey, int, int]  # besides: the microbatches of a rank, and the ranks of dp
 Solutions = tuple[ShardingSolution | None, ShardingSolution]  # over cp, and over tp
+Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # what is read off a local model: its name, off which, and how
 
 
 @dataclass
@@ -48,7 +51,8 @@ class LocalModels:
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
-    _aside: Aside[ProblemKey, dict[LocalKey, Solutions]] | None = None
+    _readings: list[Iterable[Reading]] = field(default_factory=list)
+    _aside: Aside[Hashable, Any] | None = None
     _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
     _spent_s: float = 0.0
 
@@ -68,14 +72,20 @@ class LocalModels:
             self._locals[key] = self._find(key, num_microbatches, dp)
         return self._locals[key]
 
-    def expect(self, wanted: Iterable[Wanted]) -> None:
-        """What will be asked for, about in this order. If it takes long, a second process does it ahead."""
+    def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
+        """What will be asked for, and what will be read off it, each about in this order. If it takes long, a second
+        process does it ahead."""
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
+        self._readings.append(readings)
+
+    def read_ahead(self, name: Hashable) -> Any | None:
+        """What the other process has read off a local model; ``None``: it is for the caller to do."""
+        return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
         """Nothing more is asked for that was expected."""
-        self._expected = {}
+        self._expected, self._readings = {}, []
         if self._aside is not None:
             self._aside.end()
 
@@ -109,18 +119,31 @@ class LocalModels:
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
         """A sharding that was found ahead. While the other process looks for it, this one does what comes next."""
+        if key in self._known:
+            return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
-            left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
-            self._aside = Aside(left, self._all_of)
-        if self._aside is None or key in self._known:
-            return self._known.get(key)
+            works = self._works()
+            self._aside = Aside(list(works), lambda name: works[name]())
+        if self._aside is None:
+            return None
         while self._aside.works_on(key[:5]):
-            other = self._aside.claim()
+            other = self._aside.claim(self._expected.keys())
             if other is None:
                 break
-            self._known |= self._all_of(other)
+            self._all_of(other)
         self._known |= self._aside.take(key[:5]) or {}
         return self._known.get(key)
+
+    def _works(self) -> dict[Hashable, Callable[[], Any]]:
+        """What is expected and not done, in order: each problem before what is read off its models."""
+        left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
+        solve = {problem: partial(self._all_of, problem) for problem in left}
+        works: dict[Hashable, Callable[[], Any]] = {}
+        for name, key, read in chain.from_iterable(self._readings):
+            if key[:5] in solve:
+                works.setdefault(key[:5], solve[key[:5]])
+            works[name] = partial(self._read, key, read)
+        return works | {problem: solve[problem] for problem in left if problem not in works}
 
     def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
         """What is expected of a problem, where it has a solution."""
@@ -129,7 +152,13 @@ class LocalModels:
             with suppress(PartitionError):  # raised when it is asked for
                 if key not in self._locals:
                     found[key] = self._solved(*wanted)[1:]
+        self._known |= found
         return found
+
+    def _read(self, key: LocalKey, read: Callable[[], Any]) -> Any:
+        if key not in self._known and key not in self._locals:
+            raise LookupError("its sharding is for the first process")
+        return read()
 
     def _solved(
         self, key: LocalKey, num_microbatches: int, dp: int, known: Solutions | None = None

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from partitioner import Constraints, Topology, local_models, partition, prepare
+from partitioner.evaluate import Evaluator
+from partitioner.job import Job
+from partitioner.requests import precision_of
 from partitioner.solve import aside
 from partitioner.solve.aside import Aside, Later
 from partitioner.solve.helper import Helper, can_help, check_threads, shared
+from partitioner.solve.points import Point
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
 
@@ -34,7 +39,7 @@ def test_each_is_done_once_and_everything_arrives() -> None:
     ahead = Aside(range(40), work)
     got, own = {}, 0
     for key in range(40):
-        while ahead.works_on(key) and (other := ahead.claim()) is not None:
+        while ahead.works_on(key) and (other := ahead.claim(range(40))) is not None:
             got[other] = work(other)
             own += 1
         if key not in got:
@@ -89,7 +94,7 @@ def test_without_room_for_it_the_first_process_does_it_all(
 
     monkeypatch.setattr(module, name, none)
     ahead = Aside([1, 2], lambda key: key)
-    assert ahead.take(1) is None and ahead.claim() == 2 and ahead.claim() is None
+    assert ahead.take(1) is None and ahead.claim({2}) == 2 and ahead.claim({1, 2}) is None
     ahead.end()
 
 
@@ -117,6 +122,41 @@ def test_a_helper_has_no_exact_solver() -> None:
     helper = Helper(work)
     helper.end(time.perf_counter() + 60.0)
     assert told[0] == 1
+
+
+@pytest.mark.skipif(not can_help(), reason="needs a second processor")
+def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a problem that the second process solves; of one that the first solves, they are for the first."""
+    model, inputs = _llama()
+    prepared = prepare(model, inputs).at(None)
+    work = Job(*prepared, Topology.preset("dgx-h100"), Constraints(), True, "adamw", precision_of(prepared[0], None))
+    points = [Point(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
+    alone = Evaluator(work)
+    expected = [alone.floor(point, 2) for point in points]
+    assert None not in expected and expected[0] != expected[1]
+
+    monkeypatch.setattr(local_models, "_WORTH_S", -1.0)
+    helped = Evaluator(work)
+    helped.expect([(point, 2) for point in points], [(point, 2) for point in points])
+    first = replace(points[0], dp=4, tp=1)
+    helped.floor(first, 2)  # which was not expected: the second process starts
+    ahead = helped.locals._aside
+    assert ahead is not None and len(ahead._keys) == 4
+    while ahead._helper is not None and ahead._helper.runs:
+        time.sleep(0.001)
+    own: list[Point] = []
+
+    def counted(evaluator: Evaluator, point: Point, *args: Any) -> Any:
+        own.append(point)
+        return floor(evaluator, point, *args)
+
+    floor = Evaluator._floor
+    monkeypatch.setattr(Evaluator, "_floor", counted)
+    assert [helped.floor(point, 2) for point in points] == expected
+    assert not own
+    helped.floor(replace(points[1], microbatch_size=1), 1)
+    assert [point.microbatch_size for point in own] == [1]
+    helped.locals.end()
 
 
 def _llama() -> tuple[nn.Module, dict[str, Tensor]]:

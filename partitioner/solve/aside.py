@@ -14,9 +14,9 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import suppress
-from typing import IO, Generic, Self, TypeVar
+from typing import IO, Any, Generic, Self, TypeVar, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from partitioner.solve.helper import Helper, can_help, shared
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
+C = TypeVar("C")
 
 _FREE, _MINE, _BEGUN, _DONE, _FAILED = range(5)
 _PATIENCE_S = 10.0  # with a process that is at something: it may hang for reasons that are not ours
@@ -88,13 +89,14 @@ class Aside(Generic[K, R]):
         place = self._places.get(key)
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
-    def claim(self) -> K | None:
-        """The next one that nobody has begun, which is the caller's now."""
-        place = next(iter(np.flatnonzero(self._marks == _FREE).tolist()), None)
-        if place is None:
-            return None
-        self._marks[place] = _MINE
-        return self._keys[place]
+    def claim(self, among: Container[C]) -> C | None:
+        """The next one of these that nobody has begun, which is the caller's now."""
+        for place in np.flatnonzero(self._marks == _FREE).tolist():
+            key: Any = self._keys[place]
+            if key in among:
+                self._marks[place] = _MINE
+                return cast(C, key)
+        return None
 
     def _stop(self) -> None:
         if self._helper is not None:

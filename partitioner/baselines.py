@@ -65,6 +65,12 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
                 yield leaner
 
 
+def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
+    """Whether the search says all of it."""
+    row = None if standard.excluded else next((_row(point, rows) for point in standard.points[:1]), None)
+    return not standard.points or (row is not None and row.step_time is not None)
+
+
 def compared(
     found: Sequence[Standard], rows: Sequence[Candidate], evaluate: Callable[[Point], Evaluated]
 ) -> tuple[Baseline, ...]:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from partitioner.alternatives import (
@@ -16,7 +16,7 @@ from partitioner.alternatives import (
     leaves_schedule,
     schedules_of_several,
 )
-from partitioner.baselines import compared, standards, unpinned
+from partitioner.baselines import compared, is_known, standards, unpinned
 from partitioner.context import check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
@@ -24,7 +24,8 @@ from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
 from partitioner.job import Job
-from partitioner.plan import Certificate
+from partitioner.plan import Baseline, Certificate
+from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
 from partitioner.solve.siblings import Siblings
@@ -33,6 +34,20 @@ from runtime.offload import OFFLOADS, Offload
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
 OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("optimizer", "activations"), OFFLOADS)
+
+
+@dataclass(frozen=True)
+class Explored:
+    """The plan that was found, the certificate, and what standard layouts would take, which may be found later."""
+
+    chosen: Solved
+    certificate: Certificate
+    baselines: Later[tuple[Baseline, ...]]
+
+    def compared(self) -> Certificate:
+        """The certificate with the standard layouts in it."""
+        with self.baselines as later:
+            return self.certificate.model_copy(update={"baselines": later.result()})
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:
@@ -59,8 +74,8 @@ def explore(
     *,
     progress: Callable[[Progress], None] | None = None,
     compare: bool = True,
-) -> tuple[Solved, Certificate]:
-    """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts in it.
+) -> Explored:
+    """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`.
 
     Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better.
@@ -106,7 +121,7 @@ def _explore(
     progress: Callable[[Progress], None] | None,
     compare: bool,
     deadline: float,
-) -> tuple[Solved, Certificate]:
+) -> Explored:
     space = space_of(job, bounds)
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
@@ -133,19 +148,23 @@ def _explore(
         patience=PATIENCE,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
-    baselines = compared(always, result.certificate.candidates, lambda point: evaluated(beside.solve(point)))
-    found, certificate = result.best.payload, result.certificate.model_copy(update={"baselines": baselines})
-    if result.interrupted or not leaves_schedule(space):
-        return found, certificate
-    return best_schedule(
-        evaluate,
-        partial(evaluate, proven=False),
-        floors,
-        schedules_of_several(space, result.solved, found.point),
-        found,
-        certificate,
-        deadline,
+    found, certificate = result.best.payload, result.certificate
+    rows = certificate.candidates
+    baselines = Later(
+        lambda: compared(always, rows, lambda point: evaluated(beside.solve(point))),
+        worth_it=any(not is_known(standard, rows) for standard in always),
     )
+    if not result.interrupted and leaves_schedule(space):
+        found, certificate = best_schedule(
+            evaluate,
+            partial(evaluate, proven=False),
+            floors,
+            schedules_of_several(space, result.solved, found.point),
+            found,
+            certificate,
+            deadline,
+        )
+    return Explored(found, certificate, baselines)
 
 
-__all__ = ["OFFLOAD_SETS", "Point", "explore", "rooms", "space_of"]
+__all__ = ["OFFLOAD_SETS", "Explored", "Point", "explore", "rooms", "space_of"]

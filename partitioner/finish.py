@@ -15,6 +15,7 @@ from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.evaluate import Solved
+from partitioner.explore import Explored
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
@@ -34,7 +35,7 @@ from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
-Find = Callable[[Job, float | None], tuple[Solved, Certificate]]  # of a job, in so many seconds
+Find = Callable[[Job, float | None], Explored]  # of a job, in so many seconds
 
 
 def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
@@ -51,19 +52,24 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         if lacking is not None and left is not None and left <= 0:
             break
         try:
-            chosen, certificate = find(job, left)
+            explored = find(job, left)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
             break
+        chosen = explored.chosen
         beyond = planned_only(job, chosen.point, job.constraints)
         beyond += ("estimate_only=True",) if estimate_only else ()
         if beyond:
             ways = () if estimate_only else context_ways(job, chosen)
-            return Finished(chosen, certificate, None, chosen.estimate, beyond, ways)
-        with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
-            found = Finished(chosen, certificate, *emit_program(job, chosen), (), later.result())
+            return Finished(chosen, explored.compared(), None, chosen.estimate, beyond, ways)
+        with (
+            explored.baselines,
+            Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later,
+        ):
+            emitted = emit_program(job, chosen)
+            found = Finished(chosen, explored.compared(), *emitted, (), later.result())
         lacks, room = _lacks(job, found)
         if lacks is None:
             return found

@@ -438,7 +438,7 @@ def described(cluster: dict[str, Any], order: Sequence[int] | None = None) -> To
 def optimum(topology: Topology) -> float:
     """Seconds of the best plan, infinite where nothing fits."""
     try:
-        return explore(job(topology, microbatch_size=1))[1].objective
+        return explore(job(topology, microbatch_size=1)).certificate.objective
     except PlanError:
         return math.inf
 

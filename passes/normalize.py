@@ -46,7 +46,9 @@ def normalize(captured: Captured) -> Captured:
 
 
 def _normalized(captured: Captured) -> Captured:
-    graph, layers, _ = rewrite(captured.graph, RECURRENT)
+    graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
+    if any(node.target in RECURRENT for node in graph.nodes):
+        graph, layers, _ = rewrite(graph, RECURRENT)
     graph, parts = decompose(graph, RULES)
     first = {old: parts[new] for old, new in layers.items() if new in parts}
     graph, then, drawn = rewrite(graph, RULES)

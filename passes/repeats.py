@@ -36,26 +36,21 @@ _made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
 _numbers = itertools.count()
 
 
-@torch.library.custom_op("partition::layer", mutates_args=())
-def layer(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
+_library = torch.library.Library("partition", "FRAGMENT")  # quicker to trace than a custom_op: its calls are many
+_library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member) -> Tensor[]")
+
+
+def _like(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
     """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run.
 
-    ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are.
+    ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are. The
+    operator stands in a graph that is being captured, and is never run.
     """
-    raise NotImplementedError("partition::layer stands for a module in a graph that is being captured")
-
-
-@layer.register_fake
-def _(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
 
 
-def _no_backward(context: Any, *grads: Any) -> Any:
-    raise NotImplementedError("partition::layer stands for a module in a graph that is being captured")
-
-
-layer.register_autograd(_no_backward)
+torch.library.register_fake("partition::layer", _like, lib=_library)
 LAYER = torch.ops.partition.layer.default
 
 

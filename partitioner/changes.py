@@ -183,7 +183,8 @@ class _Search:
         return True
 
     def _has_plan(self, variant: Variant, pins: Sequence[str], point: Point) -> bool:
-        for job in rooms(self._job(variant, pins)):  # as partition does
+        lacking: list[Evaluator] = []
+        for job in rooms(self._job(variant, pins), lambda: any(e.host_lacks for e in lacking)):  # as partition does
             key = _basis(job)
             if point.zero in (1, 2) and "parameters" in key[-1]:
                 continue  # which that keeps whole
@@ -191,7 +192,8 @@ class _Search:
                 self._evaluators[key] = Evaluator(job)
             try:
                 self._bound(job).refine(point)
-                replace(self._evaluators[key], job=job).solve(point)
+                lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
+                lacking[-1].solve(point)
             except CapacityError:
                 continue
             except PartitionError:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
 from partitioner.explain import KINDS, MEMORY_KINDS
-from partitioner.explain_tables import fullest_rank, heading, indented, plain, table
+from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, plain, table
 from partitioner.outline import outline
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text
@@ -123,7 +123,8 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("virtual stages", str(chosen.virtual_stages)),
         ("gradients", _added_up(plan)),
         ("state sharding", f"zero={chosen.zero}" + (f" dp_shard={chosen.dp_shard}" if chosen.dp_shard else "")),
-        ("in host memory", ", ".join(plan.offload) or "nothing"),
+        ("in host memory", ", ".join(host_kinds(plan)) or "nothing"),
+        ("on disk", "optimizer states" if "disk" in plan.offload else "nothing"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),

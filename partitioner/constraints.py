@@ -60,7 +60,8 @@ class Constraints(BaseModel):
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
     in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
     there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
-    (``"optimizer+activations"``), or none, ``()``. ``hierarchical``: whether gradients that are added up over several
+    (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the optimizer) are on the
+    nodes' disks instead. ``hierarchical``: whether gradients that are added up over several
     nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent
     between the outermost of those; it changes what is trained, and is never chosen where it is not asked for (``None``:
     they are sent as they are). ``ahead``: also search what is planned but not executed yet (see
@@ -107,7 +108,7 @@ class Constraints(BaseModel):
         if unknown:
             names = ", ".join(repr(name) for name in OFFLOADS)
             raise PydanticCustomError("offload", f"input should be of {names}, joined by +, or 'none'")
-        wanted = {*given, "optimizer"} if "parameters" in given else set(given)
+        wanted = {*given, "optimizer"} if {"parameters", "disk"} & {*given} else {*given}
         return tuple(kind for kind in OFFLOADS if kind in wanted)
 
     @field_validator("schedule")

@@ -23,7 +23,7 @@ _APART = 2  # computations from a forward to its backward with one between them 
 
 
 def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """What of ``offload`` a program has, in order: without training there are only parameters."""
+    """What of ``offload`` a program has, in order: without training there are only parameters, and no disk."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 

@@ -13,12 +13,12 @@ from partitioner.cost.estimate import estimate, how_reduced, stage_problem
 from partitioner.cost.gathers import Floor
 from partitioner.cost.levels import lost_by
 from partitioner.cost.machine import Machine, Seat
-from partitioner.cost.offload import check_hosts
+from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs, with_lost
 from partitioner.cost.widest import no_slower
 from partitioner.emit_levels import AT_ONCE, Reducing
-from partitioner.errors import PlanError
+from partitioner.errors import CapacityError, PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
 from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
@@ -76,6 +76,7 @@ class Evaluator:
     """Solves candidates; what they share is solved once."""
 
     job: Job
+    host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
     _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
     _works: dict[int, CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
@@ -121,9 +122,7 @@ class Evaluator:
             split = split_of(problem, point, proven=proven)
             expected = estimate(problem, split, held, machine, job.flops, job.constraints)
             if job.constraints.offload:
-                of_stages = zip(expected.stages, stage_ranks(machine.mesh), strict=True)
-                in_host = [stage.host for stage, ranks in of_stages for _ in ranks]
-                check_hosts(job.topology, machine.device_of_rank, in_host)
+                self._check_offload(expected, machine)
             return expected.step_time, (problem, split, expected)
 
         def least(machine: Machine) -> float:
@@ -213,6 +212,18 @@ class Evaluator:
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)
         return local, costs, self._states(point, key, local)
+
+    def _check_offload(self, expected: Estimate, machine: Machine) -> None:
+        """Raise :class:`CapacityError` where hosts, or their disks, have no room for what is offloaded."""
+        topology, devices = self.job.topology, machine.device_of_rank
+        held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
+        try:
+            check_hosts(topology, devices, [stage.host for stage in held])
+        except CapacityError:
+            self.host_lacks = True
+            raise
+        if "disk" in (self.job.constraints.offload or ()):
+            check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, point: Point) -> FoldedModel:
         """One microbatch, before its sequence is shared over ``cp``."""

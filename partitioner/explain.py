@@ -18,6 +18,7 @@ from partitioner.explain_tables import (
     figures,
     fullest_rank,
     heading,
+    host_kinds,
     indented,
     plain,
     rule_table,
@@ -29,6 +30,8 @@ from partitioner.finish import NEAR
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Baseline, Candidate, Plan
 from partitioner.timing import stage_seconds
+from partitioner.topology.groups import stage_ranks
+from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
 KINDS = {
@@ -138,9 +141,12 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
             f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
         )
     if plan.offload:
-        held = " and ".join(", ".join(plan.offload).rsplit(", ", 1))
+        held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
         yield _line(f"In host memory are {held}: {size} of a rank at most.")
+    if "disk" in plan.offload:
+        size = bytes_text(max((part.disk for part in plan.estimate.stages), default=0))
+        yield _line(f"The optimizer's states are on disk: {size} of a rank at most.")
     if plan.estimate.stages:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
@@ -162,9 +168,23 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
             yield _line(f"Memory: the fullest rank is {percent(share)} full, so layouts that need more are ruled out.")
         else:
             yield _line(f"Not memory: the fullest rank is {percent(share)} full.")
+    yield from _disk_binds(plan)
     if plan.constraints.model_fields_set:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.model_dump(exclude_unset=True).items())
         yield _line(f"Fixed by you: {fixed}.")
+
+
+def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
+    """How much of the update it is to read and write what is on disk."""
+    update = plan.estimate.breakdown.get("optimizer", 0.0)
+    if "disk" not in plan.offload or not update:
+        return
+    shares = [plan.topology.host_shares[device] for device in plan.devices]
+    of_stages = zip(plan.estimate.stages, stage_ranks(plan.mesh), strict=True)
+    seconds = max(2 * part.disk / (shares[r] or BOUNDLESS).disk_bandwidth for part, ranks in of_stages for r in ranks)
+    moved = f"reading and writing its states on disk takes {seconds_text(seconds)} at least"
+    binds = "Disk" if seconds >= _TIGHT * update else "Not the disk"
+    yield _line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
 def _breakdown(plan: Plan) -> list[RenderableType]:

@@ -104,6 +104,7 @@ def figures(plan: Plan) -> Padding:
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("host memory", host_text(plan)),
+        ("disk", disk_text(plan)),
         ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate)),
@@ -114,7 +115,20 @@ def figures(plan: Plan) -> Padding:
 def host_text(plan: Plan) -> str:
     """What is kept in host memory, and how much of it a rank has there at most; empty where nothing is."""
     most = max((stage.host for stage in plan.estimate.stages), default=0)
-    return f"{' + '.join(plan.offload)}: {bytes_text(most)} per rank" if plan.offload else ""
+    return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
+
+
+def host_kinds(plan: Plan) -> list[str]:
+    """What is kept in host memory, in words; of an optimizer whose states are on disk it is what it steps."""
+    kinds = [kind for kind in plan.offload if kind != "disk"]
+    steps = "the optimizer's parameters and gradients"
+    return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
+
+
+def disk_text(plan: Plan) -> str:
+    """What is kept on disk, and how much of it a rank has there at most; empty where nothing is."""
+    most = max((stage.disk for stage in plan.estimate.stages), default=0)
+    return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
 
 
 def _batch(plan: Plan) -> int:

@@ -29,11 +29,15 @@ from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.points import Point, Space, left_out, points
 from partitioner.solve.siblings import Siblings
-from partitioner.topology.hosts import can_offload
-from runtime.offload import OFFLOADS, Offload
+from partitioner.topology.hosts import can_offload, has_disks
+from runtime.offload import Offload
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
-OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("optimizer", "activations"), OFFLOADS)
+OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
+    ("optimizer",),
+    ("optimizer", "activations"),
+    ("optimizer", "activations", "parameters"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ def explore(
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`.
 
-    Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better.
+    Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better; with
+    optimizer states on disk at last, where it is a host that lacks memory.
 
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
@@ -90,7 +95,8 @@ def explore(
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     short: CapacityError | None = None
-    for asked in rooms(job):
+    hosts_lacked: list[bool] = []
+    for asked in rooms(job, lambda: any(hosts_lacked)):
         if asked is not evaluator.job:
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
@@ -100,18 +106,29 @@ def explore(
             short = error if asked is job else short  # without offload, which is no less short
         finally:
             evaluator.locals.end()
+            hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
 
 
-def rooms(job: Job) -> Iterator[Job]:
-    """The job as it is, then with more and more kinds in host memory."""
+def rooms(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
+    """The job as it is, then with more and more kinds in host memory; then the same with optimizer states on disk, if
+    there are disks, and a host's memory was what was lacking (``host_lacks``)."""
     pinned = job.constraints
     yield job
-    if pinned.offload is None and can_offload(job.topology):
-        for offload in OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]:
-            if "parameters" not in offload or pinned.zero not in (1, 2):
-                yield replace(job, constraints=pinned.model_copy(update={"offload": offload}))
+    if pinned.offload is not None or not can_offload(job.topology):
+        return
+    sets = OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]
+    sets = tuple(kinds for kinds in sets if "parameters" not in kinds or pinned.zero not in (1, 2))
+    for kinds in sets:
+        yield _with_offload(job, kinds)
+    if job.train and has_disks(job.topology) and host_lacks():
+        for kinds in sets:
+            yield _with_offload(job, (*kinds, "disk"))
+
+
+def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
+    return replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
 
 
 def _explore(

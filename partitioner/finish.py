@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, cast
 
 from partitioner.constraints import Constraints
-from partitioner.cost.offload import check_hosts
+from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.saved import expanded, kept_by
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
@@ -27,7 +27,7 @@ from partitioner.units import bytes_text
 from partitioner.ways import context_ways
 from passes.errors import PartitionError
 from runtime.facts import ProgramFacts
-from runtime.memory import host_bytes
+from runtime.memory import disk_bytes, host_bytes
 from runtime.offload import host_states
 from runtime.precision import with_fp8
 from runtime.program import Program
@@ -128,15 +128,20 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
-    """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory."""
+    """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory, or on their
+    disks."""
     program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
-    in_host = []
+    in_host, on_disk = [], []
     for s, (stage, ranks) in enumerate(zip(program.stages, stage_ranks(program.mesh), strict=True)):
         trained = [n for n in host_states(program, s) if n in facts.with_gradient]
         states = sum(moments * facts.gradient_piece_bytes(n) // 4 for n in trained)  # as many elements in fp32
-        in_host += [host_bytes(facts, s, stage.instructions) + states] * len(ranks)
+        there = states if "disk" in program.offload else 0
+        in_host += [host_bytes(facts, s, stage.instructions) + states - there] * len(ranks)
+        on_disk += [there + disk_bytes(facts, s)] * len(ranks)
     check_hosts(job.topology, chosen.devices, in_host)
+    if "disk" in program.offload:
+        check_disks(job.topology, chosen.devices, on_disk)
 
 
 def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:

@@ -28,7 +28,8 @@ class StageEstimate(Data):
     ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
     are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
     rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``,
-    ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in host memory.
+    ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in host memory;
+    ``disk``: on disk.
     """
 
     first: str
@@ -40,6 +41,7 @@ class StageEstimate(Data):
     memory: dict[str, int]
     selective: bool = False
     host: int = 0
+    disk: int = 0
 
 
 class Estimate(Data):
@@ -159,7 +161,7 @@ class Plan(Data):
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """What is kept in host memory."""
+        """What is kept in host memory; ``disk``: optimizer states on disk instead."""
         if self.written is None:
             return self.in_host or self.constraints.offload or ()
         return self.written.offload

@@ -12,6 +12,7 @@ from partitioner.constraints import Constraints
 from partitioner.cost.states import optimizer_bytes
 from partitioner.errors import ConstraintError
 from partitioner.topology import Topology
+from partitioner.topology.hosts import has_disks
 from passes.blocks import FoldedModel
 from passes.errors import InputsError
 
@@ -37,6 +38,11 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
         raise ConstraintError(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
             "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"
+        )
+    if constraints.offload and "disk" in constraints.offload and not has_disks(topology):
+        raise ConstraintError(
+            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what disks its nodes have; "
+            "give the host of each group of nodes one, like disk: 30 TB, disk_bandwidth: 20 GB/s"
         )
 
 

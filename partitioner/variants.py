@@ -13,7 +13,7 @@ from partitioner.explore import OFFLOAD_SETS
 from partitioner.job import Job
 from partitioner.solve.points import divisors
 from partitioner.topology import Topology
-from partitioner.topology.hosts import can_offload
+from partitioner.topology.hosts import can_offload, has_disks
 from partitioner.topology.resize import with_devices, with_memory, with_nodes
 from partitioner.units import bytes_text, plural
 
@@ -119,17 +119,25 @@ def _shards(base: Variant) -> Iterator[Variant]:
 
 
 def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Other kinds in host memory than those that are pinned; none, where it is not described."""
+    """Other kinds in host memory than those that are pinned; none, where it is not described. With optimizer states on
+    disk, where they are pinned to host memory."""
     given, known = base.constraints.offload, can_offload(base.topology)
-    if given is None or not (short_of_memory or (given and not known)):
+    if given is None or not (short_of_memory or (given and not (known and _has_its_disk(base)))):
         return
-    for kinds in ((), *OFFLOAD_SETS) if known else ((),):
+    sets: list[tuple[str, ...]] = [(), *OFFLOAD_SETS] if known else [()]
+    if "optimizer" in given and known and has_disks(base.topology):
+        sets.append(tuple(dict.fromkeys((*given, "disk"))))
+    for kinds in sets:
         constraints = base.constraints.model_copy(update={"offload": kinds})
         if kinds == given or ("parameters" in kinds and constraints.zero in (1, 2)):
             continue
         text = f"offload={_kinds_text(kinds)} instead of {_kinds_text(given)}"
         cost = _OFFLOAD + 0.1 * len(set(kinds) ^ set(given))
         yield _and(base, cost, "offload", text, constraints=constraints)
+
+
+def _has_its_disk(base: Variant) -> bool:
+    return "disk" not in (base.constraints.offload or ()) or has_disks(base.topology)
 
 
 def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:

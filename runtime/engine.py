@@ -13,14 +13,12 @@ In a ``torchrun`` worker::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.random import SEED
@@ -33,7 +31,7 @@ from runtime.checkpoint.folders import recover
 from runtime.checkpoint.run import content_of, load
 from runtime.checkpoint.saving import Saver, Saving
 from runtime.checkpoint.training import Optimizers, Stateful
-from runtime.errors import LaunchError
+from runtime.defaults import default_communicator, disk_for
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator, all_ranks
@@ -48,11 +46,14 @@ from runtime.scaling import Scale, scale_of
 from runtime.sharded import ShardedParameters
 from runtime.state import load_weights, parameters_of
 from runtime.weights import FileWeights, Source, is_weights, weights_of
+from runtime.windows import expect_on_disk, keep_on_disk
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from runtime.dtensors import Views
+
+AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
 
 
 class Engine:
@@ -67,6 +68,9 @@ class Engine:
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
         loss_scale: a factor that keeps gradients in float16 from vanishing: ``dynamic``, a number, ``None``; ``auto``:
             dynamic where parameters in float16 are trained. Gradients come without it.
+        offload_folder: where a plan that keeps optimizer states on disk keeps them, see :meth:`on_disk`: a folder of
+            this node's disk, the same for all ranks or one for each; by default what ``PARTITION_OFFLOAD_FOLDER`` in
+            the environment says.
         compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
             work), or with another of torch's backends by its name.
 
@@ -74,8 +78,9 @@ class Engine:
     the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32. Under a plan that
     offloads the optimizer, :meth:`parameters` are in host memory, and an ordinary optimizer of torch steps them there.
 
-    Raises :class:`LaunchError` where the process group does not fit the program, and :class:`WeightsError` where the
-    weights are not the plan's, before anything is communicated.
+    Raises :class:`LaunchError` where the process group does not fit the program, :class:`OffloadError` where there is
+    no folder, or no room in it, for what is on disk, and :class:`WeightsError` where the weights are not the plan's,
+    before anything is communicated.
     """
 
     def __init__(
@@ -88,12 +93,13 @@ class Engine:
         keep_outputs: bool = False,
         loss_scale: Scale = "auto",
         compile: bool | str = False,
+        offload_folder: str | Path | None = None,
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
         program = program_of(plan)
         if communicator is None:
-            communicator = _default_communicator(program, device, placement_of(plan))
+            communicator = default_communicator(program, device, placement_of(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
         self.share = share_of(self.rank_program)
         self.communicator = communicator
@@ -101,9 +107,10 @@ class Engine:
         check_fp8(program, self.device)
         self.seed = seed
         self.steps = 0
+        self._disk = disk_for(self.rank_program, plan, offload_folder)
         source = None if weights is None else weights_of(weights)
         copier = Copier(self.device)
-        self._masters = Masters(self.rank_program, source, self.device, copier)
+        self._masters = Masters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
@@ -116,6 +123,8 @@ class Engine:
         self._parameters = parameters_of(self.rank_program, self._masters.held)
         trains = any(p.requires_grad for p in self._parameters.values()) or program.objective != "train"
         self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
+        if self._disk is not None:
+            expect_on_disk(self, self._parameters.values())
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
@@ -202,6 +211,8 @@ class Engine:
         if self._nothing is not None:
             self._nothing.grad = torch.empty_like(self._nothing)
         self._agreement.after_step()
+        if self._disk is not None:
+            self._disk.forget()
         return self._executor.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -229,6 +240,16 @@ class Engine:
         yield from self._parameters.values()
         if self._nothing is not None:
             yield self._nothing
+
+    def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
+        """``optimizer``, made of :meth:`parameters`, with its states on disk, where the plan keeps them there; else as
+        it is. It is called before the first step, and before a learning-rate scheduler is made.
+
+        Raises :class:`OffloadError` for one that does not update each parameter by itself.
+        """
+        if self._disk is not None:
+            keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
+        return optimizer
 
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
         """The parameters of :meth:`named_parameters` as torch's own tools see whole ones: in the same memory, with
@@ -353,37 +374,3 @@ class Engine:
 
     def barrier(self) -> None:
         self.communicator.barrier()
-
-
-def _default_communicator(
-    program: Program, device: torch.device | str | None, placement: tuple[int, ...]
-) -> Communicator:
-    if not dist.is_initialized():
-        if program.world_size > 1:
-            raise LaunchError(
-                f"the program is for {program.world_size} ranks and there is no process group: start with torchrun "
-                "and call torch.distributed.init_process_group first, or use runtime.run_local"
-            )
-        from runtime.threads import ThreadWorld
-
-        return ThreadWorld(1, device or "cpu").communicator(0)
-    if dist.get_world_size() != program.world_size:
-        raise LaunchError(
-            f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
-            f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
-        )
-    device = default_device() if device is None else torch.device(device)
-    return TorchCommunicator(program.world_size, device, placement=placement)
-
-
-def _mesh(program: Program) -> str:
-    return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
-
-
-def default_device() -> torch.device:
-    """The local rank's GPU where the backend is NCCL, else the CPU."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")

@@ -45,6 +45,11 @@ class LaunchError(PartitionError):
     """The program cannot be started as asked: another number of ranks, no plan in the file."""
 
 
+class OffloadError(LaunchError):
+    """Optimizer states cannot be kept on disk as asked: no folder, no room in it, an optimizer that is not stepped one
+    parameter after another."""
+
+
 class AgreementError(PartitionError):
     """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
 

@@ -96,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="with --checkpoints: steps between copies in the nodes' memory",
     )
+    parser.add_argument(
+        "--offload-folder", help="a folder of each node's disk, for plans that keep optimizer states on disk"
+    )
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
     parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
     parser.add_argument(
@@ -130,7 +133,7 @@ def _train(options: argparse.Namespace) -> None:
             if on_gpu:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
-        engine = Engine(options.plan, options.weights, seed=options.seed)
+        engine = Engine(options.plan, options.weights, seed=options.seed, offload_folder=options.offload_folder)
         stack.callback(sys.stdout.flush)
         if "RANK" in os.environ:
             stack.enter_context(Watch(engine, patience_s=options.patience))
@@ -145,6 +148,8 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
     program = engine.program
     train = program.objective == "train" and any(state.requires_grad for state in program.states.values())
     optimizer = torch.optim.AdamW(trained, lr=options.lr) if train and trained else None  # a stage may be frozen
+    if optimizer is not None:
+        engine.on_disk(optimizer)
     kept = None
     if options.checkpoints is not None:
         kept = Checkpoints(

@@ -111,7 +111,13 @@ def run_threads(
         try:
             communicator = world.communicator(rank)
             engine = Engine(
-                program, weights, seed=seed, keep_outputs=outputs, communicator=communicator, library=library
+                program,
+                weights,
+                seed=seed,
+                keep_outputs=outputs,
+                communicator=communicator,
+                library=library,
+                offload_folder=tempfile.gettempdir(),  # a step without an optimizer keeps next to nothing there
             )
             engine.step(by_path)
             parts[rank] = part_of(engine, outputs, grads)

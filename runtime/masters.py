@@ -2,8 +2,9 @@
 
 Of parameters that a rank computes with in a shorter type it keeps float32 copies (mixed precision: small updates are
 not lost in the short type, Micikevicius et al. 2018). Where the program offloads its optimizer, copies of all trained
-parameters are in host memory, whatever their type, and the optimizer runs there (ZeRO-Offload, Ren et al. 2021). The
-optimizer steps the copies, of which the parameters are made anew before they are read. Checkpoints hold the copies.
+parameters are in host memory, whatever their type, and the optimizer runs there (ZeRO-Offload, Ren et al. 2021). Where
+it keeps optimizer states on disk, the float32 copies of shorter parameters are there with them. The optimizer steps the
+copies, of which the parameters are made anew before they are read. Checkpoints hold the copies.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
+from runtime.disk import Disk
 from runtime.offload import Copier, host_states
 from runtime.program import RankProgram
 from runtime.state import load_states
+from runtime.state_bytes import state_sizes
 from runtime.weights import Weights
 
 
@@ -27,18 +30,30 @@ class Masters:
     ``hosted``: the copies that are in host memory, whose parameters the program's FETCHes make anew.
     """
 
-    def __init__(self, rank: RankProgram, weights: Weights | None, device: torch.device, copier: Copier) -> None:
+    def __init__(
+        self,
+        rank: RankProgram,
+        weights: Weights | None,
+        device: torch.device,
+        copier: Copier,
+        disk: Disk | None = None,
+    ) -> None:
         self._rank = rank
         self._device = device
         wide = master_types(rank)
         hosted = host_states(rank.program, rank.stage_index)
         first = torch.device("cpu") if hosted else device
-        self.held = load_states(rank, weights, first, wide)
-        for name, tensor in self.held.items():
-            if name in hosted:
-                self.held[name] = copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
-            else:
-                self.held[name] = tensor.to(device)
+
+        def placed(name: str, tensor: Tensor) -> Tensor:
+            if name not in hosted:
+                return tensor.to(device)
+            if disk is None or name not in wide:
+                return copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            on_disk = disk.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            disk.behind([on_disk])
+            return on_disk
+
+        self.held = load_states(rank, weights, first, wide, placed)
         self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
         self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
         self._names = frozenset(name for name in self.held if name in wide or name in hosted)
@@ -93,6 +108,11 @@ class _Current(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._masters.held)
+
+
+def disk_bytes(rank: RankProgram) -> int:
+    """The bytes of what a rank keeps on disk from the start: the copies in float32, or its pieces of them."""
+    return sum(state_sizes(rank.program, name).gradient_piece for name in master_types(rank))
 
 
 def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:

@@ -107,12 +107,25 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state in host memory: what an optimizer steps, its gradient, and what is sent if it is shorter."""
+    """The bytes of a state in host memory: what an optimizer steps, unless that is on disk, its gradient, and what is
+    sent if it is shorter."""
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
         return facts.piece_bytes(state)
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # one is stepped in its gradient's type
-    return 2 * wide + (short if short < wide else 0)
+    return wide + short + _copy_bytes(facts, state) * ("disk" not in facts.program.offload)
+
+
+def disk_bytes(facts: ProgramFacts, stage: int) -> int:
+    """The bytes that a rank has on disk: copies of parameters in a wider type. Optimizer states are not counted."""
+    trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
+    return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
+
+
+def _copy_bytes(facts: ProgramFacts, state: str) -> int:
+    """Of the copy of a state that an optimizer steps, where that is in a wider type."""
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
+    return wide if short < wide else 0
 
 
 class _Holder:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from passes.serialize import dtype_of
+from runtime.disk import forget
 from runtime.pieces import Piece
 from runtime.program import Program, RankProgram, Stage, StateData, shard_shape
 from runtime.sharded import Flat, Room, ShardedParameters
 
-Offload = Literal["optimizer", "activations", "parameters"]
-OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters")
+Offload = Literal["optimizer", "activations", "parameters", "disk"]
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters", "disk")
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
@@ -231,6 +232,7 @@ class HostParameters:
                 room.take()
         for name in self._stale.intersection(names):
             self._short[name].copy_(self.masters[name])
+            forget(self.masters[name])
         self._stale.difference_update(names)
         sources = [self._short.get(name, self.masters[name]) for name in names]
         targets = [self._shards[name] for name in names]

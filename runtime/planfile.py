@@ -28,6 +28,15 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     return tuple(getattr(plan, "devices", ()))
 
 
+def disk_of(plan: Any, stage: int) -> int:
+    """The bytes on disk of a rank of ``stage`` that a plan or a plan file gives; 0 where it gives none."""
+    if isinstance(plan, str | Path):
+        stages = _content(Path(plan)).get("estimate", {}).get("stages", ())
+        return int(stages[stage].get("disk", 0)) if stages else 0
+    stages = getattr(getattr(plan, "estimate", None), "stages", ())
+    return int(stages[stage].disk) if stages else 0
+
+
 def _read(path: Path) -> Program:
     content = _content(path)
     try:

@@ -179,7 +179,8 @@ class Program(Data):
     dp_shard: int = 0
     fused_attention: bool = True  # kernels keep no scores, whatever the widths of heads
     whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
-    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()  # what is kept in host memory
+    # what is kept in host memory, and whether the optimizer's states are on disk instead
+    offload: tuple[Literal["optimizer", "activations", "parameters", "disk"], ...] = ()
 
     @property
     def world_size(self) -> int:

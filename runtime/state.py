@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,10 +62,15 @@ def _differences(program: Program, weights: Weights) -> Iterator[str]:
 
 
 def load_states(
-    rank: RankProgram, weights: Weights | None, device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+    rank: RankProgram,
+    weights: Weights | None,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
     """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name; of what
     ranks share, its piece. Without ``weights``: small random values, the same on all ranks that hold the same shard.
+    ``placed``: called for each by itself, with its name, gives what is kept of it.
 
     Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
     """
@@ -73,7 +78,7 @@ def load_states(
         check_weights(rank.program, weights)
         weights = stacked(rank.program, weights)
     return {
-        name: own_piece(rank, name, _shard(rank, name, weights, device, (dtypes or {}).get(name)))
+        name: placed(name, own_piece(rank, name, _shard(rank, name, weights, device, (dtypes or {}).get(name))))
         for name in rank.states
     }
 

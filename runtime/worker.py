@@ -6,6 +6,7 @@ import os
 import pickle
 import queue
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from runtime.collect import part_of
-from runtime.engine import Engine, default_device
+from runtime.defaults import default_device
+from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError
 from runtime.execute import Executor
 from runtime.failures import instruction_text, is_secondary
@@ -134,7 +136,14 @@ def run_program(
         return
     communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
     batch = torch.load(inputs, weights_only=True)
-    engine = Engine(parsed, weights, seed=seed, keep_outputs=outputs, communicator=communicator)
+    engine = Engine(
+        parsed,
+        weights,
+        seed=seed,
+        keep_outputs=outputs,
+        communicator=communicator,
+        offload_folder=tempfile.gettempdir(),  # for a step without an optimizer
+    )
     with Watch(engine, watch, leave=False, slow_factor=None):
         engine.step(batch)
     part = part_of(engine, outputs, grads)

@@ -216,8 +216,7 @@ class ModelBounds:
         """Seconds of the update of all states on one device, at the fastest host."""
         states = summed(self.states.values())
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
-        host = max(hosts, key=lambda share: share.update_bandwidth)
-        return update_time(states, self.device) + update_seconds(states, host)
+        return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _reduction(self, point: Point) -> float:
         """Of a single stage's gradients, for what is not experts' and not sharded."""

@@ -94,8 +94,15 @@ def _hosted(cost: CallCost, host: HostShare, moves: tuple[bool, ...] | None, pas
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Of an optimizer's step on the host over those of ``costs`` that are stepped there."""
-    return sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
+    """Of an optimizer's step on the host over those of ``costs`` that are stepped there; what is on disk is read and
+    written beside it."""
+    stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
+    return max(stepped, disk_seconds(costs, host))
+
+
+def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
+    """Of reading and writing what a step over ``costs`` has on disk."""
+    return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
@@ -109,14 +116,29 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
     """Raise :class:`CapacityError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
-    needs: dict[int, list[float]] = {}
+    for node, sizes in _on_nodes(topology, devices, per_rank).items():
+        host = topology.host(node)
+        if host is not None:
+            _check_room(f"the host of node {node} has {bytes_text(host.memory)} of memory", host.memory, sizes)
+
+
+def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
+    """Raise :class:`CapacityError` where a node's disk does not hold ``per_rank`` bytes of each of its ranks."""
+    for node, sizes in _on_nodes(topology, devices, per_rank).items():
+        disk = getattr(topology.host(node), "disk", 0)
+        _check_room(f"the disk of node {node} has {bytes_text(disk)}", disk, sizes)
+
+
+def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
+    sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):
-        needs.setdefault(topology.devices[device].node, []).append(size)
-    for node, sizes in needs.items():
-        host, size = topology.host(node), sum(sizes)
-        if host is not None and size > host.memory:
-            raise CapacityError(
-                f"the host of node {node} has {bytes_text(host.memory)} of memory and is to hold {bytes_text(size)} of "
-                f"what is offloaded: {bytes_text(size - host.memory)} too much",
-                missing_bytes=math.ceil((size - host.memory) / len(sizes)),
-            )
+        sizes.setdefault(topology.devices[device].node, []).append(size)
+    return sizes
+
+
+def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
+    if (size := sum(sizes)) > room:
+        raise CapacityError(
+            f"{has} and is to hold {bytes_text(size)} of what is offloaded: {bytes_text(size - room)} too much",
+            missing_bytes=math.ceil((size - room) / len(sizes)),
+        )

@@ -31,6 +31,7 @@ def stage_estimates(
                 recomputed=stage.recompute,
                 selective=stage.selective,
                 host=round(_host_bytes(stage, calls, held[number])),
+                disk=round(sum(cost.on_disk for cost in held[number])),
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
                 memory=_peak(problem, stage, number, calls, held[number], coming),

@@ -45,9 +45,13 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     """Bytes of an optimizer's states for ``numel`` parameters. Raises :class:`ConstraintError` for an unknown one."""
     if optimizer not in OPTIMIZERS:
         raise ConstraintError(f"unknown optimizer {optimizer!r}; expected one of {', '.join(OPTIMIZERS)}")
-    kind = OPTIMIZERS[optimizer]
-    moments = kind.moment_bytes * max(4, itemsize) // 4
-    return numel * (moments + (4 if kind.master and itemsize < 4 else 0))
+    master = 4 if OPTIMIZERS[optimizer].master and itemsize < 4 else 0
+    return moment_bytes(numel, itemsize, optimizer) + numel * master
+
+
+def moment_bytes(numel: int, itemsize: int, optimizer: str) -> int:
+    """Those of :func:`optimizer_bytes` that are no copy of the parameter."""
+    return numel * (OPTIMIZERS[optimizer].moment_bytes * max(4, itemsize) // 4)
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
@@ -59,7 +63,9 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
 class StateCost:
     """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
 
-    ``hosted``: its optimizer states are in host memory, where it is stepped; ``passing``: so is the parameter itself.
+    ``hosted``: its optimizer states are in host memory, where it is stepped, or with ``disk`` on the node's disk, from
+    where they come to be stepped; ``passing``: so is the parameter itself. ``master``: what of ``optimizer`` is the
+    parameter in float32.
     ``lost``: what is kept of what sending its gradient loses.
     """
 
@@ -74,6 +80,8 @@ class StateCost:
     hosted: bool = False
     passing: bool = False
     lost: float = 0.0
+    disk: bool = False
+    master: float = 0.0
 
     @property
     def scatter_axes(self) -> tuple[str, ...]:
@@ -92,7 +100,7 @@ class StateCost:
     @cached_property
     def kind(self) -> Hashable:
         """All but bytes; and whether there is a gradient."""
-        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing
+        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
@@ -120,8 +128,21 @@ class StateCost:
         """Bytes in host memory: optimizer states, the parameter that they belong to, and its gradient."""
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
-            return (self.optimizer + self.gradient + self.parameter) / share  # as it is stepped, or as it is sent
+            states = 0.0 if self.disk else self.optimizer
+            return (states + self.gradient + self.parameter) / share  # as it is stepped, or as it is sent
         return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
+
+    @property
+    def on_disk(self) -> float:
+        """Bytes on disk: optimizer states, and the parameter that they belong to if it is another than that in use."""
+        return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
+
+    @property
+    def disk_traffic(self) -> float:
+        """Bytes of a step from and to the disk: all that is there is read and written, and what is sent to the device
+        read once more."""
+        share = self.replicas if self.stage else 1
+        return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
@@ -147,6 +168,7 @@ class StateCost:
             gradient=self.gradient * share,
             optimizer=self.optimizer * share,
             lost=self.lost * share,
+            master=self.master * share,
         )
 
     def zero(
@@ -181,14 +203,15 @@ def summed(costs: Iterable[StateCost]) -> list[StateCost]:
     """``costs`` added up, one for each kind: those that differ in bytes alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
-        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0]))[1]
+        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
         sums[0] += cost.parameter
         sums[1] += cost.gradient
         sums[2] += cost.optimizer
         sums[3] += cost.lost
+        sums[4] += cost.master
     return [
-        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer, lost=lost)
-        for first, (parameter, gradient, optimizer, lost) in kinds.values()
+        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer, lost=lost, master=master)
+        for first, (parameter, gradient, optimizer, lost, master) in kinds.values()
     ]
 
 
@@ -231,6 +254,7 @@ def state_costs(
                 cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
                 hosted="optimizer" in offload and trained,
                 passing="parameters" in offload and state.kind == "parameter",
+                disk="disk" in offload and trained,
             )
         return known[key]
 
@@ -261,7 +285,8 @@ def _cost(
     if layout.kind == "R'" and ranks > 1:
         axes.append("tp")
     states = optimizer_bytes(local.numel, spec.dtype.itemsize, optimizer)
-    return StateCost(local.nbytes, gradient_bytes(local, short_gradients), states, tuple(axes))
+    master = states - moment_bytes(local.numel, spec.dtype.itemsize, optimizer)
+    return StateCost(local.nbytes, gradient_bytes(local, short_gradients), states, tuple(axes), master=master)
 
 
 @dataclass(frozen=True)

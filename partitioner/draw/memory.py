@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 from partitioner.draw.figures import capacities, key_figures, picture_title
 from partitioner.draw.svg import PALETTE, Header, draw_header, group, line, number, picture, rect, text, to_text
 from partitioner.draw.timeline import tick_step
-from partitioner.explain_tables import host_text
+from partitioner.explain_tables import disk_text, host_text
 from partitioner.held import fixed_sizes, moving_sizes
 from partitioner.plan import Plan
 from partitioner.timing import PlanDurations
@@ -159,7 +159,8 @@ class _Chart:
 
     def _host_note(self) -> str:
         text = host_text(self.plan)
-        return f" In host memory, not drawn: {text}." if text else ""
+        disk = disk_text(self.plan)
+        return (f" In host memory, not drawn: {text}." if text else "") + (f" On disk: {disk}." if disk else "")
 
     def _description(self) -> str:
         return f"{picture_title(self.plan)}: memory over the step"

@@ -18,12 +18,14 @@ _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # of a host that does not say: one socket wit
 @dataclass(frozen=True)
 class HostShare:
     """What a rank has of its host. ``memory``: bytes; ``bandwidth``: bytes/s each way between its device and that
-    memory; ``update_bandwidth``: bytes/s at which an optimizer steps there."""
+    memory; ``update_bandwidth``: bytes/s at which an optimizer steps there; ``disk_bandwidth``: bytes/s of the node's
+    disks, of which each device has as much (where there are none, nothing is moved there)."""
 
     bandwidth: float = math.inf
     latency: float = 0.0
     memory: float = math.inf
     update_bandwidth: float = math.inf
+    disk_bandwidth: float = math.inf
 
     def time(self, num_bytes: float) -> float:
         """Seconds of moving ``num_bytes``."""
@@ -45,7 +47,8 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
             continue
         memory_bandwidth = host.memory_bandwidth or _UNKNOWN_MEMORY_BANDWIDTH
         update = _UPDATE_EFFICIENCY * memory_bandwidth / devices
-        share = HostShare(host.bandwidth, host.latency, host.memory / devices, update)
+        disk = host.disk_bandwidth / devices if host.disk and host.disk_bandwidth else math.inf
+        share = HostShare(host.bandwidth, host.latency, host.memory / devices, update, disk)
         by_node[node] = different.setdefault(share, share)
     return tuple(by_node[device.node] for device in topology.devices)
 
@@ -54,6 +57,12 @@ def can_offload(topology: Topology) -> bool:
     """Whether every device has a host whose memory is not its own."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
+
+
+def has_disks(topology: Topology) -> bool:
+    """Whether every device has a disk on its node."""
+    hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
+    return all(host is not None and host.disk > 0 for host in hosts)
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
@@ -66,4 +75,5 @@ def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
         max(s.latency for s in known),
         min(s.memory for s in known),
         min(s.update_bandwidth for s in known),
+        min(s.disk_bandwidth for s in known),
     )

@@ -193,8 +193,8 @@ class Host(Part):
 
     ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
     bytes/s of that memory under the host's own processors (``None``: not known). ``shared``: it is the devices' own
-    memory: nothing is gained by moving anything there. ``disk_bandwidth``: bytes/s of the node's local disks, read and
-    write alike.
+    memory: nothing is gained by moving anything there. ``disk_bandwidth``: bytes/s of the node's local disks together,
+    read and write alike.
     """
 
     memory: Bytes

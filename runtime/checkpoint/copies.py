@@ -49,10 +49,15 @@ class Copies:
         checkpoints: the run's folder of checkpoints, which all ranks see.
         memory: a folder in the memory of this rank's node.
 
-    Raises :class:`CheckpointError` on all ranks where one has no such folder.
+    Raises :class:`CheckpointError` on all ranks where one has no such folder, and of a plan that keeps states on disk.
     """
 
     def __init__(self, checkpoints: Path, engine: Engine, memory: Path | None = None) -> None:
+        if "disk" in engine.program.offload:
+            raise CheckpointError(
+                "copies in memory of a plan with 'disk' in offload, whose optimizer states are to be in no memory: "
+                "leave copies_every out, and save checkpoints"
+            )
         self.checkpoints = checkpoints
         self.engine = engine
         self.rank = engine.rank_program.rank

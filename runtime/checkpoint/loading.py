@@ -240,7 +240,7 @@ def _room(
             shape, device = (parameter.shape, parameter.device) if spec.size else ((), "cpu")
             if spec.size and spec.size != reader.tensors[f"{MODEL}{owner}"].size:
                 shape = spec.size
-            tensor = torch.empty(shape, dtype=spec.properties.dtype, device=device)
+            tensor = optimizer.room(n, key, shape, spec.properties.dtype, device)
             if optimizer.of_own_shape(n, tensor):
                 check_whole(rank, n, key, tensor)
             room.setdefault(n, {})[key] = tensor

@@ -141,7 +141,7 @@ class Saver:
         self.last = Saving(directory, self._staging.copied)
 
         def work() -> None:
-            _write(target, content, held, self.timeout, None if wait else self._staging.finish)
+            _write(target, content, held, self.timeout, None if wait else self._staging)
             if first and then is not None:
                 then(target.final)
 
@@ -258,16 +258,18 @@ def saved_states(program: Program) -> list[str]:
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 
-def _write(
-    target: Target, content: Content, held: Sequence[Piece], timeout: float, finish: Callable[[], None] | None
-) -> None:
-    """This rank's part, and on the first rank the rest. ``finish``: makes ``held`` what it is to be."""
+def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float, staging: Staging | None) -> None:
+    """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
     rank = content.rank.rank
     try:
-        if finish is not None:
-            finish()
-        target.partial.mkdir(parents=True, exist_ok=True)
-        written = write_shards(target.partial, rank, held)
+        try:
+            if staging is not None:
+                staging.finish()
+            target.partial.mkdir(parents=True, exist_ok=True)
+            written = write_shards(target.partial, rank, held)
+        finally:
+            if staging is not None:
+                staging.written()
         own = packed(content.own, "the run")
         write_bytes(target.record(rank), pickle.dumps((written, dict(content.random), own)))
         if rank == 0:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from runtime.checkpoint.boxes import Piece
+from runtime.disk import forget
 
 METADATA = ".metadata"
 _READ = 1 << 20
@@ -138,9 +139,13 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, content: Mapping[MetadataIndex, Piece]) -> None:
         super().__init__()
         self.content = content
+        self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.content[write_item.index].tensor.detach().contiguous()
+        if self._last is not None:
+            forget(self._last)
+        self._last = self.content[write_item.index].tensor
+        return self._last.detach().contiguous()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -156,6 +161,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was filled in place."""
+        forget(tensor)
 
 
 class _HashingFileSystem(FileSystem):

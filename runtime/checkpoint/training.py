@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from runtime.checkpoint.boxes import Piece, held_by, pieces, whole_piece
 from runtime.errors import CheckpointError
 from runtime.program import RankProgram
+from runtime.windows import keeper_of
 
 STATE = "optimizer.state."
 
@@ -122,6 +123,13 @@ class OptimizerState:
             else:
                 found += pieces(STATE, name, data, held, tensor, f".{key}")
         return found
+
+    def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Memory for what is to be held for one parameter: on disk where its optimizer has its states there."""
+        keeper = keeper_of(self.owner(name))
+        if keeper is not None and len(shape):
+            return keeper.room(self.parameters[name], key, shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
         """Whether what is held for a parameter is neither a number nor of the parameter's shape."""

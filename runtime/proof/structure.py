@@ -78,6 +78,10 @@ def _mesh(program: Program) -> None:
         raise Refusal("structure", f"parameters in host memory with zero={program.zero}, which keeps them whole here")
     if "parameters" in program.offload and program.objective == "train" and "optimizer" not in program.offload:
         raise Refusal("structure", "parameters in host memory, and an optimizer that is not: it steps them there")
+    if "disk" in program.offload and "optimizer" not in program.offload:
+        raise Refusal(
+            "structure", "optimizer states on disk, and an optimizer that is not in host memory: it steps there"
+        )
     if program.num_microbatches < 1:
         raise Refusal("structure", f"{program.num_microbatches} microbatches")
 

@@ -1,0 +1,68 @@
+"""What a rank takes where it is not told: its device, the process group, where its files are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.disk import FOLDER, Disk
+from runtime.errors import LaunchError, OffloadError
+from runtime.groups import Communicator, TorchCommunicator
+from runtime.masters import disk_bytes
+from runtime.planfile import disk_of
+from runtime.program import Program, RankProgram
+
+_BETWEEN = 512  # bytes between what one parameter has on disk, at most
+
+
+def default_communicator(
+    program: Program, device: torch.device | str | None, placement: tuple[int, ...]
+) -> Communicator:
+    """That of the process group, or of one rank without one. Raises :class:`LaunchError` where it does not fit."""
+    if not dist.is_initialized():
+        if program.world_size > 1:
+            raise LaunchError(
+                f"the program is for {program.world_size} ranks and there is no process group: start with torchrun "
+                "and call torch.distributed.init_process_group first, or use runtime.run_local"
+            )
+        from runtime.threads import ThreadWorld
+
+        return ThreadWorld(1, device or "cpu").communicator(0)
+    if dist.get_world_size() != program.world_size:
+        raise LaunchError(
+            f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
+            f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
+        )
+    device = default_device() if device is None else torch.device(device)
+    return TorchCommunicator(program.world_size, device, placement=placement)
+
+
+def _mesh(program: Program) -> str:
+    return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
+
+
+def default_device() -> torch.device:
+    """The local rank's GPU where the backend is NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
+    """Where a rank has what its program keeps on disk, with room for what the plan says that takes; ``None`` where it
+    keeps nothing there. Raises :class:`OffloadError` where there is no folder, or no room in it."""
+    if "disk" not in rank.program.offload:
+        return None
+    folder = folder or os.environ.get(FOLDER)
+    if not folder:
+        raise OffloadError(
+            "the plan keeps optimizer states on disk, and no folder is given: expected offload_folder= of the engine, "
+            f"--offload-folder, or {FOLDER} in the environment, a folder on a local disk of each node"
+        )
+    return Disk(folder, max(disk_of(plan, rank.stage_index), disk_bytes(rank)) + _BETWEEN * len(rank.states))

@@ -1,0 +1,192 @@
+"""An optimizer whose states are on disk: it steps some parameters at a time, whose states alone are in memory then.
+
+Its own ``step`` runs once for every window, on groups that have the window's parameters alone. That is the same step
+for optimizers that update each parameter from itself, its gradient and its state; others are refused, as far as they
+show. While one window is stepped the next one is read, and the one before written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runtime.disk import Disk, is_mapped, trim
+from runtime.errors import OffloadError
+
+WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
+_KEEPER = "_window_keeper"
+
+_Part = tuple[int, list[nn.Parameter]]  # a group, and which of its parameters
+
+
+def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
+    """What keeps an optimizer's states on disk; ``None`` where nothing does."""
+    return getattr(optimizer, _KEEPER, None)
+
+
+def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
+    """Let ``optimizer`` have its states on ``disk``, those that it has and those that it makes. ``ready``: called
+    before every step.
+
+    Raises :class:`OffloadError` for one that cannot be stepped in windows.
+    """
+    kind = type(optimizer)
+    if keeper_of(optimizer) is not None:
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _unfit(optimizer, "looks at all parameters at once")
+    if "step" in vars(optimizer):
+        raise OffloadError(
+            f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
+            "engine.on_disk(optimizer) first, then make the scheduler"
+        )
+    step = kind.step
+    windows = Windows(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
+
+    def windowed(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+        return windows.step(closure, more)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(windowed)  # hooks run once, not for every window
+    hooked.hooked = True
+    optimizer.__class__ = type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__})
+    setattr(optimizer, _KEEPER, windows)
+
+
+def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
+    """As long as ``engine`` is there, let no optimizer step ``parameters`` whose states would be in memory."""
+    own = {id(parameter) for parameter in parameters}
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+            raise OffloadError(
+                f"the plan keeps optimizer states on disk, and those of this {type(optimizer).__name__} would be in "
+                "memory: call engine.on_disk(optimizer) once, before its first step"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(engine, handle.remove)
+
+
+class Windows:
+    """The states of one optimizer, on disk: ``raw`` is its own step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, raw: Callable[..., Any], disk: Disk, ready: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._raw, self._disk, self._ready = optimizer, raw, disk, ready
+        self._slots: dict[tuple[int, str], Tensor] = {}  # by parameter and name: where each state is
+        for window in self._windows():
+            self._settle([p for _, parameters in window for p in parameters])
+        self._disk.wait()
+
+    def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Where a state of a parameter is on disk."""
+        slot = self._slots.get((id(parameter), key))
+        if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
+            slot = self._slots[id(parameter), key] = self._disk.empty(shape, dtype)
+        return slot
+
+    def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
+        """The optimizer's step, window by window. Raises :class:`OffloadError` where it is not one of each parameter
+        by itself; ``OSError`` where the disk fails."""
+        optimizer, loss = self._optimizer, None
+        self._ready()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, windows = optimizer.param_groups, list(self._windows())
+        before = _numbers(optimizer)
+        try:
+            for k, window in enumerate(windows):
+                for following in windows[: k + 2] if k == 0 else windows[k + 1 : k + 2]:
+                    self._disk.ahead(self._read(following))
+                parts = [{**groups[index], "params": parameters} for index, parameters in window]
+                optimizer.param_groups = parts
+                self._raw(optimizer, **more)
+                self._check(parts, [groups[index] for index, _ in window], before)
+                self._settle([p for _, parameters in window for p in parameters])
+        finally:
+            optimizer.param_groups = groups
+            self._disk.wait()
+        return loss
+
+    def _windows(self) -> Iterator[list[_Part]]:
+        """The parameters of all groups, a window at a time."""
+        window: list[_Part] = []
+        room = WINDOW
+        for index, group in enumerate(self._optimizer.param_groups):
+            part: list[nn.Parameter] = []
+            for parameter in group["params"]:
+                if parameter.nbytes > room and room < WINDOW:
+                    yield [*window, (index, part)] if part else window
+                    window, part, room = [], [], WINDOW
+                part.append(parameter)
+                room -= parameter.nbytes
+            if part:
+                window.append((index, part))
+        if window:
+            yield window
+
+    def _read(self, window: Sequence[_Part]) -> Iterator[Tensor]:
+        """What a step of a window reads from the disk."""
+        for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
+            yield parameter.data
+            yield from (s for s in self._optimizer.state.get(parameter, {}).values() if isinstance(s, Tensor))
+
+    def _settle(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Move the states of ``parameters`` to where they are on disk, and let these leave memory."""
+        used: list[Tensor] = []
+        moved = False
+        for parameter in parameters:
+            if is_mapped(parameter):
+                used.append(parameter.data)
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if type(value) is not Tensor or value.device.type != "cpu" or not value.dim() or not value.numel():
+                    continue  # numbers stay; so does what is of another kind, or not in host memory
+                slot = self.room(parameter, key, value.shape, value.dtype)
+                if slot is not value:
+                    with torch.no_grad():
+                        slot.copy_(value)
+                    state[key] = slot
+                    moved = True
+                used.append(slot)
+        if moved:
+            del value
+            trim()
+        self._disk.behind(used)
+
+    def _check(self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]) -> None:
+        """Raise :class:`OffloadError` where a step kept something that is not of one parameter."""
+        for part, group in zip(parts, groups, strict=True):
+            changed = [k for k in part if k != "params" and part[k] is not group.get(k) and _differ(part[k], group, k)]
+            if changed:
+                raise _unfit(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
+        now = _numbers(self._optimizer)
+        changed = [name for name in now if name not in before or now[name] != before[name]]
+        if changed:
+            raise _unfit(self._optimizer, f"changes its {changed[0]!r} in each step")
+        if any(not isinstance(key, Tensor) for key in self._optimizer.state):
+            raise _unfit(self._optimizer, "has a state that is of no parameter")
+
+
+def _differ(value: Any, group: dict[str, Any], key: str) -> bool:
+    return key not in group or isinstance(value, Tensor) or bool(value != group[key])
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer counts or adds up by itself."""
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _unfit(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
+    return OffloadError(
+        f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
+        "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "
+        "without 'disk' in offload"
+    )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from passes.layouts import Layout
 from runtime.batch import own_values, share_of
+from runtime.disk import forget
 from runtime.errors import AgreementError, BatchError, LaunchError
 from runtime.groups import Communicator, all_ranks
 from runtime.program import RankProgram, axes_beside
@@ -260,6 +261,7 @@ def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
         data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
         bits = data.view(_BITS[data.element_size()])
         found = (found * 1000003 + int(bits.sum(dtype=torch.int64))) & _MASK
+        forget(tensor)
     return found
 
 

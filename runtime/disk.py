@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,8 +48,8 @@ def forget(tensor: Tensor) -> None:
 
 def trim() -> None:
     """Give back memory that is free, which the allocator keeps between what is not."""
-    if hasattr(_libc, "malloc_trim"):  # of glibc
-        _libc.malloc_trim(0)
+    if hasattr(_libc(), "malloc_trim"):  # of glibc
+        _libc().malloc_trim(0)
 
 
 @dataclass
@@ -80,6 +81,8 @@ class Disk:
         self._files: list[_File] = []
         self._behind: threading.Thread | None = None
         self._error: OSError | None = None
+        if not hasattr(os, "posix_fadvise"):
+            raise OffloadError("optimizer states on disk: expected Linux, which says what leaves memory; plan without")
         if not self.folder.is_dir():
             raise OffloadError(
                 f"offload_folder: expected a folder on this node's disk, got {self.folder}, which is none; make it, or "
@@ -140,8 +143,9 @@ class Disk:
                 _call("msync", start, size, _MS_SYNC)
                 _advise(start, size, mmap.MADV_DONTNEED)
                 for file in self._files:  # what is clean, and mapped nowhere, need not stay in the page cache
-                    if file.start <= start < file.start + file.size:
-                        os.posix_fadvise(file.handle, start - file.start, size, os.POSIX_FADV_DONTNEED)
+                    first, last = max(start, file.start), min(start + size, file.start + file.size)
+                    if first < last:  # files may be neighbours in memory
+                        os.posix_fadvise(file.handle, first - file.start, last - first, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._error = error
 
@@ -196,11 +200,13 @@ def _merged(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
         yield begin, end - begin
 
 
-_libc: Any = ctypes.CDLL(None, use_errno=True)
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, start: int, size: int, how: int) -> None:
-    if getattr(_libc, name)(ctypes.c_void_p(start), ctypes.c_size_t(size), how):
+    if getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(size), how):
         number = ctypes.get_errno()
         raise OSError(number, f"{name} of what is offloaded to disk: {os.strerror(number)}")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
-from runtime.disk import Disk
+from runtime.disk import Disk, forget
 from runtime.offload import Copier, host_states
 from runtime.program import RankProgram
 from runtime.state import load_states
@@ -90,6 +90,7 @@ class Masters:
         with torch.no_grad():
             for name in self.hosted.keys() - self._gone:
                 self.shards[name].copy_(self.held[name])
+                forget(self.held[name])
         return _Current(self)
 
 

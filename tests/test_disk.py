@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -333,6 +335,16 @@ def test_a_plan_says_how_much(tmp_path: Path):
     assert engine._disk.nbytes == at_first
 
 
+def cached(disk: Disk) -> int:
+    """Pages of the files that are in memory, mapped or not."""
+    pages = 0
+    for file in disk._files:
+        found = (ctypes.c_ubyte * (file.size // mmap.PAGESIZE))()
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(file.start), ctypes.c_size_t(file.size), found)
+        pages += sum(page & 1 for page in found)
+    return pages
+
+
 def disk_topology(ranks: int) -> Topology:
     local = Topology.local(ranks)
     (nodes,) = local.model_dump(include={"nodes"})["nodes"]
@@ -378,6 +390,22 @@ def test_tensors_keep_apart_and_keep_their_numbers(tmp_path: Path):
     assert [(tuple(t.shape), t.dtype) for t in tensors] == kinds * 3
     large = disk.empty((5_000_000,), torch.float64)  # more than there was
     assert large.fill_(1).sum() == 5_000_000
+
+
+def test_what_is_written_behind_leaves_the_page_cache(tmp_path: Path):
+    disk = Disk(tmp_path)
+    one, *others = [disk.empty((5 << 20,), torch.float32) for _ in range(4)]  # of a file each, neighbours in memory
+    disk.behind([one.fill_(1)])
+    disk.wait()
+    if cached(disk):
+        pytest.skip("a file system in memory")
+    for tensors in (others, [*others, one]):
+        for tensor in tensors:
+            tensor.add_(1)
+        disk.behind(tensors)
+        disk.wait()
+        assert cached(disk) == 0
+    assert one[-1] == 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

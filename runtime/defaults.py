@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def default_device() -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def one_step_folder() -> str:
+    """Where a run of one step, without an optimizer, has the little that its plan keeps on disk."""
+    return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
 def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:

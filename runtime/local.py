@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
+from runtime.defaults import one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.failures import is_secondary
@@ -117,7 +118,7 @@ def run_threads(
                 keep_outputs=outputs,
                 communicator=communicator,
                 library=library,
-                offload_folder=tempfile.gettempdir(),  # a step without an optimizer keeps next to nothing there
+                offload_folder=one_step_folder(),
             )
             engine.step(by_path)
             parts[rank] = part_of(engine, outputs, grads)

@@ -136,7 +136,7 @@ class Windows:
         """What a step of a window reads from the disk."""
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
-            yield from (s for s in self._optimizer.state.get(parameter, {}).values() if isinstance(s, Tensor))
+            yield from (held[key] for held, key, _ in _tensors(self._optimizer.state.get(parameter, {})))
 
     def _settle(self, parameters: Sequence[nn.Parameter]) -> None:
         """Move the states of ``parameters`` to where they are on disk, and let these leave memory."""
@@ -145,19 +145,15 @@ class Windows:
         for parameter in parameters:
             if is_mapped(parameter):
                 used.append(parameter.data)
-            state = self._optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if type(value) is not Tensor or value.device.type != "cpu" or not value.dim() or not value.numel():
-                    continue  # numbers stay; so does what is of another kind, or not in host memory
-                slot = self.room(parameter, key, value.shape, value.dtype)
-                if slot is not value:
+            for holder, key, name in _tensors(self._optimizer.state.get(parameter, {})):
+                slot = self.room(parameter, name, holder[key].shape, holder[key].dtype)
+                if slot is not holder[key]:
                     with torch.no_grad():
-                        slot.copy_(value)
-                    state[key] = slot
+                        slot.copy_(holder[key])
+                    holder[key] = slot
                     moved = True
                 used.append(slot)
         if moved:
-            del value
             trim()
         self._disk.behind(used)
 
@@ -173,6 +169,16 @@ class Windows:
             raise _unfit(self._optimizer, f"changes its {changed[0]!r} in each step")
         if any(not isinstance(key, Tensor) for key in self._optimizer.state):
             raise _unfit(self._optimizer, "has a state that is of no parameter")
+
+
+def _tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """The tensors in a parameter's state that go to disk: what holds each, where, and its name. Numbers stay; so does
+    what is of another kind, or not in host memory."""
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(value, dict | list):
+            yield from _tensors(value, f"{prefix}{key}.")
+        elif type(value) is Tensor and value.device.type == "cpu" and value.dim() and value.numel():
+            yield holder, key, f"{prefix}{key}"
 
 
 def _differ(value: Any, group: dict[str, Any], key: str) -> bool:

@@ -6,7 +6,6 @@ import os
 import pickle
 import queue
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from runtime.collect import part_of
-from runtime.defaults import default_device
+from runtime.defaults import default_device, one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError
 from runtime.execute import Executor
@@ -142,7 +141,7 @@ def run_program(
         seed=seed,
         keep_outputs=outputs,
         communicator=communicator,
-        offload_folder=tempfile.gettempdir(),  # for a step without an optimizer
+        offload_folder=one_step_folder(),
     )
     with Watch(engine, watch, leave=False, slow_factor=None):
         engine.step(batch)

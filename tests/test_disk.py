@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from runtime import windows
+from runtime import agreement, windows
 from runtime.checkpoint import saving
 from runtime.disk import Disk, is_mapped
 from runtime.engine import Engine
@@ -83,14 +83,14 @@ def trained(program: Program, name: str, folder: Path, make: Make, steps: int = 
 
 
 CASES = [
-    ("dp4", "zero0", "fp32", "optimizer", "adamw"),
+    pytest.param(*("dp4", "zero0", "fp32", "optimizer", "adamw"), marks=pytest.mark.slow),
     ("dp4", "zero1", "bf16", "optimizer", "adamw"),
     ("dp4", "zero2", "fp64", "optimizer", "adamw"),
     ("dp2 pp2", "zero3", "bf16", "optimizer", "adamw foreach"),
-    ("dp2 tp2", "zero0", "bf16", "optimizer", "sgd"),
+    pytest.param(*("dp2 tp2", "zero0", "bf16", "optimizer", "sgd"), marks=pytest.mark.slow),
     ("dp2 tp2", "zero3", "fp32", ALL, "adam fused"),
     ("dp2 tp2", "zero0", "fp32", "optimizer", "adafactor"),
-    ("dp4 ep2", "hybrid3", "bf16", ALL, "rmsprop"),
+    pytest.param(*("dp4 ep2", "hybrid3", "bf16", ALL, "rmsprop"), marks=pytest.mark.slow),
 ]
 
 
@@ -207,6 +207,25 @@ def test_what_is_put_among_the_states_goes_to_disk_with_the_next_step(tmp_path: 
     assert all(map(is_mapped, states_of(optimizer)))
     assert all(bool((state["average"] == 1).all()) for state in optimizer.state.values())
     assert engine._disk is not None and engine._disk.nbytes == before
+
+
+def test_states_in_lists_and_dicts_go_to_disk(tmp_path: Path):
+    class Several(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    held = self.state[parameter].setdefault("past", [{"x": torch.zeros_like(parameter)}, None, 3])
+                    held[0]["x"] += parameter
+
+    engine = alone(tmp_path)
+    optimizer = engine.on_disk(Several(engine.parameters(), lr=0.1))
+    expected = [torch.zeros_like(p) for p in engine.parameters()]
+    for seed in range(2):
+        step(engine, optimizer, seed)
+        expected = [e + p.detach() for e, p in zip(expected, engine.parameters(), strict=True)]
+    found = [optimizer.state[p]["past"][0]["x"] for p in engine.parameters()]
+    assert all(is_mapped(f) and torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
 def test_no_gradient_no_step(tmp_path: Path):
@@ -637,6 +656,30 @@ def test_what_is_resident_does_not_grow_with_the_states(precision: str, tmp_path
         found[where] = most - before, after - before, loaded - before
     assert min(found["memory"]) > 90, found
     assert max(found["disk"]) < 30, found
+
+
+def mapped() -> float:
+    """MiB of files that this process has mapped and in memory."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(line[1]) for line in lines if line and line[0] in ("RssFile:", "RssShmem:")) / 1024
+
+
+def test_who_reads_all_of_it_lets_go_of_it(tmp_path: Path):
+    disk = Disk(tmp_path)
+    parameters = [nn.Parameter(disk.empty((1 << 20,), torch.float32).fill_(1)) for _ in range(16)]
+    disk.forget()
+    before = mapped()
+    agreement._hash([*parameters])
+    assert mapped() - before < 16  # MiB, of 64
+    assert sum(float(p.detach().sum()) for p in parameters) == 16 << 20
+    assert mapped() - before > 60
+
+
+def test_weights_are_what_was_stepped(tmp_path: Path):
+    engine = alone(tmp_path, "bf16")
+    step(engine, adam(engine))
+    short = engine.state_dict()
+    assert all(torch.equal(short[n], p.detach().bfloat16()) for n, p in engine.named_parameters())
 
 
 def test_inference_has_nothing_there():

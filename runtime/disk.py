@@ -6,6 +6,7 @@ run to find, and no two runs meet in one folder.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -13,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ _ALIGN = 64  # bytes: of tensors
 _LEAST = 16 << 20  # bytes that a file is made for at least
 _MS_SYNC = 4  # of <sys/mman.h>
 _GIB = 2**30
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -107,10 +110,18 @@ class Disk:
         file.used += nbytes
         return flat.view(torch.Size(shape))
 
+    def check_worth(self) -> None:
+        """Warn where the folder is no disk's."""
+        if _file_system(self.folder) in _IN_MEMORY:
+            warnings.warn(
+                f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
+            )
+
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         """Start to read what is to be used soon."""
         for start, size in _merged(tensors):
-            _advise(start, size, mmap.MADV_WILLNEED)
+            with contextlib.suppress(OSError):  # else it is read when it is used
+                _advise(start, size, mmap.MADV_WILLNEED)
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
         """Start to write what is not used any more, which then leaves memory; once the one before has.
@@ -176,6 +187,17 @@ class Disk:
             f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {why}; make room, name a "
             "folder on a larger disk, or plan without 'disk' in offload"
         )
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on; empty where that is not known."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    parents = {str(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
+    over = [(len(mount[1]), number, mount[2]) for number, mount in enumerate(mounts) if mount[1] in parents]
+    return max(over, default=(0, 0, ""))[2]  # of those at one place the last hides the others
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

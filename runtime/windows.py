@@ -45,6 +45,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
             f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
             "engine.on_disk(optimizer) first, then make the scheduler"
         )
+    disk.check_worth()
     step = kind.step
     windows = Windows(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
 

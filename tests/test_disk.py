@@ -37,6 +37,8 @@ from tests.test_offload import ALL, Wide, planned
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import MESHES, MODELS, STEPS, errors, tied_inputs, tied_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:offload_folder")  # tests may run on a tmpfs
+
 Make = Callable[[Any], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -369,6 +371,12 @@ def disk_topology(ranks: int) -> Topology:
     (nodes,) = local.model_dump(include={"nodes"})["nodes"]
     host = nodes["host"] | {"disk": "1 TB", "disk_bandwidth": "1 GB/s"}
     return Topology(**(local.model_dump(exclude_unset=True) | {"nodes": ({**nodes, "host": host},)}))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder in memory")
+def test_a_folder_in_memory_is_no_disk():
+    with pytest.warns(UserWarning, match="/dev/shm is in memory, which is to be spared"):
+        adam(alone(Path("/dev/shm")))
 
 
 def test_two_runs_share_a_folder_and_leave_nothing(tmp_path: Path):

@@ -49,6 +49,12 @@ def forget(tensor: Tensor) -> None:
         _advise(*_span(tensor), mmap.MADV_DONTNEED)
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """A tensor on disk as one whose storage holds nothing else, in the same memory; good while ``tensor`` is there."""
+    content = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
+
+
 def trim() -> None:
     """Give back memory that is free, which the allocator keeps between what is not."""
     if hasattr(_libc(), "malloc_trim"):  # of glibc

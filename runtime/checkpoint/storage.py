@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from runtime.checkpoint.boxes import Piece
-from runtime.disk import forget
+from runtime.disk import apart, forget, is_mapped
 
 METADATA = ".metadata"
 _READ = 1 << 20
@@ -67,6 +67,8 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[Piece]) -> Written:
     content = {MetadataIndex(p.key, p.offsets): p for p in pieces}
     items = [_write_item(index, piece) for index, piece in content.items()]
     writer, disk = FileSystemWriter(folder), _HashingFileSystem()
+    if any(is_mapped(piece.tensor) for piece in pieces):
+        writer.per_thread_copy_ahead = 0  # what is on disk comes one after another
     writer.fs = disk
     writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan(items))
@@ -145,7 +147,9 @@ class _SavePlanner(DefaultSavePlanner):
         if self._last is not None:
             forget(self._last)
         self._last = self.content[write_item.index].tensor
-        return self._last.detach().contiguous()
+        tensor = self._last.detach().contiguous()
+        # of a part of its storage torch makes a copy, and keeps it until all is written
+        return apart(tensor) if is_mapped(tensor) and tensor.numel() else tensor
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -64,7 +64,7 @@ def partition(
     train = prepared.objective == "train"
 
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
-        work = prepared.at(global_batch)
+        work = prepared.at(global_batch, constraints)
         kind = precision_of(work[0], prepared.precision)
         return Job(*work, topology, constraints, train, optimizer, kind)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bestfirst import Evaluated, candidate, refused
 from partitioner.solve.points import Point, Space, baselines, divisors, points
+from partitioner.solve.unfit import uneven
 from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
@@ -41,8 +43,8 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
         found.append((FULLY_SHARDED, _fully_sharded(space, free)))
     if megatron is None or megatron.tp > 1:
         found.append((MEGATRON, megatron))
-    uneven = f"the global batch of {space.global_batch} does not split over dp={space.world_size}"
-    none = {DATA_PARALLEL: uneven, FULLY_SHARDED: uneven, MEGATRON: "no mesh has it"}
+    why = uneven(space, space.world_size)
+    none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
     known = {*candidates, *_points(wide)}
     return [
         Standard(name, (point, *_leaner(space, point, known)), _why(point, candidates))
@@ -56,9 +58,9 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
     """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) more stages as well."""
     for pp in divisors(point.pp * point.dp):
         dp = point.pp * point.dp // pp
-        if pp < point.pp or (pp > point.pp and point.tp == 1) or space.global_batch % dp:
+        if pp < point.pp or (pp > point.pp and point.tp == 1) or space.units % dp:
             continue
-        for size in reversed(divisors(space.global_batch // dp)):
+        for size in reversed(space.sizes(dp)):
             leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
             smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
             if smaller and (leaner in known or point.zero):
@@ -99,8 +101,14 @@ def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
 
 
 def unpinned(constraints: Constraints) -> Constraints:
-    """Without what fixes the mesh, microbatches, schedule or stages."""
-    return constraints.model_copy(update={**dict.fromkeys(OF_POINT), "ahead": False, "stage_of": {}})
+    """Without what fixes the mesh, microbatches, schedule or stages, unless it says what is computed."""
+    free: dict[str, Any] = {
+        **dict.fromkeys(OF_POINT),
+        "microbatch_size": constraints.group_size,
+        "ahead": False,
+        "stage_of": {},
+    }
+    return constraints.model_copy(update=free)
 
 
 def _best(space: Space, choices: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
@@ -130,9 +138,9 @@ def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
 def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
     """All ranks data-parallel, with parameters, gradients and optimizer states sharded over them."""
     world = space.world_size
-    if space.global_batch % world:
+    if space.units % world:
         return None
-    choices = [Point(1, world, 1, size, zero=3) for size in divisors(space.global_batch // world)]
+    choices = [Point(1, world, 1, size, zero=3) for size in space.sizes(world)]
     fits = _fits(bounds)
     return min(choices, key=lambda p: (not fits(p), float(bounds.times([p])[0])))
 

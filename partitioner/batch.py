@@ -8,18 +8,19 @@ the batch, known before the pipeline starts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import fx
 
 from partitioner.cost.operators import is_view
-from partitioner.solve.sharding import DATA, Allowed, ShardingSolution, solve_sharding
+from partitioner.solve.sharding import DATA, Allowed, ShardingSolution, solve_sharding, whole_sharding
 from partitioner.solve.share import matmul_flops
 from passes.blocks import FoldedModel, ModelInput, TensorSpec
 from passes.errors import InputsError
 from passes.factors import Strategy, results_of
-from passes.layouts import PARTIAL, REPLICATED, Layout, shard
+from passes.groups import GroupModel
+from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
 from passes.shard import RESHARDS
 
 # All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
@@ -63,6 +64,26 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
         output_layouts=outputs,
         allowed=allowed,
     )
+
+
+def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
+    """``model``, folded of one ``group``, with the inputs of ``count`` of them, and how a batch is split into these:
+    nothing within one, every gradient a part of the sum."""
+    layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
+    layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
+    layouts |= {model.loss: PARTIAL} if model.loss is not None else {}
+    inputs = [replace(i, spec=TensorSpec(group.whole_shape(i.path, count), i.spec.dtype)) for i in model.inputs]
+    whole = whole_sharding(model, DATA, BatchCosts(_work(model, frozenset())))
+    split = replace(
+        whole,
+        values={**whole.values, **layouts},
+        states={name: READ_SHARDED if state.requires_grad else REPLICATED for name, state in model.states.items()},
+    )
+    return model.with_(inputs=inputs), split
+
+
+def _dim_layout(dim: int | None) -> Layout:
+    return REPLICATED if dim is None else shard(dim)
 
 
 def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:

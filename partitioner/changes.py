@@ -71,7 +71,7 @@ def advised(asked: Asked) -> Iterator[None]:
 def advice(asked: Asked, short_of_memory: bool) -> Advice:
     """What conflicts, and the nearest changes, of a job that has no plan."""
     try:
-        _check(asked.prepare(asked.topology, Constraints(), asked.global_batch))
+        _check(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
     except PartitionError:
         return Advice()
     search = _Search(asked, short_of_memory)

@@ -64,7 +64,9 @@ class Constraints(BaseModel):
     nodes' disks instead. ``hierarchical``: whether gradients that are added up over several
     nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent
     between the outermost of those; it changes what is trained, and is never chosen where it is not asked for (``None``:
-    they are sent as they are). ``ahead``: also search what is planned but not executed yet (see
+    they are sent as they are). ``couple``: what a model that has samples meet (losses that balance experts, contrastive
+    ones, batch norm) is computed on: the global ``batch``, or each ``microbatch``, whose size then has to be given;
+    loss and gradients are the mean over these. ``ahead``: also search what is planned but not executed yet (see
     :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
@@ -91,6 +93,7 @@ class Constraints(BaseModel):
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
     short_gradients: bool | None = None
+    couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None
     hierarchical: bool | None = None
     grad_compression: Compression | None = None
@@ -130,6 +133,18 @@ class Constraints(BaseModel):
         """What of it this version plans but does not execute, as ``name=value``."""
         given = ((name, getattr(self, name), values) for name, values in _EXECUTED.items())
         return tuple(f"{name}={value}" for name, value, values in given if value not in values)
+
+    @property
+    def group_size(self) -> int | None:
+        """The samples of the groups within which samples meet; ``None``: all of a batch do."""
+        return self.microbatch_size if self.couple == "microbatch" else None
+
+    @property
+    def meaning(self) -> Constraints:
+        """What of it says what is computed, rather than how."""
+        if self.couple == "batch":
+            return Constraints()
+        return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
 
     @property
     def pinned(self) -> dict[str, int]:
@@ -183,6 +198,26 @@ class Constraints(BaseModel):
         if experts % self.ep:
             raise ConstraintError(
                 f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
+            )
+
+    def check_coupling(self) -> None:
+        """Raise :class:`ConstraintError` where samples are to meet within microbatches of no given size."""
+        if self.couple == "microbatch" and self.microbatch_size is None:
+            raise ConstraintError(
+                "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
+                "same on any mesh, so it is not for the search to choose; expected microbatch_size=N, a divisor of the "
+                "global batch"
+            )
+
+    def check_groups(self, global_batch: int) -> None:
+        """Raise :class:`ConstraintError` unless ``global_batch`` is a whole number of groups that samples meet in."""
+        size = self.group_size
+        if size is not None and global_batch % size:
+            divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+            nearest = min(divisors, key=lambda d: abs(math.log2(d / size)))
+            raise ConstraintError(
+                f"the global batch of {global_batch} is no whole number of groups of microbatch_size={size}, within "
+                f"which samples meet (couple='microbatch'); expected a divisor of {global_batch}, as {nearest} is"
             )
 
     def check_offload(self) -> None:

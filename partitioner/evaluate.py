@@ -292,7 +292,8 @@ class Evaluator:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
         if point.ep == 1 or (point.ep, key) in self._spread:
             return
-        if point.dp > 1 and not spreads(self.job.model, self.job.batch_of(point.ep)):
+        whole = point.dp == 1 or self.job.constraints.group_size is not None
+        if not whole and not spreads(self.job.model, self.job.batch_of(point.ep)):
             raise PlanError(
                 f"ep={point.ep}: samples meet within the experts, whose rows cannot be told apart by samples; expected "
                 "experts that work on each sample's rows, or on all of them; use ep=1"

@@ -19,8 +19,8 @@ from passes.blocks import FoldedModel
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned. ``model`` is the folded model of the whole batch, marked with its gradients; ``reserve``:
-    bytes of every rank that are to stay free."""
+    """What is to be planned. ``model`` is the folded model of the whole batch, or of one group where samples meet in
+    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -53,6 +53,11 @@ class Job:
             reserve=self.reserve,
         )
 
+    @property
+    def samples(self) -> int:
+        """Those that ``model`` is of."""
+        return self.constraints.group_size or self.global_batch
+
     def batch_of(self, ep: int) -> ShardingSolution:
         """How the batch is split where experts are spread over ``ep`` ranks."""
         return self.batch if ep == 1 else self.expert_batch
@@ -60,6 +65,8 @@ class Job:
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """:attr:`batch`, or another split where that cuts the experts' work otherwise than by rows."""
+        if self.constraints.group_size is not None:
+            return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
 
     @cached_property
@@ -94,4 +101,4 @@ class Job:
         for name, block in self.model.blocks.items():
             cost = call_costs(block, self.topology.device_type(0), {}, train=self.train)
             total += self.model.num_calls(name) * (cost.flops + cost.backward_flops)
-        return total
+        return total * (self.global_batch // self.samples)

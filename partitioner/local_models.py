@@ -96,6 +96,8 @@ class LocalModels:
     @cached_property
     def coupled(self) -> bool:
         """Whether it matters if all samples of a rank are one microbatch: whether samples meet."""
+        if self.job.constraints.group_size is not None:
+            return False  # a microbatch is a group, whatever the rank has besides
         batch, samples = self.job.batch, self.job.global_batch
         return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, 1, samples))
 
@@ -167,7 +169,9 @@ class LocalModels:
         tp, cp, _, _, _, experts = key
         batch = self._batch(key)
         if key[2:5] not in self._splits:
-            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, num_microbatches, dp)
+            grouped = self.job.constraints.group_size is not None
+            parts = (1, 1) if grouped else (num_microbatches, dp)  # the model is of one group, which is a microbatch
+            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *parts)
         model, context = self._splits[key[2:5]], None
         if cp > 1:
             found = self._context(model, key, known and known[0])

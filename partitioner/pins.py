@@ -19,6 +19,7 @@ def pins_of(constraints: Constraints) -> list[str]:
     """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
+    fixed = [n for n in fixed if n != "microbatch_size" or constraints.group_size is None]  # else it is another loss
     return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
 
 

@@ -10,14 +10,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.batch import batch_size, shard_batch
+from partitioner.batch import batch_size, of_groups, shard_batch
+from partitioner.constraints import Constraints
 from partitioner.requests import OBJECTIVES, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import FoldedModel
-from passes.capture import PRECISIONS, capture
+from passes.capture import PRECISIONS, Captured, capture, given_batch
 from passes.errors import InputsError
 from passes.fold import fold
 from passes.gradients import mark_gradients
+from passes.groups import mean_over_groups
 from passes.inputs import Inputs
 from passes.normalize import normalize
 from passes.reached import freeze_unreached
@@ -30,7 +32,7 @@ Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its ba
 class PreparedModel:
     """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
 
-    It is captured when it is first planned, once for each global batch.
+    It is captured when it is first planned, once for each global batch or size of its groups.
     """
 
     model: nn.Module | ExportedProgram
@@ -38,37 +40,56 @@ class PreparedModel:
     loss: Callable[[Any], Tensor] | None = None
     objective: Objective = "train"
     precision: str | None = None
-    _known: dict[int | None, Work] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int | None, int | None], Work] = field(default_factory=dict, repr=False)
 
-    def at(self, global_batch: int | None) -> Work:
-        """The folded model for this batch; ``None``: that of the inputs. Raises :class:`InputsError` for no batch."""
+    def at(self, global_batch: int | None, constraints: Constraints | None = None) -> Work:
+        """The folded model for this batch; ``None``: that of the inputs. Where the ``constraints`` have samples meet
+        within groups, that of one group, with the inputs of all.
+
+        Raises :class:`InputsError` for no batch, :class:`ConstraintError` for one that is no whole number of groups.
+        """
         whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
         if global_batch is not None and (not whole or global_batch < 1):
             raise InputsError(
                 f"global_batch must be a whole number of samples, 1 or more, or None; got {global_batch!r}"
             )
-        if global_batch not in self._known:
-            captured = capture(
-                self.model,
-                self.inputs,
-                loss=self.loss,
-                global_batch=global_batch,
-                precision=type_of(self.precision),
-                objective=self.objective,
-            )
-            train = self.objective == "train"
-            normal = normalize(captured)
-            folded = fold(freeze_unreached(normal) if train else normal)
-            check_work(folded, train)
-            mark_gradients(folded, train)
-            self.captured_as(global_batch, folded)
-        return self._known[global_batch]
+        size = None if constraints is None else constraints.group_size
+        if (global_batch, size) not in self._known:
+            if constraints is None or size is None:
+                self.captured_as(global_batch, self._folded(normalize(self._capture(global_batch))))
+            else:
+                self._known[global_batch, size] = self._of_groups(global_batch, size, constraints)
+        return self._known[global_batch, size]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
         """Take ``folded``, marked with its gradients, as what capture gives at ``global_batch``; this model."""
         batch = batch_size(folded, global_batch)
-        self._known[global_batch] = folded, shard_batch(folded, batch), batch
+        self._known[global_batch, None] = folded, shard_batch(folded, batch), batch
         return self
+
+    def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints) -> Work:
+        """The model of ``size`` samples as its part of the mean over all groups of as many."""
+        batch = given_batch(self.model, self.inputs) if global_batch is None else global_batch
+        constraints.check_groups(batch)
+        found = mean_over_groups(normalize(self._capture(size)), self._capture(2 * size), batch // size)
+        return *of_groups(self._folded(found.captured), found, batch // size), batch
+
+    def _capture(self, global_batch: int | None) -> Captured:
+        return capture(
+            self.model,
+            self.inputs,
+            loss=self.loss,
+            global_batch=global_batch,
+            precision=type_of(self.precision),
+            objective=self.objective,
+        )
+
+    def _folded(self, normal: Captured) -> FoldedModel:
+        train = self.objective == "train"
+        folded = fold(freeze_unreached(normal) if train else normal)
+        check_work(folded, train)
+        mark_gradients(folded, train)
+        return folded
 
 
 def prepare(

@@ -99,25 +99,26 @@ def _widen(value: Any) -> Any:
 class _Drawing(TorchDispatchMode):
     """Operators that draw do so by place, one stream per call in order; ``streams`` counts them."""
 
-    def __init__(self, seed: int, streams: _ByPlace) -> None:
+    def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed, self.streams = seed, streams
+        self.streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = draw_of(func, args, kwargs or {})
         made = func(*args, **(kwargs or {}))
         if draw is None:
             return made
-        numbers = drawn(draw.distribution, tuple(made.shape), made.device, [self.seed, self.streams.next()])
+        at = self.streams.seed, self.streams.next()
+        numbers = drawn(draw.distribution, tuple(made.shape), made.device, [*at], self.streams.group)
         return made.copy_(draw.of(lambda target, *a, **k: target(*a, **k), numbers, made.dtype))
 
 
 class _ByPlace(TorchFunctionMode):
     """Dropout draws by place, one stream per call in order, as plans do; see ``passes/random.py``."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, group: int) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.group = seed, group
         self.streams = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +185,7 @@ class _ByPlace(TorchFunctionMode):
         return self.streams - 1
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        return dropout(x, p, self.seed, self.next())
+        return dropout(x, p, self.seed, self.next(), self.group)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         dropped = self.drop(input, p)
@@ -251,19 +252,21 @@ def run_reference(
     train: bool = True,
     double: bool = True,
     seed: int = 0,
+    group: int = 0,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
-    plans do. The caller's gradients are left alone.
+    plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
+    numbers of its own. The caller's gradients are left alone.
     """
     model = _copy(model)
     if double:
         model, inputs = model._apply(_double), pytree.tree_map(_double, inputs)
     with (
         float64() if double else nullcontext(),
-        _ByPlace(seed) as streams,
-        _Drawing(seed, streams),
+        _ByPlace(seed, group) as streams,
+        _Drawing(streams),
         _nothing_recomputed(),
     ):
         return _run(model, inputs, loss, train)

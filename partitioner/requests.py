@@ -31,6 +31,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
         raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
     optimizer_bytes(1, 4, optimizer)
     constraints.check_idle()
+    constraints.check_coupling()
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
     constraints.check_reduction(topology.num_nodes, train)

@@ -76,7 +76,7 @@ def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
     """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
     given = base.constraints.stage_of
     stages = base.constraints.pp
-    job = asked.prepare(base.topology, Constraints(), base.global_batch)
+    job = asked.prepare(base.topology, asked.constraints.meaning, base.global_batch)
     paths = sorted({call.path for call in job.model.calls})
     for name, stage in given.items():
         for near in get_close_matches(name, paths, n=1, cutoff=0.5):
@@ -96,8 +96,10 @@ def _placed(base: Variant, places: dict[str, int], text: str) -> Variant:
 def _batches(asked: Asked, base: Variant) -> Iterator[Variant]:
     """Batches that divide as pinned, or over the devices."""
     given = base.constraints
-    batch = asked.prepare(base.topology, Constraints(), base.global_batch).global_batch
-    parts = {(given.dp or 1) * (given.microbatch_size or 1), *divisors(base.topology.num_devices)}
+    batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
+    groups = given.group_size or 1
+    parts = {(given.dp or 1) * (given.microbatch_size or 1)}
+    parts |= {groups * part for part in divisors(base.topology.num_devices)}
     near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
     for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:4]:
         text = f"global_batch={size} instead of {batch}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partitioner.grouped import run_groups
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
 from runtime.collect import Run
@@ -45,6 +46,9 @@ def verify(
 ) -> Verification:
     """Compare outputs, loss and every gradient. ``loss``: what was given to ``partition``.
 
+    Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
+    after the other, and the mean is taken.
+
     Gradients that the plan sends compressed are sent as they are, like all that is rounded less here.
 
     Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
@@ -53,7 +57,10 @@ def verify(
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
-    reference = run_reference(model, inputs, loss, train=train)
+    if plan.constraints.group_size is None:
+        reference = run_reference(model, inputs, loss, train=train)
+    else:
+        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size)
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "

@@ -31,7 +31,7 @@ def bind_inputs(
     ``with_labels``: where the model's own dummy inputs are used, add labels if its forward then gives a loss.
     Raises :class:`InputsError` where there are no inputs or forward does not take them.
     """
-    args, kwargs = _split(original, inputs)
+    args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
     (args, kwargs) = without_numbers((args, kwargs), twin, global_batch, dtype)
     if inputs is None and with_labels:
@@ -39,7 +39,8 @@ def bind_inputs(
     return args, kwargs
 
 
-def _split(model: nn.Module, inputs: Any) -> Bound:
+def split_inputs(model: nn.Module, inputs: Any) -> Bound:
+    """The positional and keyword arguments that ``inputs`` are; ``None``: the model's own."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor):

@@ -200,7 +200,8 @@ def _localise(model: FoldedModel, num_microbatches: int) -> None:
             elif name in COMMUNICATING or (node.meta.get("grad") and name in ("copy", "shard_slice")):
                 raise UnsupportedError(
                     f"{_meeting(model, block, node)}, which cannot be kept exact over {num_microbatches} "
-                    "microbatches; use one microbatch: microbatch_size = batch / dp"
+                    "microbatches; use one microbatch: microbatch_size = batch / dp, or couple='microbatch', by which "
+                    "samples meet within a microbatch alone and the step is the mean over microbatches"
                 )
             elif name in ("shard_slice", "shard_narrow"):
                 _slice_by_index(block.graph, node)

@@ -90,19 +90,22 @@ ops = torch.ops.partition
 DRAWS = frozenset({ops.uniform.default, ops.normal.default, ops.exponential.default, ops.bits.default})
 
 
-def element_index(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The index of every element of a whole tensor."""
-    return torch.arange(torch.Size(shape).numel(), device=device).view(shape)
+def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
+    """The index of every element of a whole tensor; of one ``group``, behind those of the groups before it."""
+    count = torch.Size(shape).numel()
+    return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
 
-def drawn(distribution: torch._ops.OpOverload, shape: tuple[int, ...], device: torch.device, at: list[int]) -> Tensor:
-    """The numbers of a whole tensor from one of ``DRAWS``; ``at``: seed and stream."""
+def drawn(
+    distribution: torch._ops.OpOverload, shape: tuple[int, ...], device: torch.device, at: list[int], group: int = 0
+) -> Tensor:
+    """The numbers of a whole tensor from one of ``DRAWS``; ``at``: seed and stream; ``group``: of samples."""
     places = (torch.tensor(v, device=device) for v in at)
-    numbers: Tensor = distribution(element_index(shape, device), *places)
+    numbers: Tensor = distribution(element_index(shape, device, group), *places)
     return numbers
 
 
-def dropout(x: Tensor, p: float, seed: int, stream: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Dropout of a whole tensor, scaled by ``1 / (1 - p)``."""
-    kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream]) >= p
+    kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p)), torch.zeros_like(x))

@@ -76,11 +76,11 @@ def _sharing(point: Point) -> tuple[Any, ...]:
 
 
 class ModelBounds:
-    """Bounds of the points of one model, whose graphs and values are for ``global_batch`` samples, on one topology."""
+    """Bounds of the points of one model, whose graphs and values are for ``samples`` of a batch, on one topology."""
 
     def __init__(self, job: Planned, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
-        self.train, fp8 = job.train, job.precision == "fp8"
+        self.samples, self.train, fp8 = job.samples, job.train, job.precision == "fp8"
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         self._counts = np.bincount(of_device, minlength=len(paces))
@@ -122,7 +122,8 @@ class ModelBounds:
     @cached_property
     def model_flops(self) -> float:
         """Of the matrix products of the whole model for the global batch, forward and backward."""
-        return sum(self.blocks[c.block].forward.flops + self.blocks[c.block].backward.flops for c in self.model.calls)
+        works = (self.blocks[call.block] for call in self.model.calls)
+        return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
 
     @cached_property
     def dims(self) -> frozenset[int]:
@@ -148,7 +149,7 @@ class ModelBounds:
         _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
         blocks = [self.blocks[name] for name in dict.fromkeys(self._placed)]
         calls = np.array([self._placed.count(name) for name in dict.fromkeys(self._placed)])
-        share = size / self.global_batch / cp
+        share = size / self.samples / cp
         several = (size > 1).astype(np.float64)
         forward = np.stack([block.forward.at(share, tp, several, ep) for block in blocks])
         backward = np.stack([block.backward.at(share, tp, several, ep) for block in blocks])
@@ -194,7 +195,7 @@ class ModelBounds:
     def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
         """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""
         _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
-        share, several = size / self.global_batch / cp, (size > 1).astype(np.float64)
+        share, several = size / self.samples / cp, (size > 1).astype(np.float64)
         works = [w for b in dict.fromkeys(self._placed) for w in (blocks[b].forward, blocks[b].backward)]
         seconds = np.stack([work.at(share, tp, several, ep) for work in works])
         return np.maximum(seconds, _TINY_S)
@@ -312,7 +313,7 @@ class ModelBounds:
         """The least that a microbatch costs in each block, on the best kind of device."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
-            share, several = point.microbatch_size / self.global_batch / point.cp, point.microbatch_size > 1
+            share, several = point.microbatch_size / self.samples / point.cp, point.microbatch_size > 1
             self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
         return self._calls[key]
 

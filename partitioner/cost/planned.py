@@ -10,12 +10,14 @@ from passes.blocks import FoldedModel
 
 
 class Planned(Protocol):
-    """What is planned: the model of the whole batch, and where."""
+    """What is planned, and where; ``samples``: those that the model is of, all or a group."""
 
     @property
     def model(self) -> FoldedModel: ...
     @property
     def global_batch(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
     @property
     def topology(self) -> Topology: ...
     @property

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
+from partitioner.solve.unfit import uneven, why_none
 from partitioner.topology.model import Topology
-from partitioner.units import plural
 from passes.hashing import hashed_once
 from runtime.program import hybrid_mesh
 
@@ -127,6 +126,16 @@ class Space:
     def world_size(self) -> int:
         return self.topology.num_devices
 
+    @property
+    def units(self) -> int:
+        """What ``dp`` divides: samples, or the groups that they meet in."""
+        return self.global_batch // (self.constraints.group_size or 1)
+
+    def sizes(self, dp: int) -> list[int]:
+        """The microbatches that there may be."""
+        size = self.constraints.group_size
+        return [found for found in divisors(self.global_batch // dp) if size in (None, found)]
+
 
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -153,11 +162,11 @@ def points(space: Space) -> list[Point]:
         for ep, etp in _expert_axes(space, dp * cp * tp, tp)
         for schedule, virtual in _schedules(space, pp)
         for zero, shard in _zero(space, dp, cp)
-        for size in divisors(space.global_batch // dp)
+        for size in space.sizes(dp)
         if pinned.microbatch_size in (None, size) and _is_for(table, pp, space.global_batch // dp // size)
     ]
     if not found:
-        raise PlanError(_why_none(space))
+        raise PlanError(why_none(space))
     return found
 
 
@@ -193,7 +202,7 @@ def meshes(space: Space) -> list[tuple[int, int, int, int]]:
                 continue
             for cp in _context_axes(space, world // tp // pp):
                 dp = world // tp // pp // cp
-                if pinned.dp in (None, dp) and space.global_batch % dp == 0:
+                if pinned.dp in (None, dp) and space.units % dp == 0:
                     found.append((pp, dp, tp, cp))
     return found
 
@@ -206,9 +215,9 @@ def _context_axes(space: Space, room: int) -> list[int]:
         return [pinned.cp] if room % pinned.cp == 0 else []
     even = [cp for cp in divisors(room) if cp == 1 or length % (2 * cp) == 0]
     usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
-    if any(space.global_batch % (room // cp) == 0 for cp in usual):
+    if any(space.units % (room // cp) == 0 for cp in usual):
         return usual
-    return [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.global_batch % (room // cp) == 0][:1]
+    return [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.units % (room // cp) == 0][:1]
 
 
 def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
@@ -319,49 +328,6 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
     return fits and any(size % tp == 0 for size in space.dims)
 
 
-def _why_none(space: Space) -> str:
-    schedule = space.constraints.schedule
-    fixed: dict[str, Any] = {
-        "ep": space.constraints.ep,
-        "etp": space.constraints.etp,
-        "schedule": schedule and schedule_name(schedule),
-        "v": space.constraints.virtual_stages,
-        "dp_shard": space.constraints.dp_shard,
-    }
-    fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
-    pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
-    return (
-        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must divide the "
-        f"global batch of {space.global_batch}, {_depth(space)} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node"
-        + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
-        + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
-        + (_asked_by(schedule) if schedule else "")
-    )
-
-
-def _depth(space: Space) -> str:
-    """What pipelines there can be."""
-    pinned = space.constraints
-    if (pinned.virtual_stages or 1) > 1:
-        return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
-    if pinned.schedule not in (None, *OF_ONE_STAGE) and table_of(pinned.schedule) is None:
-        return f"pp is more than 1, since {pinned.schedule} is for a pipeline, and at most {space.num_calls}"
-    return f"pp is at most {space.num_calls}"
-
-
-def _asked_by(schedule: str | ScheduleTable) -> str:
-    """What a schedule leaves no choice of."""
-    table = table_of(schedule)
-    if table is not None:
-        return (
-            f"; the schedule is written for pp={len(table.own.orders)}, {table.num_microbatches} microbatches and "
-            f"{len(table.own.ranks)} virtual stages"
-        )
-    chunks = SCHEDULES[str(schedule)].chunks
-    return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""
-
-
 def baselines(
     space: Space, candidates: Sequence[Point], bound: Callable[[Point], float], fits: Callable[[Point], bool]
 ) -> dict[str, Point | None]:
@@ -387,9 +353,10 @@ def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
     """Plain data parallelism with the reason why it is no candidate, if it is none."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
-    point = Point(1, space.world_size, 1, 1, space.constraints.schedule or "1f1b")
-    if space.global_batch % space.world_size:
-        return {point: f"the global batch of {space.global_batch} does not split over dp={space.world_size}"}
+    size = space.constraints.group_size or 1
+    point = Point(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
+    if space.units % space.world_size:
+        return {point: uneven(space, space.world_size)}
     return {point: "excluded by the constraints"}
 
 

@@ -1,0 +1,66 @@
+"""In words, why a batch, a mesh or a schedule leaves no point to search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from partitioner.constraints import OF_ONE_STAGE
+from partitioner.schedule_table import table_of
+from partitioner.schedules import SCHEDULES, ScheduleTable, schedule_name
+from partitioner.units import plural
+
+if TYPE_CHECKING:
+    from partitioner.solve.points import Space
+
+
+def uneven(space: Space, dp: int) -> str:
+    """What to say where the batch does not split over ``dp``."""
+    size = space.constraints.group_size
+    groups = "" if size is None else f", in groups of {size} samples that meet,"
+    return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
+
+
+def why_none(space: Space) -> str:
+    """What to say where there is no point."""
+    schedule = space.constraints.schedule
+    size = space.constraints.group_size
+    batch = f"global batch of {space.global_batch}" if size is None else f"{space.units} groups of {size} samples"
+    fixed: dict[str, Any] = {
+        "ep": space.constraints.ep,
+        "etp": space.constraints.etp,
+        "schedule": schedule and schedule_name(schedule),
+        "v": space.constraints.virtual_stages,
+        "dp_shard": space.constraints.dp_shard,
+    }
+    fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
+    pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
+    return (
+        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must divide the "
+        f"{batch}, {_depth(space)} (the calls that can be placed), tp must "
+        "divide a dim of a weight and stay within a node"
+        + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
+        + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
+        + (_asked_by(schedule) if schedule else "")
+    )
+
+
+def _depth(space: Space) -> str:
+    """What pipelines there can be."""
+    pinned = space.constraints
+    if (pinned.virtual_stages or 1) > 1:
+        return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
+    if pinned.schedule not in (None, *OF_ONE_STAGE) and table_of(pinned.schedule) is None:
+        return f"pp is more than 1, since {pinned.schedule} is for a pipeline, and at most {space.num_calls}"
+    return f"pp is at most {space.num_calls}"
+
+
+def _asked_by(schedule: str | ScheduleTable) -> str:
+    """What a schedule leaves no choice of."""
+    table = table_of(schedule)
+    if table is not None:
+        return (
+            f"; the schedule is written for pp={len(table.own.orders)}, {table.num_microbatches} microbatches and "
+            f"{len(table.own.ranks)} virtual stages"
+        )
+    chunks = SCHEDULES[str(schedule)].chunks
+    return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""

@@ -30,17 +30,20 @@ def run_groups(
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
     train = program.objective == "train"
-    found = [
-        run_reference(model, _cut(inputs, dims, group * size, size), loss, train=train, group=group)
-        for group in range(batch // size)
-    ]
+    outputs: dict[str, list[Any]] = {}
+    losses: list[Tensor] = []
+    grads: dict[str, Tensor] = {}
+    for group in range(batch // size):
+        found = run_reference(model, _cut(inputs, dims, group * size, size), loss, train=train, group=group)
+        losses += [] if found.loss is None else [found.loss]
+        for path, output in found.outputs.items():
+            outputs.setdefault(path, []).append(output)
+        for name, gradient in found.grads.items():  # of which there is one set at a time
+            share = gradient * (size / batch)
+            grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
-    losses = [reference.loss for reference in found]
-    return Reference(
-        {path: _whole([r.outputs[path] for r in found], ways.get(path, "R")) for path in found[0].outputs},
-        None if losses[0] is None else _mean(losses),
-        {name: _mean([r.grads[name] for r in found]) for name in found[0].grads},
-    )
+    wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
+    return Reference(wholes, _mean(losses) if losses else None, grads)
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from partitioner.constraints import Constraints
 from partitioner.requests import OBJECTIVES, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import FoldedModel
-from passes.capture import PRECISIONS, Captured, capture, given_batch
+from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError
 from passes.fold import fold
 from passes.gradients import mark_gradients
@@ -69,10 +70,21 @@ class PreparedModel:
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints) -> Work:
         """The model of ``size`` samples as its part of the mean over all groups of as many."""
-        batch = given_batch(self.model, self.inputs) if global_batch is None else global_batch
+        given, dims = given_samples(self.model, self.inputs)
+        batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
-        found = mean_over_groups(normalize(self._capture(size)), self._capture(2 * size), batch // size)
+        group = normalize(self._capture_group(size))
+        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size))
         return *of_groups(self._folded(found.captured), found, batch // size), batch
+
+    def _capture_group(self, size: int) -> Captured:
+        try:
+            return self._capture(size)
+        except InputsError as error:
+            raise InputsError(
+                f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
+                f"{error}"
+            ) from error
 
     def _capture(self, global_batch: int | None) -> Captured:
         return capture(

@@ -176,7 +176,9 @@ def _planned(
     except PartitionError as error:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
     only = ", ".join(other.planned_only)
-    marks = (f"It is planned, not executed by this version: {only}.",) if only else ()
+    marks: tuple[str, ...] = (f"It is planned, not executed by this version: {only}.",) if only else ()
+    if other.constraints.group_size != plan.constraints.group_size:
+        marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
     return _slower(plan, asked, best, marks)
 

@@ -28,7 +28,7 @@ from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
-from passes.inputs import Bound, Inputs, bind_inputs, sample_batch, split_inputs, without_numbers
+from passes.inputs import Bound, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
 from passes.putaway import PutAway
 from passes.repeats import Repeats
 from passes.retype import retype
@@ -94,16 +94,18 @@ def capture(
     return captured
 
 
-def given_batch(model: nn.Module | ExportedProgram, inputs: Inputs) -> int:
-    """The samples of the inputs that :func:`capture` would take. Raises :class:`InputsError` where there are none."""
+def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
+    """How many samples the inputs of :func:`capture` have, and by path where.
+
+    Raises :class:`InputsError` where they have none.
+    """
     if isinstance(model, ExportedProgram):
-        given: Any = _program_inputs(model, inputs)
+        count, dims = sample_dims_of(_program_inputs(model, inputs))
     else:
-        given = split_inputs(model, inputs)
-    found = sample_batch(pytree.tree_leaves(given))
-    if found is None:
+        count, dims = sample_dims_of(split_inputs(model, inputs))
+    if count is None:
         raise InputsError("no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is it")
-    return found
+    return count, dims
 
 
 def _trace(

@@ -8,7 +8,7 @@ one of another.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -38,25 +38,25 @@ class GroupModel:
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
 
-def mean_over_groups(group: Captured, twice: Captured, num_groups: int) -> GroupModel:
-    """The part of one ``group`` in a mean over ``num_groups``. ``twice``: the model captured with twice the samples,
-    which tells where in its inputs and results they are.
+def mean_over_groups(
+    group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
+) -> GroupModel:
+    """The part of one ``group`` in a mean over ``num_groups``.
+
+    ``dims``: in which dims of the inputs the samples are, by path; the first, where it is not told. ``twice``: captures
+    the model with twice the samples, which tells where in its results they are.
 
     Results that grow with the samples are joined along the first dim that does, others are averaged, those that depend
     on no sample left alone. Raises :class:`UnsupportedError` for a result that none of this holds for.
     """
-    larger = {i.path: i.spec.shape for i in twice.inputs}
-    inputs = {i.path: _growing(i.spec.shape, larger.get(i.path)) for i in group.inputs}
+    inputs = {i.path: dims.get(i.path, 0) for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
-    shapes = _result_shapes(twice)
-    outputs: dict[str, Layout] = {}
-    for output in group.outputs:
-        if output.value is not None:
-            node = nodes[output.value]
-            outputs[output.path] = _joined(output.path, node, shapes.get(output.path), node in apart)
-    averaged = {o.value for o in group.outputs if outputs.get(o.path) == PARTIAL} | {group.loss}
-    moved = _scaled(group.graph, [nodes[name] for name in averaged if name is not None], num_groups)
+    results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
+    shapes = _result_shapes(twice()) if any(shape(node) for _, node in results) else {}
+    outputs = {path: _joined(path, node, shapes.get(path), node in apart) for path, node in results}
+    averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
+    moved = _scaled(group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups)
     _draw_apart(group.graph, num_groups)
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
@@ -66,22 +66,15 @@ def mean_over_groups(group: Captured, twice: Captured, num_groups: int) -> Group
     )
     captured = group.with_(
         notes=(*group.notes, note),
-        outputs=[replace(o, value=moved.get(o.value, o.value)) if o.value is not None else o for o in group.outputs],
-        loss=moved.get(group.loss, group.loss) if group.loss is not None else None,
+        outputs=[replace(o, value=moved.get(o.value or "", o.value)) for o in group.outputs],
+        loss=moved.get(group.loss or "", group.loss),
     )
     return GroupModel(captured, inputs, outputs)
 
 
-def _growing(small: tuple[int, ...], large: tuple[int, ...] | None) -> int | None:
-    """The first dim that grows with the samples."""
-    if large is None or len(small) != len(large):
-        return None
-    return next((d for d, (few, many) in enumerate(zip(small, large, strict=True)) if few != many), None)
-
-
-def _result_shapes(captured: Captured) -> dict[str, tuple[int, ...]]:
+def _result_shapes(captured: Captured) -> dict[str, list[int]]:
     by_name = {n.name: n for n in captured.graph.nodes}
-    return {o.path: tuple(shape(by_name[o.value])) for o in captured.outputs if o.value is not None}
+    return {o.path: shape(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
@@ -97,9 +90,16 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
     return found
 
 
-def _joined(path: str, node: fx.Node, larger: tuple[int, ...] | None, apart: bool) -> Layout:
+def _joined(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
     """How the groups' results of ``node`` make the whole; ``larger``: its shape with twice the samples."""
-    dim = _growing(tuple(shape(node)), larger)
+    one = shape(node)
+    if larger is not None and len(larger) != len(one):
+        raise UnsupportedError(
+            f"the output {path!r} has {len(one)} dims in a group ({one}) and {len(larger)} in a larger one, so that "
+            "what the groups give cannot be joined; keep the dim of samples where it is 1 (squeeze(-1) for squeeze()), "
+            "or plan with couple='batch'"
+        )
+    dim = next((d for d, (few, many) in enumerate(zip(one, larger or one, strict=True)) if few != many), None)
     if dim is not None:
         return shard(dim)
     if not apart:
@@ -108,7 +108,7 @@ def _joined(path: str, node: fx.Node, larger: tuple[int, ...] | None, apart: boo
         return PARTIAL
     kind = str(val(node).dtype).removeprefix("torch.")
     raise UnsupportedError(
-        f"the output {path!r} ({kind}, shape {shape(node)}) depends on a group's samples and has no dim of them, so "
+        f"the output {path!r} ({kind}, shape {one}) depends on a group's samples and has no dim of them, so "
         "that what the groups give can be neither joined nor averaged; leave it out of what forward returns, return it "
         "as a floating tensor (the mean is then taken), or plan with couple='batch'"
     )

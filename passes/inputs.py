@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import InputsError
-from passes.export import Twin, cast, try_forward
+from passes.export import Twin, cast, leaf_paths, try_forward
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -102,6 +102,13 @@ def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torc
 def sample_batch(leaves: list[Any]) -> int | None:
     """The size of the first dim of the first tensor that has one."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
+    """The samples of a batch, and in each tensor, by path, the dim that :func:`enlarged` takes for theirs."""
+    leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
+    sample = sample_batch([leaf for _, leaf in leaves])
+    return sample, {p: next((d for d, size in enumerate(x.shape) if size == sample), None) for p, x in leaves}
 
 
 def enlarged(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:

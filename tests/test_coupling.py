@@ -367,8 +367,35 @@ def test_where_the_samples_of_a_result_are_does_not_depend_on_sizes(name: str, s
 
 
 def test_a_result_that_cannot_be_joined_is_refused():
+    with pytest.raises(UnsupportedError, match=r"the output 'beside' has 1 dims in a group .* and 2 in a larger one"):
+        counting(lambda x: x[:, :3].squeeze(), microbatch_size=1)
     with pytest.raises(UnsupportedError, match=r"the output 'beside' \(int64, shape \[6\]\) depends .* couple='batch'"):
         counting(lambda x: (x > 0).sum(0))
+
+
+class Sized(nn.Module):
+    """Pairs of a number of samples that is written into the model."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.pairs, self.whole = Pairs(), whole
+        self.register_buffer("target", torch.arange(SIZE))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        made = self.pairs(x, y)
+        loss = made["loss"] + F.cross_entropy(made["logits"], self.target)
+        return {"loss": loss, "logits": made["logits"]} if self.whole else loss
+
+
+def test_a_model_of_as_many_samples_as_a_group():
+    """Where its results are to be joined, what of them are samples is told by a model of others."""
+    _, inputs = pairs()
+    torch.manual_seed(0)
+    model = Sized(whole=False)
+    plan = partition(model, Topology.local(2), inputs, constraints=in_groups(pp=2))
+    assert plan.verify(model, inputs).ok
+    with pytest.raises(InputsError, match=r"fewer or more samples than the batch has, here 4: Sized.forward fails"):
+        partition(Sized(whole=True), Topology.local(2), inputs, constraints=in_groups(pp=2))
 
 
 def test_a_sample_of_the_batch_is_enough():
@@ -428,6 +455,13 @@ def test_changes_keep_what_is_computed():
             model, change.topology, inputs, global_batch=change.global_batch, constraints=change.constraints
         )
         assert plan.chosen.microbatch_size == SIZE
+
+
+def test_why_not_in_other_groups_says_that_it_is_another_step():
+    model, inputs = pairs()
+    plan = plan_of("pairs", dp=2)
+    assert "another step" in str(plan.why_not(microbatch_size=4, model=model, inputs=inputs))
+    assert "another step" not in str(plan.why_not(zero=2, model=model, inputs=inputs))
 
 
 def test_the_search_is_free_but_for_the_groups():

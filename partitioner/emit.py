@@ -139,6 +139,9 @@ def emit(
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
             tied.setdefault(state.stages, []).append(name)
+    updated: dict[tuple[int, ...], list[str]] = {}
+    for name in model.updates:
+        updated.setdefault(states[name].stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
@@ -171,6 +174,8 @@ def emit(
                 fetches=fetched[s],
                 buckets=buckets,
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
+                updates=[tuple(names) for among, names in sorted(updated.items()) if s in among],
+                new_values={n: v for n, v in model.updates.items() if routes.home[v] == s},
                 total_axes=_split(("dp",), sizes),
                 zero=zero,
                 offload=kept,
@@ -295,6 +300,8 @@ def _states(
         for i in here.calls:
             for name in model.calls[i].states:
                 read[name].add(s)
+    for name, value in model.updates.items():
+        read[name].add(routes.home[value])
     result = {}
     for name, state in model.states.items():
         if state.kind == "constant" and not read[name]:
@@ -303,6 +310,8 @@ def _states(
         if not divides(layout, state.spec.shape, sizes["tp"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
         by_expert = layouts.experts.get(name, REPLICATED)
+        if name in model.updates and by_expert.is_shard:
+            raise EmitError(f"forward changes the experts' buffer {name!r}, which ranks of ep would share; use ep=1")
         if not divides(by_expert, state.spec.shape, sizes["ep"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
         grad_axes = _split(layouts.grad_axes.get(name, ()), sizes)
@@ -318,6 +327,7 @@ def _states(
             stages=tuple(sorted(read[name] or {0})),
             grad_axes=grad_axes,
             zero_axes=shared(name, grad_axes) if read[name] else (),
+            update=model.updates.get(name),
         )
     return result
 

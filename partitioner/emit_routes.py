@@ -43,7 +43,7 @@ class StageCalls:
 class Routes:
     """``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: values that it receives from ``k - 1``;
     ``returning[k]``: those of them whose gradients go back. ``home``: the rank that yields each value that leaves the
-    model."""
+    model, or goes into a buffer."""
 
     ranks: tuple[int, ...]
     stages: tuple[StageCalls, ...]
@@ -66,6 +66,7 @@ def make_routes(
     ]
     made_at = {v: k for k, calls in enumerate(own) for i in calls for v in model.calls[i].outputs}
     leaving = [o.value for o in model.outputs if o.value is not None] + ([model.loss] if model.loss else [])
+    leaving += model.updates.values()
     home = {v: ranks[made_at[v]] if v in made_at else ranks[-1] for v in leaving}
     stages = tuple(
         _stage_calls(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +46,8 @@ class StageJob:
     offload: tuple[str, ...] = ()
     hosted: frozenset[str] = frozenset()  # states that are in host memory
     trained: tuple[str, ...] = ()  # states of the stage with a gradient
+    updates: Sequence[tuple[str, ...]] = ()  # buffers that forward changes, those that share their stages together
+    new_values: Mapping[str, str] = field(default_factory=dict)  # of those whose new values this stage makes
 
     @property
     def by_call(self) -> bool:
@@ -72,8 +74,7 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
             instructions += _forward(job, action, index)
         elif job.train:
             instructions += _backward(job, action, index)
-    if job.train:
-        instructions += _finish(job)
+    instructions += _finish(job)
     sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
     if job.train and "activations" in job.offload:
         instructions = with_parking(instructions, job.flow.runs)
@@ -87,7 +88,7 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
         instructions = with_passing(instructions, job.calls, job.flow.runs, job.hosted, sharded)
     elif job.hosted:
         instructions = with_fetches(instructions, job.calls, job.hosted)
-    return insert_frees(instructions, job.calls, job.flow)
+    return insert_frees(instructions, job.calls, job.flow, job.new_values)
 
 
 def _prologue(job: StageJob) -> Iterator[Instruction]:
@@ -166,12 +167,17 @@ def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> 
 
 
 def _finish(job: StageJob) -> Iterator[Instruction]:
-    for states in job.syncs:
-        yield Instruction(op="SYNC", stage=job.stage, states=states)
-    for number, bucket in enumerate(job.buckets):
-        if bucket.ready is None and bucket.axes:
-            yield _first(job, number)
-    yield Instruction(op="STEP", stage=job.stage)
+    """What comes after the last forward and backward."""
+    if job.train:
+        for states in job.syncs:
+            yield Instruction(op="SYNC", stage=job.stage, states=states)
+        for number, bucket in enumerate(job.buckets):
+            if bucket.ready is None and bucket.axes:
+                yield _first(job, number)
+    for states in job.updates:
+        yield Instruction(op="UPDATE", stage=job.stage, states=states, microbatch=0)
+    if job.train:
+        yield Instruction(op="STEP", stage=job.stage)
 
 
 def _first(job: StageJob, number: int) -> Instruction:
@@ -186,15 +192,18 @@ Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
 
 
 def insert_frees(
-    instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow
+    instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
 ) -> tuple[Instruction, ...]:
-    """Add a FREE after the last use of each value and gradient. An input that is loaded again is freed in between."""
+    """Add a FREE after the last use of each value and gradient. An input that is loaded again is freed in between.
+
+    ``new_values``: what UPDATE reads, by the buffer that takes it.
+    """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}
     made: set[Key] = set()
     ending: dict[int, list[Key]] = {}
     for index, instruction in enumerate(instructions):
-        makes, reads = _touches(instruction, calls, flow, totals)
+        makes, reads = _touches(instruction, calls, flow, totals, new_values)
         for key in makes:
             if key in made and instruction.op == "LOAD":
                 ending.setdefault(last.pop(key), []).append(key)
@@ -216,7 +225,11 @@ def insert_frees(
 
 
 def _touches(
-    instruction: Instruction, calls: Sequence[CallData], flow: StageFlow, totals: set[str]
+    instruction: Instruction,
+    calls: Sequence[CallData],
+    flow: StageFlow,
+    totals: set[str],
+    new_values: Mapping[str, str],
 ) -> tuple[list[Key], list[Key]]:
     """What an instruction makes (or adds to) and what it reads."""
     microbatch = instruction.microbatch
@@ -226,6 +239,8 @@ def _touches(
             return named, []
         case "SEND_F" | "SEND_B":
             return [], named
+        case "UPDATE":
+            return [], [(new_values[s], microbatch, False) for s in instruction.states if s in new_values]
         case "TOTAL_F":
             return [], [(v, microbatch, False) for c in calls if c.prologue for v in c.inputs]
         case "TOTAL":

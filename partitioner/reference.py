@@ -28,11 +28,14 @@ _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.comple
 
 @dataclass(frozen=True)
 class Reference:
-    """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name."""
+    """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name;
+    and every buffer by name, as forward leaves it, with the names of those that it ``changed``."""
 
     outputs: dict[str, Any]
     loss: Tensor | None
     grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    changed: frozenset[str]
 
 
 class _Float64(TorchDispatchMode):
@@ -305,6 +308,7 @@ def _double(value: Any) -> Any:
 def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     with torch.set_grad_enabled(train):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
@@ -315,7 +319,16 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(output)
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
-    return Reference(leaves, None if total is None else total.detach(), grads if train else {})
+    after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))
+    return Reference(leaves, None if total is None else total.detach(), grads if train else {}, after, changed)
+
+
+def _alike(buffer: Tensor, before: Tensor | None) -> bool:
+    """Whether a buffer is what it was; what is no number counts as one."""
+    if before is None or before.shape != buffer.shape:
+        return False
+    return torch.allclose(buffer, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def find_loss(output: Any) -> Tensor | None:

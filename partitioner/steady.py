@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 _NONE = -(1 << 40)  # the microbatch of what has none
 _LEAST_STEPS = 4  # fewer are written out
 _FETCHING = frozenset({"LOAD", "RECV_F", "RECV_B"})
-_OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC", "STEP"}
+_OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC", "UPDATE", "STEP"}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ KINDS = {
     "TOTAL": "totals", "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
     "GATHER": "gathering of parameters", "SCATTER": "reduction of gradients", "REDUCE": "reduction of gradients",
     "GATHER_B": "reduction of gradients",
-    "STEP": "reduction of gradients", "SYNC": "tied weights",
+    "STEP": "reduction of gradients", "SYNC": "tied weights", "UPDATE": "new values of buffers",
     "OFFLOAD": "to host memory", "FETCH": "from host memory",
 }  # fmt: skip
 

@@ -24,7 +24,8 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``)."""
+    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``, and
+    ``buffer ...`` for those that forward changes)."""
 
     ok: bool
     max_error: float
@@ -44,7 +45,7 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare outputs, loss and every gradient. ``loss``: what was given to ``partition``.
+    """Compare outputs, loss, every gradient, and what forward leaves in buffers. ``loss``: what was given to ``partition``.
 
     Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
     after the other, and the mean is taken.
@@ -86,6 +87,8 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     largest = max((float(g.abs().max()) for g in reference.grads.values() if g.numel()), default=0.0)
     for name, grad in reference.grads.items():
         errors[f"grad {name}"] = relative_error(run.grads.get(name), grad, _ROUNDING_SCALE * largest)
+    for name in [n for n in reference.buffers if n in reference.changed or n in run.buffers]:
+        errors[f"buffer {name}"] = relative_error(run.buffers.get(name), reference.buffers[name])
     return errors
 
 

@@ -40,7 +40,7 @@ _SELECTS = "rows that a mask selects are of no fixed number: the plan computes a
 
 @dataclass
 class Captured:
-    """A whole model as one graph; see the module's text. ``outputs`` and ``loss`` name nodes of the graph."""
+    """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of the graph."""
 
     graph: fx.Graph
     states: dict[str, State]
@@ -52,6 +52,7 @@ class Captured:
     tree: str | None = None
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
+    updates: dict[str, str] = field(default_factory=dict)  # buffer -> node: what forward leaves in it
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)
@@ -97,15 +98,16 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
             env[node].meta = _clean_meta(node, classes)
             env[node].args = fx.node.map_aggregate(env[node].args, _on_meta)
             env[node].kwargs = fx.node.map_aggregate(env[node].kwargs, _on_meta)
-    outputs, loss, tree = _outputs(program, env, with_loss)
+    outputs, loss, tree, updates = _outputs(program, env, with_loss, canonical)
     results = dict.fromkeys([o.value for o in outputs if o.value is not None] + ([loss] if loss else []))
+    results |= dict.fromkeys(updates.values())
     by_name = {n.name: n for n in graph.nodes}
     graph.output(tuple(by_name[name] for name in results))
     drop_unused(graph)
-    constants = _constants(program, set(placeholders.values()))
+    constants = _constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (_SELECTS,) if selected.rows else ()
-    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes)
+    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
 
 
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
@@ -226,16 +228,19 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 
 
 def _outputs(
-    program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool
-) -> tuple[list[ModelOutput], str | None, str | None]:
-    """The leaves of the result, the loss, the result's tree."""
+    program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
+) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
+    """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers."""
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
+    updates: dict[str, str] = {}
     for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
         if isinstance(result, fx.Node):
             _check_static(result, result.meta.get("val"))
         if spec.kind is OutputKind.USER_OUTPUT:
             leaves.append(env[result] if isinstance(result, fx.Node) else result)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            updates[canonical.get(str(spec.target), str(spec.target))] = env[result].name
         else:
             raise UnsupportedError(_CHANGED.get(spec.kind, _CHANGED[None]).format(target=spec.target))
     tree = program.call_spec.out_spec
@@ -258,14 +263,10 @@ def _outputs(
         written = pytree.treespec_dumps(tree)
     except (NotImplementedError, ValueError, TypeError):  # a class that does not say how it is written
         written = None
-    return outputs, loss.name if loss is not None else None, written
+    return outputs, loss.name if loss is not None else None, written, updates
 
 
 _CHANGED: dict[OutputKind | None, str] = {
-    OutputKind.BUFFER_MUTATION: (
-        "forward changes the buffer {target!r}, which couples the samples of a batch or one call to the next; call "
-        "model.eval(), or replace what changes it (batch norm by GroupNorm or LayerNorm)"
-    ),
     OutputKind.USER_INPUT_MUTATION: "forward changes its argument {target!r} in place: make it change a copy",
     None: "forward changes {target!r} in place, which a plan cannot keep",
 }

@@ -142,6 +142,7 @@ class FoldedModel:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
     notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
+    updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
 
     def with_(self, **changes: Any) -> FoldedModel:
         return replace(self, **changes)

@@ -182,6 +182,9 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
     for name in leaving:
         if name not in made:
             raise GraphError(f"the model returns {name!r}, which no call makes")
+    for state, name in model.updates.items():
+        if state not in model.states or name not in made:
+            raise GraphError(f"the buffer {state!r} is to take the value {name!r}: there is no such buffer or value")
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:

@@ -55,6 +55,8 @@ def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None
     marked = {o for n in found for o in n.all_input_nodes if o.op == "placeholder"}
     only_marked = {o for o in marked if all(user.target is LAYER for user in o.users)}
     bodies: dict[int, _Body] = {}
+    updated = set(captured.updates.values())
+    changing = {n for n in graph.nodes if n.name in updated} if updated else set()
     classes = dict(captured.classes)
     moved: dict[str, str] = {}
     for node in found:
@@ -64,6 +66,8 @@ def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None
             raise Unrepeated(number)
         if results:
             body = _body(node)
+            if changing.intersection(body.nodes):
+                raise Unrepeated(number)  # each call changes a buffer of its own
             if bodies.setdefault(number, body).key != body.key:
                 raise Unrepeated(number)
             made = body.results
@@ -89,6 +93,7 @@ def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None
     return captured.with_(
         outputs=[replace(o, value=name_of(o.value)) for o in captured.outputs],
         loss=name_of(captured.loss),
+        updates={state: moved.get(node, node) for state, node in captured.updates.items()},
         states=states,
         placeholders=placeholders,
         classes=classes,

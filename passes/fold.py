@@ -2,7 +2,7 @@
 
 Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`. Values that depend on inputs and constants
 alone (masks, rotary tables, shifted labels) and that several calls read are made by ``shared`` calls; those that one
-call reads are made in it.
+call reads are made in it, as are those that only go into a buffer: a result of the call that changes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from passes.random import DRAWS
 from passes.rewrite import aten
 from passes.segment import Unit, is_product, segment
 from passes.signature import Signature, signature
+from passes.updates import leading_to, settle_updates
 
 _SHARED = "shared"
 
@@ -33,8 +34,9 @@ def fold(captured: Captured) -> FoldedModel:
         if node.op == "placeholder":
             node.meta["state"] = captured.states.get(captured.placeholders[node.name])
     _join_results(graph)
+    updates = settle_updates(captured)
     moved = _copy_returned_states(graph)
-    free = _free_nodes(graph)
+    free = _free_nodes(graph) - leading_to(graph, updates.values())
     moved |= _share_common(graph, free)
     _mark_copied(graph)
 
@@ -59,6 +61,7 @@ def fold(captured: Captured) -> FoldedModel:
         constants=dict(captured.constants),
         tree=captured.tree,
         notes=captured.notes,
+        updates={state: folder.value_of[node] for state, node in updates.items()},
     )
 
 

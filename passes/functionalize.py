@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from passes.errors import UnsupportedError
 from passes.export import source_of
 from passes.inplace import remove_inplace
+from passes.statistics import spell_out
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
@@ -37,7 +38,8 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     """
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
-    functional = inliner.transforms is None and (not inliner.mutates or remove_inplace(graph))
+    functional = not spell_out(graph) and inliner.transforms is None
+    functional = functional and (not inliner.mutates or remove_inplace(graph))
     flat = copy.copy(program)
     flat._graph_module = fx.GraphModule({}, graph)
     flat._graph_module.meta.update(program.graph_module.meta)

@@ -66,9 +66,9 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
         base, view = target.args[0], target
     if not _is_fresh(base):
         return False
-    if any(_is_view(user) and user is not view and order[user] < order[node] for user in base.users):
+    if any(is_view(user) and user is not view and order[user] < order[node] for user in base.users):
         return False
-    if view is not None and any(_is_view(user) and order[user] < order[node] for user in view.users):
+    if view is not None and any(is_view(user) and order[user] < order[node] for user in view.users):
         return False
     with graph.inserting_before(node):
         added = [_written(graph, kin, node)]
@@ -125,7 +125,7 @@ def _kin(target: Any) -> Any:
     return kin if (first, same) == (wanted, others) else None  # the first has a name of its own: ``input``, ``self``
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a result may share its memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return node.op == "call_function"
@@ -142,8 +142,8 @@ def _is_fresh(node: fx.Node) -> bool:
     """Whether nothing else holds the memory of a result."""
     if node.target is _ITEM and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        return isinstance(node.target, torch._ops.OpOverload) and not _is_view(node)
-    return node.op == "call_function" and not _is_view(node) and node.target is not _ITEM
+        return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return node.op == "call_function" and not is_view(node) and node.target is not _ITEM
 
 
 def _like(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:

@@ -65,8 +65,11 @@ def _normalized(captured: Captured) -> Captured:
         moved = {old: last[new] for old, new in moved.items() if new in last}
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
+    updates = {state: moved[node] for state, node in captured.updates.items()}
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
-    return stack_experts(captured.with_(graph=graph, outputs=outputs, loss=loss, placeholders=placeholders))
+    return stack_experts(
+        captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
+    )
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

@@ -157,20 +157,62 @@ def batch_norm(
     *_: Any,
 ) -> Any:
     """Per channel: by the running statistics, or by those of the batch."""
-    sizes = [1, shape(x)[1]] + [1] * (len(shape(x)) - 2)
-
-    def channel(node: fx.Node) -> fx.Node:
-        return build(aten.reshape.default, node, sizes)
-
     if training or running_mean is None or running_var is None:
-        variance, centre = _moments(build, x, [0, *range(2, len(shape(x)))], 0.0, True)
-    else:
-        variance, centre = channel(running_var), channel(running_mean)
+        return _normalized(build, x, weight, bias, *_moments(build, x, _per_channel(x), 0.0, True), eps)
+    return _normalized(build, x, weight, bias, _channel(build, running_var, x), _channel(build, running_mean, x), eps)
+
+
+def _per_channel(x: fx.Node) -> list[int]:
+    """The dims besides that of the channels."""
+    return [0, *range(2, len(shape(x)))]
+
+
+def _channel(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
+    return build(aten.reshape.default, node, [1, shape(x)[1]] + [1] * (len(shape(x)) - 2))
+
+
+def _normalized(
+    build: Builder,
+    x: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    variance: fx.Node,
+    centre: fx.Node,
+    eps: float,
+) -> fx.Node:
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
     if weight is not None:
-        result = build(aten.mul.Tensor, result, channel(weight))
-    return result if bias is None else build(aten.add.Tensor, result, channel(bias))
+        result = build(aten.mul.Tensor, result, _channel(build, weight, x))
+    return result if bias is None else build(aten.add.Tensor, result, _channel(build, bias, x))
+
+
+def batch_norm_of_training(
+    build: Builder,
+    x: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    running_mean: fx.Node,
+    running_var: fx.Node,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm, and what it leaves in the running statistics: a part of the batch's mean and unbiased variance."""
+    if not training:
+        result = batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps)
+        return result, None, None, running_mean, running_var
+    size = count(x, _per_channel(x))
+    variance, centre = _moments(build, x, _per_channel(x), 0.0, True)
+    result = _normalized(build, x, weight, bias, variance, centre, eps)
+
+    def moved(running: fx.Node, seen: fx.Node, part: float) -> fx.Node:
+        seen = build(aten.reshape.default, build(aten.detach.default, seen), shape(running))
+        seen = build(aten.mul.Tensor, to_dtype(build, seen, val(running).dtype), part)
+        return build(aten.add.Tensor, build(aten.mul.Tensor, running, 1.0 - momentum), seen)
+
+    unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # of one value torch divides by zero
+    return result, None, None, moved(running_mean, centre, momentum), moved(running_var, variance, unbiased)
 
 
 def functional_batch_norm(
@@ -223,6 +265,7 @@ ALGEBRA: dict[Any, Rule] = {
     aten.var_mean.dim: var_mean,
     aten.var_mean.correction: var_mean,
     aten.batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit_functional.default: batch_norm_of_training,
     aten._native_batch_norm_legit_no_training.default: functional_batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm_of_batch,
 }

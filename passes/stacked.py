@@ -29,7 +29,7 @@ _ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.
 
 def stack_experts(captured: Captured) -> Captured:
     """``captured`` with its lists of experts stacked; its graph is changed in place."""
-    named = {o.value for o in captured.outputs} | {captured.loss}
+    named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
     for head in reversed(list(captured.graph.nodes)):
         if head.target is aten.add.Tensor and head.name not in named and not _is_inner(head):
             stacking = _Stacking(captured, head)

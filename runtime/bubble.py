@@ -7,7 +7,7 @@
             engine.step(batch)
     times.bubble  # the share of its steps in which the rank computed nothing
 
-Waiting is what passes in receives, and in TOTAL, SYNC and STEP; computing what passes in F, B, I, W and TOTAL_F. On a
+Waiting is what passes in receives, and in TOTAL, SYNC, UPDATE and STEP; computing what passes in F, B, I, W and TOTAL_F. On a
 GPU, where instructions only start kernels, the times are those of the host.
 """
 
@@ -22,7 +22,7 @@ from runtime.engine import Engine
 from runtime.simulate import COMPUTE
 from runtime.transfers import SENDING, Receive
 
-_MEETING = frozenset({"TOTAL", "SYNC", "STEP"})
+_MEETING = frozenset({"TOTAL", "SYNC", "UPDATE", "STEP"})
 Way = tuple[int, str]  # a stage that is sent to or received from, and the channel
 
 

@@ -16,6 +16,7 @@ from runtime.engine import Engine
 from runtime.parts import by_model_names, model_names
 from runtime.pieces import join_pieces
 from runtime.program import OutputData, Program, shard_shape
+from runtime.updates import updated_states
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Part:
     loss: Tensor | None
     outputs: dict[str, dict[int, Tensor]]  # value -> microbatch -> tensor
     grads: dict[str, Tensor]  # state -> this rank's shard
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # those that the step changed, likewise
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class Run:
     """What one step of a program computed.
 
     ``outputs`` has the structure of the model's result where that can be rebuilt, else it is a dict by path. ``grads``
-    has every parameter that takes a gradient, under each of its names.
+    has every parameter that takes a gradient, ``buffers`` every buffer that the step changed, under each of its names.
     """
 
     outputs: Any
     loss: Tensor | None
     grads: dict[str, Tensor] = field(repr=False)
     leaves: dict[str, Any] = field(repr=False)  # the outputs by path
+    buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
@@ -52,15 +55,19 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
         for value, by_microbatch in engine.outputs.items()
         if outputs and all(at[a] == 0 or not to.is_whole for a, to in zip(("tp", "cp"), layouts[value], strict=True))
     }
+    mine = {
+        name
+        for name, state in program.states.items()
+        if rank.stage_index == min(state.stages, default=None) and rank.is_first_holder(name)
+    }
     shards = {
         name: parameter.grad
         for name, parameter in engine.named_parameters()
-        if grads
-        and parameter.grad is not None
-        and rank.is_first_holder(name)
-        and rank.stage_index == min(program.states[name].stages)
+        if grads and parameter.grad is not None and name in mine
     }
-    return Part(rank.rank, engine.loss, made, shards)
+    held = engine.state_dict()
+    buffers = {name: held[name].clone() for name in updated_states(program) if name in mine}
+    return Part(rank.rank, engine.loss, made, shards, buffers)
 
 
 def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] | None = None) -> Run:
@@ -68,12 +75,13 @@ def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] 
     by_rank = {p.rank: p for p in parts}
     leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
     grads: dict[str, Tensor] = dict(extra or {})
+    buffers: dict[str, Tensor] = {}
     for name, state in program.states.items():
-        found = {r: p.grads[name] for r, p in sorted(by_rank.items()) if name in p.grads}
-        if found:
-            whole = _whole(program, name, found)
-            grads.update(by_model_names(name, state, whole))
-    return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves)
+        for whole, kind in ((grads, "grads"), (buffers, "buffers")):
+            found = {r: getattr(p, kind)[name] for r, p in sorted(by_rank.items()) if name in getattr(p, kind)}
+            if found:
+                whole.update(by_model_names(name, state, _whole(program, name, found)))
+    return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves, buffers)
 
 
 def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:

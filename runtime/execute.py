@@ -26,6 +26,7 @@ from runtime.program import InputData, Instruction, RankProgram
 from runtime.recorder import Recorder
 from runtime.sharded import ShardedParameters
 from runtime.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
+from runtime.updates import Updates
 from runtime.waiting import waited
 from runtime.zero import states_read
 
@@ -62,6 +63,7 @@ class Executor:
         self.gathered = {} if sharded is None else sharded.buckets
         self.binder = Binder(rank, library, communicator)
         self.hosted = hosted
+        self.updates = Updates(rank, states, communicator)
         self.env = Environment(self.program, library.device, copier)
         self.sender = Sender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
@@ -295,6 +297,10 @@ class Executor:
     def _sync(self, instruction: Instruction) -> Action:
         return lambda: self.gradients.sync(instruction.states)
 
+    def _update(self, instruction: Instruction) -> Action:
+        values = self.env.values[_microbatch(instruction)]
+        return partial(self.updates.write, instruction.states, values)
+
     def _offload(self, instruction: Instruction) -> Action:
         if instruction.states:
             return partial(self.gradients.offload, instruction.states)
@@ -370,6 +376,7 @@ _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "SCATTER": Executor._scatter,
     "REDUCE": Executor._reduce,
     "SYNC": Executor._sync,
+    "UPDATE": Executor._update,
     "OFFLOAD": Executor._offload,
     "FETCH": Executor._fetch,
     "FREE": Executor._free,

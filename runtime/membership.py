@@ -48,12 +48,12 @@ def _axes(program: Program) -> set[tuple[str, ...]]:
 
 
 def _shared(program: Program) -> set[tuple[int, ...]]:
-    """The sets of stages that synchronise tied states."""
+    """The sets of stages that synchronise tied states, or update them together."""
     return {
         tuple(sorted(program.states[s].stages))
         for stage in program.stages
         for i in stage.instructions
-        if i.op == "SYNC"
+        if i.op in ("SYNC", "UPDATE")
         for s in i.states
     }
 

@@ -102,6 +102,7 @@ class StateData(Data):
     ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
     ``zero_axes``: the mesh axes whose ranks share it, or what is kept for it, under the program's ``zero``: what the
     cuts over ``ep`` and ``tp`` leave is taken flat, in equal pieces but for the last (see ``runtime/pieces.py``).
+    ``update``: the value that a buffer takes at the end of a step, laid out as it is.
     """
 
     shape: tuple[int, ...]
@@ -115,6 +116,7 @@ class StateData(Data):
     stages: tuple[int, ...] = ()
     grad_axes: tuple[str, ...] = ()
     zero_axes: tuple[str, ...] = ()
+    update: str | None = None
 
 
 class InputData(Data):

@@ -2,8 +2,8 @@
 
 All ranks of a stage do the same, so one rank of each stage is followed. A rank computes one thing at a time. What it
 sends goes out at once, over one channel per neighbour and direction; reductions and scatters run one after another on
-the side, and gathers of parameters on another channel; what a receive, a call that reads what is gathered, TOTAL, SYNC
-or STEP waits for is idle time.
+the side, and gathers of parameters on another channel; what a receive, a call that reads what is gathered, TOTAL, SYNC,
+UPDATE or STEP waits for is idle time.
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ class _Simulation:
                 self.turn(lane, i)
             case "SYNC":
                 return self.meet(lane, i)
+            case "UPDATE" if len(self.program.states[i.states[0]].stages) > 1:
+                return self.meet(lane, i)
             case "OFFLOAD":
                 self.offload(lane, i)
             case "FETCH":
@@ -365,12 +367,13 @@ class _Simulation:
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet(self, lane: _Lane, i: Instruction) -> bool:
-        """SYNC: everyone starts when the last has come."""
+        """SYNC, and UPDATE over several stages: everyone starts when the last has come."""
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})
         came.setdefault(lane.stage, lane.clock)
         if len(came) < len(stages):
             return False
-        nbytes = sum(self.facts.gradient_piece_bytes(s) for s in i.states)
+        size = self.facts.state_bytes if i.op == "UPDATE" else self.facts.gradient_piece_bytes
+        nbytes = sum(map(size, i.states))
         lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
         return True

@@ -146,7 +146,8 @@ def run_program(
     with Watch(engine, watch, leave=False, slow_factor=None):
         engine.step(batch)
     part = part_of(engine, outputs, grads)
-    torch.save({"loss": part.loss, "outputs": part.outputs, "grads": part.grads}, results[communicator.rank])
+    found = {"loss": part.loss, "outputs": part.outputs, "grads": part.grads, "buffers": part.buffers}
+    torch.save(found, results[communicator.rank])
 
 
 def _failure(error: Exception, rank: int) -> Failure:

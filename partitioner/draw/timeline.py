@@ -56,6 +56,7 @@ LOOKS: dict[str, Look] = {
     "OFFLOAD": Look("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
     "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
+    "UPDATE": Look("reduce", "total", "on_backward", "new values of buffers", "new values of buffers"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 
 

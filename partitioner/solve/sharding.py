@@ -167,6 +167,7 @@ class ShardingProblem:
         for tie in tied_states(model):
             options = self._state_options(tie, values)
             self._add_tie(tie, options, [costs.state(tie.spec, layout, num_ranks) for layout in options])
+        self._tie_updates()
         for name in model.blocks:
             for value in values[name]:
                 self._connect(name, value)
@@ -214,6 +215,16 @@ class ShardingProblem:
         variable = self.builder.add(tie.names[0], len(tie.names) * np.array(cost))
         self.ties.append((tie, variable, options))
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
+
+    def _tie_updates(self) -> None:
+        """What forward leaves in a buffer is laid out as the buffer is."""
+        if not self.model.updates:
+            return
+        of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
+        pairs = {(of[state][0], of[value][0]): (of[state][1], of[value][1]) for state, value in self.model.updates.items()}
+        for (state, value), (held, made) in pairs.items():
+            table = np.array([[0.0 if a == b else math.inf for b in made] for a in held])
+            self.builder.edges.append((state, value, table))
 
     def _state_options(self, tie: Tie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         trained, asked = False, dict[Layout, None]()

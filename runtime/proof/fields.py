@@ -23,6 +23,7 @@ FIELDS: dict[str, frozenset[str]] = {
     "SCATTER": frozenset({"bucket"}),
     "REDUCE": frozenset({"bucket"}),
     "SYNC": frozenset({"states"}),
+    "UPDATE": frozenset({"states", "microbatch"}),
     "OFFLOAD": frozenset(),
     "FETCH": frozenset(),
     "FREE": frozenset(),

@@ -21,6 +21,7 @@ from runtime.proof.parameters import Parameters
 from runtime.proof.reductions import Reductions
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
+from runtime.proof.updates import Updates
 from runtime.proof.texts import Place, moved_text, place_text, use_text
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
@@ -77,6 +78,7 @@ class _Machine:
         self.parameters = Parameters(facts, stage)
         self.parked = Parked(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
+        self.updates = Updates(facts, stage)
         self.reductions, self.buckets = Reductions(), self.states.here.buckets
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -284,6 +286,7 @@ class _Machine:
         for what in self.parameters.read(position):
             self.wait(what)
         self.hosted.read(self.calls[position].data.states)
+        self.updates.read(self.calls[position].data.states)
 
     def offload(self, i: Instruction) -> None:
         if i.states:
@@ -336,6 +339,14 @@ class _Machine:
         event = Collective((), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages)
         self.trace.append((self.index, event))
 
+    def update(self, i: Instruction) -> None:
+        values, stages = self.updates.update(i.states, self.index)
+        for value in values:
+            self.read(value, i.microbatch)
+        if stages:
+            text = f"new values of {', '.join(i.states)} over stages {stages}"
+            self.trace.append((self.index, Collective((), ("UPDATE", i.states), text, "", stages)))
+
     def step(self, i: Instruction) -> None:
         for position, microbatch in self.runs():
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
@@ -387,6 +398,7 @@ class _Machine:
             raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
         self.parameters.finish()
         self.hosted.finish()
+        self.updates.finish()
         self.gradients.finish()
 
     def taken(self, value: str, what: str) -> None:

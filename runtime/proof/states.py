@@ -35,6 +35,9 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     if tuple(sorted(set(state.stages))) != state.stages or not set(range(len(program.stages))) >= set(state.stages):
         return f"is on the stages {state.stages}; expected some of 0 to {len(program.stages) - 1}, in order"
     readers = {s for s, stage in enumerate(program.stages) for c in stage.calls if name in c.states}
+    readers |= {
+        s for s, stage in enumerate(program.stages) for c in stage.calls if state.update and state.update in c.outputs
+    }
     if not state.stages or (readers and readers != set(state.stages)):
         return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
     known = (*AXES[1:], *EXPERT_AXES)

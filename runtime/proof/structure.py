@@ -17,6 +17,7 @@ from runtime.program import MESH_AXES, CallData, Program, Value, shard_shape, we
 from runtime.proof.batch import check_inputs, check_outputs
 from runtime.proof.errors import Refusal
 from runtime.proof.states import check_buckets, check_state
+from runtime.proof.updates import check_updates
 
 DATA = "data"  # what graphs call the axis along which the batch is split: ranks of ``dp`` times microbatches
 
@@ -36,6 +37,7 @@ def check_structure(facts: ProgramFacts) -> None:
         raise Refusal("structure", "the fingerprint is not that of the states' names, shapes and types")
     check_inputs(program)
     check_outputs(program)
+    check_updates(program)
     for name, value in program.values.items():
         if value.requires_grad != (name in facts.flow.values):
             flows = "flows" if name in facts.flow.values else "does not flow"

@@ -14,6 +14,7 @@ from runtime.facts import ProgramFacts
 from runtime.program import CallData, Program, StateData
 from runtime.proof.batch import DATA_AXES
 from runtime.proof.errors import Refusal
+from runtime.proof.updates import check_alike
 
 AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
@@ -137,7 +138,8 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """An output that is said to be the same in every microbatch does not depend on what differs between them.
+    """An output that is said to be the same in every microbatch does not depend on what differs between them; what a
+    buffer takes never does.
 
     Where there is one microbatch, a collective over ``dp`` in a graph makes a value the same.
     """
@@ -158,3 +160,4 @@ def _over_batch(facts: ProgramFacts) -> None:
         if output.value is not None and output.batch == "R" and known.get(output.value) == "different":
             message = f"the output {output.path!r} is said to be the same in every microbatch, but is not"
             raise Refusal("structure", message, stage=output.stage or 0)
+    check_alike(program, known)

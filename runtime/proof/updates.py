@@ -1,0 +1,91 @@
+"""Buffers that forward changes: written once, by all that hold them, after the last that reads the old value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.variance import Sameness
+from runtime.facts import ProgramFacts
+from runtime.program import Program, StateData
+from runtime.proof.errors import Refusal
+
+
+def check_updates(program: Program) -> None:
+    """Raise :class:`Refusal` where a new value is not as the buffer is held, or no call of its stages makes it."""
+    makers = _makers(program)
+    for name, state in program.states.items():
+        problem = "" if state.update is None else _problem(program, state, state.update, makers)
+        if problem:
+            stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
+            raise Refusal("structure", f"the state {name!r} {problem}", stage=stage, state=name)
+
+
+def _makers(program: Program) -> dict[str, set[int]]:
+    """The stages whose calls, but for prologue calls, make each value."""
+    makers: dict[str, set[int]] = {}
+    for s, stage in enumerate(program.stages):
+        for call in stage.calls:
+            for value in () if call.prologue else call.outputs:
+                makers.setdefault(value, set()).add(s)
+    return makers
+
+
+def _problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+    if state.kind != "buffer":
+        return f"is a {state.kind} and takes the value {name!r}: only buffers do"
+    if name not in program.values:
+        return f"takes the value {name!r}, which does not exist"
+    value, made_by = program.values[name], makers.get(name, set())
+    if len(made_by) != 1 or not made_by <= set(state.stages):
+        return f"is on the stages {state.stages} and takes {name!r}, which is made on {tuple(sorted(made_by))}"
+    if (value.dtype, value.layout, value.context, state.expert_layout) != (state.dtype, state.layout, "R", "R"):
+        return f"is {state.dtype} and {state.layout} over tp, but takes {value.dtype} that is {value.layout}"
+    return ""
+
+
+def check_alike(program: Program, known: dict[str, Sameness]) -> None:
+    """A new value does not depend on what differs between microbatches, or ranks of ``dp``. Raises :class:`Refusal`."""
+    for name, state in program.states.items():
+        if state.update is not None and known.get(state.update) == "different":
+            message = f"the state {name!r} takes {state.update!r}, which differs between the parts of the batch"
+            raise Refusal("structure", message, stage=min(state.stages), state=name)
+
+
+class Updates:
+    """What one rank has written so far."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.program, self.stage = facts.program, stage
+        self.due = {n for n, s in facts.program.states.items() if s.update is not None and stage in s.stages}
+        self.done: dict[str, int] = {}  # state -> index of its UPDATE
+        self.made = {v for call in facts.stages[stage] for v in call.data.outputs}
+
+    def update(self, states: Sequence[str], index: int) -> tuple[list[str], tuple[int, ...]]:
+        """The values that are read here, and the stages that meet for it, where there are several."""
+        together = {self.program.states[s].stages for s in states}
+        if len(together) > 1:
+            raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
+        values = []
+        for name in states:
+            if name not in self.due:
+                raise Refusal("fields", f"{name!r} is no buffer of the stage that forward changes")
+            if name in self.done:
+                raise Refusal("twice", f"{name!r} was updated at instruction {self.done[name]}")
+            self.done[name] = index
+            value = self.program.states[name].update
+            assert value is not None
+            if value in self.made:
+                values.append(value)
+        (stages,) = together
+        return values, stages if len(stages) > 1 else ()
+
+    def read(self, states: Sequence[str]) -> None:
+        """A call reads the old values."""
+        for name in states if self.done else ():
+            if name in self.done:
+                raise Refusal("order", f"reads {name!r}, which was updated at instruction {self.done[name]}")
+
+    def finish(self) -> None:
+        missing = sorted(self.due - self.done.keys())
+        if missing:
+            raise Refusal("missing", f"{missing[0]!r} is never updated")

@@ -265,7 +265,7 @@ def run_reference(
     """
     model = _copy(model)
     if double:
-        model, inputs = model._apply(_double), pytree.tree_map(_double, inputs)
+        model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
     with (
         float64() if double else nullcontext(),
         _ByPlace(seed, group) as streams,
@@ -299,6 +299,18 @@ def _nothing_recomputed() -> Iterator[None]:
         mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
     ):
         yield
+
+
+def _doubled() -> Callable[[Tensor], Tensor]:
+    """:func:`_double` for all tensors of a module: of one that has several names it makes one."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def double(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor, _double(tensor)
+        return known[id(tensor)][1]
+
+    return double
 
 
 def _double(value: Any) -> Any:

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.own_gradients import traced_with_own_gradients
+from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")
@@ -119,7 +120,8 @@ def export(
     and torch.export's reason where it cannot be traced.
     """
     try:
-        with _quiet(), _lines_of_helpers(), traced_with_own_gradients() if train else contextlib.nullcontext():
+        own = traced_with_own_gradients() if train else contextlib.nullcontext()
+        with _quiet(), _lines_of_helpers(), own, writes_traced(twin.module):
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -25,6 +28,7 @@ from passes.statistics import spell_out
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
+_CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
 _TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
@@ -45,6 +49,7 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     flat._graph_module.meta.update(program.graph_module.meta)
     if functional:
         return flat
+    _untie_buffers(flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         depth = get_dynamic_layer_stack_depth()
@@ -52,6 +57,11 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
             decomposed: ExportedProgram = flat.run_decompositions({})
         except Exception as error:
             pop_dynamic_layer_stack_and_undo_to_depth(depth)  # transforms that were entered and not left
+            changed = _CONSTANT_CHANGED.match(str(error))
+            if changed:
+                raise UnsupportedError(
+                    f"forward changes {changed[1]!r}, a tensor that is no buffer; register it (register_buffer)"
+                ) from error
             if inliner.transforms is None:
                 raise
             raise UnsupportedError(
@@ -59,6 +69,28 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
                 f"traced anew ({type(error).__name__}): write what it computes with plain operators on tensors"
             ) from error
     return decomposed
+
+
+def _untie_buffers(program: ExportedProgram) -> None:
+    """Let all readers and writers of a buffer know it by one name: what follows takes each for a tensor of its own."""
+    by_tensor: dict[int, fx.Node] = {}
+    states = dict(program.state_dict)
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.BUFFER:
+            continue
+        node, tensor = nodes[spec.arg.name], states[str(spec.target)]
+        first = by_tensor.setdefault(id(tensor), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            states[str(spec.target)], node.meta["val"] = _apart(tensor), _apart(node.meta["val"])
+    program._state_dict = states
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor like another, in memory of its own."""
+    with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
+        return torch.empty_like(tensor)
 
 
 def _trainable(program: ExportedProgram) -> set[str]:

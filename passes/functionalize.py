@@ -74,17 +74,19 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
 def _untie_buffers(program: ExportedProgram) -> None:
     """Let all readers and writers of a buffer know it by one name: what follows takes each for a tensor of its own."""
     by_tensor: dict[int, fx.Node] = {}
-    states = dict(program.state_dict)
+    held: dict[str, Any] = {**program.constants, **program.state_dict}
+    untied: dict[str, Tensor] = {}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
         if spec.kind is not InputKind.BUFFER:
             continue
-        node, tensor = nodes[spec.arg.name], states[str(spec.target)]
+        node, tensor = nodes[spec.arg.name], held[str(spec.target)]
         first = by_tensor.setdefault(id(tensor), node)
         if first is not node:
             node.replace_all_uses_with(first)
-            states[str(spec.target)], node.meta["val"] = _apart(tensor), _apart(node.meta["val"])
-    program._state_dict = states
+            untied[str(spec.target)], node.meta["val"] = _apart(tensor), _apart(node.meta["val"])
+    program._state_dict = {n: untied.get(n, t) for n, t in program.state_dict.items()}
+    program._constants = {n: untied.get(n, t) for n, t in program.constants.items()}
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes.layouts import Layout, join_shards
 from passes.serialize import dtype_of
-from runtime.checkpoint.saving import agreed_target, saved_states
+from runtime.checkpoint.saving import agreed_target, weight_states
 from runtime.errors import CheckpointError
 from runtime.files import write_text
 from runtime.groups import Communicator
@@ -82,7 +82,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     whole: dict[str, Tensor] = {}
     home = rank.program.coordinates(communicator.home)
     apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
-    for name in saved_states(rank.program):
+    for name in weight_states(rank.program):
         data = rank.program.states[name]
         if apart:  # takes part where its experts, or its pieces, are asked for
             held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
@@ -109,7 +109,7 @@ def chunks_of(program: Program) -> list[Chunk]:
     for stage in range(len(program.stages)):
         names: list[str] = []
         size = 0
-        for name in saved_states(program):
+        for name in weight_states(program):
             data = program.states[name]
             if min(data.stages) == stage:
                 nbytes = math.prod(data.shape) * dtype_of(data.dtype).itemsize

@@ -39,10 +39,12 @@ class Updates:
         sums = []
         for name in names:
             held, value = self._held[name], values.get(self._value(name))
-            made = torch.zeros_like(held) if value is None else value.clone(memory_format=torch.contiguous_format)
-            sums.append(group.all_reduce(made.to(torch.uint8) if made.dtype == torch.bool else made))
+            made = torch.zeros_like(held) if value is None else value.clone()
+            # byte by byte: exact for every type
+            sums.append(group.all_reduce(made.contiguous().reshape(-1).view(torch.uint8)))
         for name, pending in zip(names, sums, strict=True):
-            self._held[name].copy_(pending.wait())
+            held = self._held[name]
+            held.copy_(pending.wait().view(held.dtype).view(held.shape))
 
     def _value(self, name: str) -> str:
         value = self.rank.program.states[name].update

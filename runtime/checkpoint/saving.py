@@ -28,6 +28,7 @@ from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
 from runtime.groups import Communicator, all_ranks
 from runtime.program import Program, RankProgram
+from runtime.updates import updated_states
 
 FORMAT = 1
 TRAINING = "training.pt"
@@ -254,7 +255,13 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """What a checkpoint holds: parameters and buffers, but not those whose values are part of the plan."""
+    """What a checkpoint holds: weights, and what a step changes."""
+    kept = set(weight_states(program)) | set(updated_states(program))
+    return [n for n in program.states if n in kept]
+
+
+def weight_states(program: Program) -> list[str]:
+    """Parameters and buffers, but not those whose values are part of the plan."""
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 

@@ -158,13 +158,13 @@ class Repeats:
         group = self.groups[index]
         try:
             with _hidden(module, group.own if memo.traced else ()):
-                before = _state(module)
+                before, buffers = _state(module), _buffers(module)
                 output = forward(*args, **kwargs)
-                after = _state(module)
+                after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))
             try:
                 with torch._C.DisableTorchFunction():
                     results = _learn(memo, call, output)
-                if before != after or not call.unchanged():
+                if before != after or set_anew or not call.unchanged():
                     raise Unlike("a call changes what it is given")
             except Unlike:
                 if memo.traced:
@@ -263,6 +263,10 @@ class _Call:
 def _state(module: nn.Module) -> Any:
     with torch._C.DisableTorchFunction():
         return state_of(module)
+
+
+def _buffers(module: nn.Module) -> list[Tensor | None]:
+    return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -33,7 +33,9 @@ from partitioner.timing import stage_seconds
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from runtime.updates import updated_states
 
+_SHOWN = 3  # buffers that are named
 KINDS = {
     "compute": "computation",
     "recompute": "recomputation",
@@ -211,6 +213,10 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)
         yield _line(f"stage {stage.index}: {calls}")
+    changed = updated_states(plan.program) if whole is not None else []
+    if changed:
+        names = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
+        yield _line(f"at the end of a step {plural(len(changed), 'buffer')} that forward changes: {names}")
 
 
 _ALGORITHMS = {

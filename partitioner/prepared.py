@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -15,6 +15,7 @@ from partitioner.batch import batch_size, of_groups, shard_batch
 from partitioner.constraints import Constraints
 from partitioner.requests import OBJECTIVES, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
+from partitioner.units import plural
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError
@@ -100,8 +101,19 @@ class PreparedModel:
         train = self.objective == "train"
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
+        folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded)))
         mark_gradients(folded, train)
         return folded
+
+
+def _changes(model: FoldedModel) -> Iterator[str]:
+    """What to know of a model that changes itself where it is only asked."""
+    if model.updates:
+        names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
+        yield (
+            f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does: "
+            "model.eval() first, if that is not meant"
+        )
 
 
 def prepare(

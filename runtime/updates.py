@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,18 +19,25 @@ def updated_states(program: Program) -> list[str]:
 
 
 class Updates:
-    """A rank's buffers that a step changes; ``states`` are what it holds."""
+    """A rank's buffers that a step changes; ``states`` are what it holds.
+
+    ``keep``: from the next step on, the values before it are kept until the next, so that it can be run again.
+    """
 
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
         self.rank, self.communicator = rank, communicator
+        self.keep = False
         self._held = {name: states[name] for name in updated_states(rank.program) if name in rank.states}
+        self._before: dict[str, Tensor] = {}
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Write the new values of ``names``, which are among ``values`` where this stage makes them."""
+        if self.keep:
+            self._before |= {name: self._held[name].clone() for name in names}
         for ranks, shared in sharing(self.rank, names).items():
             if len(ranks) == 1:
-                for name in shared:
-                    self._held[name].copy_(values[self._value(name)])
+                held = [self._held[name] for name in shared]
+                torch._foreach_copy_(held, [values[self._value(name)] for name in shared])
             else:
                 self._together(ranks, shared, values)
 
@@ -45,6 +53,22 @@ class Updates:
         for name, pending in zip(names, sums, strict=True):
             held = self._held[name]
             held.copy_(pending.wait().view(held.dtype).view(held.shape))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A step in the block reads what the last one read, if that was kept; afterwards all is as it was."""
+        after = {name: held.clone() for name, held in self._held.items()}
+        before, keep, self.keep = self._before, self.keep, False
+        self._take(before)
+        try:
+            yield
+        finally:
+            self.keep = keep
+            self._take(after)
+
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._held[name].copy_(value)
 
     def _value(self, name: str) -> str:
         value = self.rank.program.states[name].update

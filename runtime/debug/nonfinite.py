@@ -52,6 +52,7 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
     """After ``engine.step(batch, local=local)``: raise :class:`NonFiniteError` on all ranks if the loss or, with
     ``gradients``, a gradient of any rank is not finite. All ranks call it, before the gradients are used. Reads every
     gradient once."""
+    engine._executor.updates.keep = True  # what a step to come read, should it be run again
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
     if gradients and not bad:
         grads = [p.grad for p in engine.parameters() if p.grad is not None]
@@ -82,7 +83,8 @@ def _again(engine: Engine) -> Iterator[None]:
     kept = {place: residual.clone() for place, residual in residuals.items()}
     engine.steps -= 1
     try:
-        with nullcontext() if engine._scale is None else engine._scale.again():
+        scale = nullcontext() if engine._scale is None else engine._scale.again()
+        with scale, engine._executor.updates.again():
             yield
     finally:
         engine.steps = steps

@@ -21,8 +21,8 @@ from runtime.proof.parameters import Parameters
 from runtime.proof.reductions import Reductions
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
-from runtime.proof.updates import Updates
 from runtime.proof.texts import Place, moved_text, place_text, use_text
+from runtime.proof.updates import Updates
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
 _Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many

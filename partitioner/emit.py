@@ -25,7 +25,7 @@ from partitioner.emit_channels import fetches
 from partitioner.emit_levels import AT_ONCE, Reducing, with_levels
 from partitioner.emit_offload import offloaded
 from partitioner.emit_routes import EmitError, Routes, StageCalls, make_routes
-from partitioner.emit_stage import StageFlow, StageJob, stage_instructions
+from partitioner.emit_stage import StageFlow, StageJob, stage_instructions, updates_of
 from partitioner.emit_zero import zero_axes
 from partitioner.schedules import ScheduleTable, ranks_of, schedule_name, timetable
 from partitioner.steady import Steady, parts_of, steady
@@ -139,9 +139,6 @@ def emit(
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
             tied.setdefault(state.stages, []).append(name)
-    updated: dict[tuple[int, ...], list[str]] = {}
-    for name in model.updates:
-        updated.setdefault(states[name].stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
@@ -174,7 +171,7 @@ def emit(
                 fetches=fetched[s],
                 buckets=buckets,
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
-                updates=[tuple(names) for among, names in sorted(updated.items()) if s in among],
+                updates=updates_of(states, s),
                 new_values={n: v for n, v in model.updates.items() if routes.home[v] == s},
                 total_axes=_split(("dp",), sizes),
                 zero=zero,

@@ -14,7 +14,7 @@ from partitioner.emit_levels import turn, with_turns
 from partitioner.emit_offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit_routes import Routes
 from partitioner.emit_zero import with_sharding
-from runtime.program import CallData, Instruction
+from runtime.program import CallData, Instruction, StateData
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,15 @@ class StageJob:
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
         """Whether there is a virtual stage ``virtual`` that receives something (``hops``) from the one before it."""
         return virtual < len(hops) and bool(hops[virtual])
+
+
+def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, ...]]:
+    """The buffers of a stage that forward changes, those that share their stages together."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, state in states.items():
+        if state.update is not None and stage in state.stages:
+            found.setdefault(state.stages, []).append(name)
+    return [tuple(names) for _, names in sorted(found.items())]
 
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:

@@ -45,7 +45,8 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare outputs, loss, every gradient, and what forward leaves in buffers. ``loss``: what was given to ``partition``.
+    """Compare outputs, loss, every gradient, and what forward leaves in buffers. ``loss``: as it was given to
+    ``partition``.
 
     Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
     after the other, and the mean is taken.

@@ -40,7 +40,7 @@ _SELECTS = "rows that a mask selects are of no fixed number: the plan computes a
 
 @dataclass
 class Captured:
-    """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of the graph."""
+    """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of it."""
 
     graph: fx.Graph
     states: dict[str, State]

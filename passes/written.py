@@ -22,7 +22,7 @@ from passes.errors import UnsupportedError
 @contextmanager
 def writes_traced(model: nn.Module) -> Iterator[None]:
     """Inside, what forward of ``model`` leaves in buffers can be traced."""
-    averaging = [m for m in model.modules() if _averages(m)]
+    averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _averages(m)]
     for module in averaging:
         module.__dict__["forward"] = functools.partial(_averaging_forward, module)
     held = [(m, path, name) for path, m in model.named_modules() for name in m._buffers]
@@ -67,9 +67,9 @@ def _shown(value: Tensor | None) -> str:
     return "None" if value is None else f"of shape {tuple(value.shape)}"
 
 
-def _averages(module: nn.Module) -> bool:
+def _averages(module: _BatchNorm) -> bool:
     """Whether a module asks how many batches it has seen."""
-    plain = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+    plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
 

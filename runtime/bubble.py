@@ -7,8 +7,8 @@
             engine.step(batch)
     times.bubble  # the share of its steps in which the rank computed nothing
 
-Waiting is what passes in receives, and in TOTAL, SYNC, UPDATE and STEP; computing what passes in F, B, I, W and TOTAL_F. On a
-GPU, where instructions only start kernels, the times are those of the host.
+Waiting is what passes in receives, and in TOTAL, SYNC, UPDATE and STEP; computing what passes in F, B, I, W and
+TOTAL_F. On a GPU, where instructions only start kernels, the times are those of the host.
 """
 
 from __future__ import annotations

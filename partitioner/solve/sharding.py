@@ -221,12 +221,11 @@ class ShardingProblem:
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
-        pairs = {
-            (of[state][0], of[value][0]): (of[state][1], of[value][1]) for state, value in self.model.updates.items()
-        }
-        for (state, value), (held, made) in pairs.items():
-            table = np.array([[0.0 if a == b else math.inf for b in made] for a in held])
-            self.builder.edges.append((state, value, table))
+        tables: dict[tuple[int, int], list[list[float]]] = {}
+        for name, made_name in self.model.updates.items():
+            (state, held), (value, made) = of[name], of[made_name]
+            tables[state, value] = [[0.0 if a == b else math.inf for b in made] for a in held]
+        self.builder.edges += [(state, value, np.array(table)) for (state, value), table in tables.items()]
 
     def _state_options(self, tie: Tie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         trained, asked = False, dict[Layout, None]()

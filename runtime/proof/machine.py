@@ -6,13 +6,12 @@ The result is what the rank shows to others: its events, in order. Ranks with th
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
 
 from runtime.events import Collective, Event, Finish, Receive, Send, Trace
 from runtime.facts import ProgramFacts
 from runtime.program import Instruction
 from runtime.proof.batch import DATA_AXES
+from runtime.proof.bundles import Bundle, bundles_of
 from runtime.proof.errors import Refusal
 from runtime.proof.fields import check_fields
 from runtime.proof.hosted import HostStates, Parked
@@ -21,11 +20,10 @@ from runtime.proof.parameters import Parameters
 from runtime.proof.reductions import Reductions
 from runtime.proof.relays import Returns
 from runtime.proof.states import split_axes
-from runtime.proof.texts import Place, moved_text, place_text, use_text
+from runtime.proof.texts import Place, moved_text, place_text
 from runtime.proof.updates import Updates
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
-_Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
 def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
@@ -74,7 +72,7 @@ class _Machine:
         self.totals: tuple[str, ...] | None = None
         self.added_up: set[int] = set()
         self.total_at: int | None = None
-        self.bundled: dict[tuple[str, int], list[_Bundle]] = {}
+        self.bundled: dict[tuple[str, int], list[Bundle]] = {}
         self.parameters = Parameters(facts, stage)
         self.parked = Parked(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
@@ -340,12 +338,10 @@ class _Machine:
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
-        values, stages = self.updates.update(i.states, self.index)
+        values, meetings = self.updates.update(i.states, self.index)
         for value in values:
             self.read(value, i.microbatch)
-        if stages:
-            text = f"new values of {', '.join(i.states)} over stages {stages}"
-            self.trace.append((self.index, Collective((), ("UPDATE", i.states), text, "", stages)))
+        self.trace += [(self.index, meeting) for meeting in meetings]
 
     def step(self, i: Instruction) -> None:
         for position, microbatch in self.runs():
@@ -360,17 +356,9 @@ class _Machine:
             event = Collective(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
 
-    def bundles(self, op: str, position: int) -> list[_Bundle]:
-        """The collectives of a call, those in a row over the same axes together: who enters one enters them all."""
+    def bundles(self, op: str, position: int) -> list[Bundle]:
         if (op, position) not in self.bundled:
-            uses = [(split_axes(self.program, (u.axis,)), u) for u in self.calls[position].collectives(op)]
-            found: list[_Bundle] = []
-            for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
-                row = [use for _, use in group]
-                what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
-                text = f"{use_text(row[0])} in {op} of {self.path(position)}"
-                found.append((axes, what, text, row[0].node, len(row)))
-            self.bundled[op, position] = found
+            self.bundled[op, position] = bundles_of(self.program, self.calls[position], op, position)
         return self.bundled[op, position]
 
     def collective(self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True) -> None:

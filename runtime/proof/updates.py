@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.variance import Sameness
+from runtime.events import Collective
 from runtime.facts import ProgramFacts
 from runtime.program import Program, StateData
 from runtime.proof.errors import Refusal
@@ -60,8 +61,8 @@ class Updates:
         self.done: dict[str, int] = {}  # state -> index of its UPDATE
         self.made = {v for call in facts.stages[stage] for v in call.data.outputs}
 
-    def update(self, states: Sequence[str], index: int) -> tuple[list[str], tuple[int, ...]]:
-        """The values that are read here, and the stages that meet for it, where there are several."""
+    def update(self, states: Sequence[str], index: int) -> tuple[list[str], list[Collective]]:
+        """The values that are read here, and the collective in which stages meet for it, where there are several."""
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
             raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
@@ -77,7 +78,8 @@ class Updates:
             if value in self.made:
                 values.append(value)
         (stages,) = together
-        return values, stages if len(stages) > 1 else ()
+        text = f"new values of {', '.join(states)} over stages {stages}"
+        return values, [Collective((), ("UPDATE", tuple(states)), text, "", stages)] if len(stages) > 1 else []
 
     def read(self, states: Sequence[str]) -> None:
         """A call reads the old values."""

@@ -27,6 +27,7 @@ from passes.shard import RESHARDS
 _ALL_WORK = 1000.0
 _TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
 _SLICE = 1e-6  # taking a part of a value that is whole
+_MOVED = 10.0  # sums over samples that one move of samples is worth, or one slice of a weight, where norms add them up
 _WHOLE = 0.1  # an input that every rank has to be given whole though its samples can be told apart: a few totals' worth
 
 
@@ -59,7 +60,7 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
         model,
         DATA,
         batch,
-        BatchCosts(_work(model, alone), samples, alone),
+        BatchCosts(_work(model, alone), samples, alone, _MOVED if model.updates else 1.0),
         input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
         output_layouts=outputs,
         allowed=allowed,
@@ -128,12 +129,14 @@ def node_work(node: fx.Node) -> float:
 class BatchCosts:
     """Costs on the axis ``data``; ``total`` is the work on samples, ``samples`` what inputs with a batch dim are.
 
-    ``alone``: the operators that no sample reaches.
+    ``alone``: the operators that no sample reaches. ``moved``: how much dearer it is to bring samples elsewhere, or to
+    give each rank a part of a weight, than to add up what they have: else channels would be divided, and samples not.
     """
 
     total: float
     samples: frozenset[TensorSpec] = frozenset()
     alone: frozenset[fx.Node] = frozenset()
+    moved: float = 1.0
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
@@ -148,9 +151,14 @@ class BatchCosts:
         if reshard is None:
             return math.inf
         meetings = (reshard.forward is not None) + (differentiable and reshard.backward is not None)
+        kinds = (source.kind, target.kind)
+        if kinds == ("R'", "S") and self.moved > 1.0:
+            return self.moved
         if not meetings:
             return _SLICE
-        is_total = (source.kind, target.kind) == ("P", "R") and not differentiable
+        if "S" in kinds:
+            return self.moved * meetings
+        is_total = kinds == ("P", "R") and not differentiable
         return _TOTAL if is_total else float(meetings)
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:

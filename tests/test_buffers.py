@@ -148,6 +148,39 @@ def test_a_sequence_that_ranks_share():
     assert len(judged(model, inputs, planned(model, inputs, cp=2, dp=2))) == 4
 
 
+def image_models() -> dict[str, Callable[[], nn.Module]]:
+    import transformers as t
+
+    small = {"num_channels": 3, "embedding_size": 8, "num_labels": 4}
+    resnet = t.ResNetConfig(hidden_sizes=[8, 8, 16, 16], depths=[2, 1, 1, 1], layer_type="basic", **small)
+    regnet = t.RegNetConfig(hidden_sizes=[8, 8, 16, 16], depths=[1, 2, 1, 1], groups_width=8, **small)
+    mobile = t.MobileNetV2Config(image_size=32, depth_multiplier=0.25, classifier_dropout_prob=0.0, num_labels=4)
+    return {
+        "resnet": lambda: t.ResNetForImageClassification(resnet),
+        "regnet": lambda: t.RegNetForImageClassification(regnet),
+        "mobilenet": lambda: t.MobileNetV2ForImageClassification(mobile),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("resnet", {"pp": 2, "dp": 2}),
+        pytest.param("resnet", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("regnet", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("mobilenet", {"pp": 2, "dp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_published_convolutional_nets_in_training(name: str, mesh: dict[str, int]):
+    torch.manual_seed(0)
+    model = image_models()[name]().train()
+    inputs = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(4, (8,))}
+    plan = planned(model, inputs, **mesh)
+    assert {i.batch_dim for i in plan.program.inputs} == {0}, "samples are divided, not channels"
+    assert set(judged(model, inputs, plan)) == set(changed_by(model))
+
+
 # --- what cannot be kept ----------------------------------------------------------------------------------------------
 
 

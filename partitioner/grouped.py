@@ -43,7 +43,7 @@ def run_groups(
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
     wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
-    return Reference(wholes, _mean(losses) if losses else None, grads)
+    return Reference(wholes, _mean(losses) if losses else None, grads, {}, frozenset())  # groups change no buffers
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

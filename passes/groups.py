@@ -47,8 +47,16 @@ def mean_over_groups(
     the model with twice the samples, which tells where in its results they are.
 
     Results that grow with the samples are joined along the first dim that does, others are averaged, those that depend
-    on no sample left alone. Raises :class:`UnsupportedError` for a result that none of this holds for.
+    on no sample left alone. Raises :class:`UnsupportedError` for a result that none of this holds for, and for buffers
+    that forward changes.
     """
+    if group.updates:
+        names = ", ".join(list(group.updates)[:3])
+        raise UnsupportedError(
+            f"forward changes {names}: with couple='microbatch' each group of samples would change it after the one "
+            "before, which ranks do at the same time; plan with couple='batch', or keep no statistics (model.eval(), "
+            "track_running_stats=False)"
+        )
     inputs = {i.path: dims.get(i.path, 0) for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})

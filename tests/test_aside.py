@@ -186,8 +186,11 @@ def _ids(length: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("made", "constraints"),
-    [(_llama, {}), (_llama, {"cp": 2}), (_mixtral, {})],
-    ids=["dense", "sequence", "experts"],
+    [
+        pytest.param(_llama, {}, id="dense"),
+        pytest.param(_llama, {"cp": 2}, id="sequence", marks=pytest.mark.slow),
+        pytest.param(_mixtral, {}, id="experts"),
+    ],
 )
 def test_plans_are_the_same(
     made: Any, constraints: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

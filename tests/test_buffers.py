@@ -79,12 +79,12 @@ def test_samples_that_meet_in_a_buffer_want_one_microbatch():
         planned(model, inputs_of(model), pp=2, microbatch_size=2)
 
 
-CONFIGS: list[dict[str, Any]] = [
+CONFIGS = [
     {"pp": 4},
     {"pp": 2, "schedule": "zb-v"},
     {"pp": 2, "schedule": "dualpipe-v"},
     {"dp": 2, "zero": 3, "recompute": "full"},
-    {"dp": 2, "zero": 1, "offload": "optimizer+activations"},
+    pytest.param({"dp": 2, "zero": 1, "offload": "optimizer+activations"}, marks=pytest.mark.slow),
     {"dp": 2, "offload": "optimizer+parameters"},
     {"tp": 4},
 ]

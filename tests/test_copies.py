@@ -107,7 +107,7 @@ def test_without_any_copy_the_run_goes_on_from_the_disk(tmp_path: Path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("where", ["write", "receive"])
+@pytest.mark.parametrize("where", ["write", pytest.param("receive", marks=pytest.mark.slow)])
 def test_killed_while_a_copy_is_made_the_one_before_it_is_taken(tmp_path: Path, where: str):
     """Of the one under way, half of a file is written; on the other node too, whose own is then lost."""
     memory = nodes(tmp_path, "ab")

@@ -90,7 +90,7 @@ CASES = [
     ("dp4", "zero2", "fp64", "optimizer", "adamw"),
     ("dp2 pp2", "zero3", "bf16", "optimizer", "adamw foreach"),
     pytest.param(*("dp2 tp2", "zero0", "bf16", "optimizer", "sgd"), marks=pytest.mark.slow),
-    ("dp2 tp2", "zero3", "fp32", ALL, "adam fused"),
+    pytest.param(*("dp2 tp2", "zero3", "fp32", ALL, "adam fused"), marks=pytest.mark.slow),
     ("dp2 tp2", "zero0", "fp32", "optimizer", "adafactor"),
     pytest.param(*("dp4 ep2", "hybrid3", "bf16", ALL, "rmsprop"), marks=pytest.mark.slow),
 ]

@@ -483,7 +483,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert min(solved.estimate.breakdown.values()) >= 0.0
 
 
-@pytest.mark.parametrize("name", ["llama", "experts"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("experts", marks=pytest.mark.slow)])
 def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
     """Of schedules that are followed: what has a plan is not refused, and its time is not below the bounds, also where
     these take for granted that it is good enough."""

@@ -141,6 +141,6 @@ def _plan_and_verify(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
 def _by_part(errors: Mapping[str, float]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for name, error in errors.items():
-        part = {"output": "outputs", "loss": "loss", "grad": "gradients"}[name.split(" ")[0]]
+        part = {"output": "outputs", "loss": "loss", "grad": "gradients", "buffer": "buffers"}[name.split(" ")[0]]
         parts[part] = max(parts.get(part, 0.0), error)
     return parts

@@ -14,8 +14,9 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bestfirst import Evaluated, candidate, refused
-from partitioner.solve.points import Point, Space, baselines, divisors, points
+from partitioner.solve.points import Point, Space, baselines, points
 from partitioner.solve.unfit import uneven
+from partitioner.units import divisors
 from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
@@ -69,8 +70,10 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
 
 def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
     """Whether the search says all of it."""
-    row = None if standard.excluded else next((_row(point, rows) for point in standard.points[:1]), None)
-    return not standard.points or (row is not None and row.step_time is not None)
+    if not standard.points:
+        return True
+    row = None if standard.excluded else _row(standard.points[0], rows)
+    return row is not None and row.step_time is not None
 
 
 def compared(

@@ -20,6 +20,7 @@ from passes.blocks import FoldedModel, ModelInput, TensorSpec
 from passes.errors import InputsError
 from passes.factors import Strategy, results_of
 from passes.groups import GroupModel
+from passes.inputs import NO_BATCH
 from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
 from passes.shard import RESHARDS
 
@@ -37,9 +38,7 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
         return global_batch
     sizes = [i.spec.shape[0] for i in model.inputs if i.spec.shape]
     if not sizes:
-        raise InputsError(
-            "no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch"
-        )
+        raise InputsError(NO_BATCH)
     return sizes[0]
 
 

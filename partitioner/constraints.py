@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from partitioner.errors import ConstraintError
 from partitioner.schedule_table import SUFFIX
 from partitioner.schedules import SCHEDULES, ScheduleTable
+from partitioner.units import divisors
 from runtime.buckets import Compression
 from runtime.offload import OFFLOADS, Offload
 from runtime.program import AXES
@@ -213,8 +214,7 @@ class Constraints(BaseModel):
         """Raise :class:`ConstraintError` unless ``global_batch`` is a whole number of groups that samples meet in."""
         size = self.group_size
         if size is not None and global_batch % size:
-            divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
-            nearest = min(divisors, key=lambda d: abs(math.log2(d / size)))
+            nearest = min(divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
             raise ConstraintError(
                 f"the global batch of {global_batch} is no whole number of groups of microbatch_size={size}, within "
                 f"which samples meet (couple='microbatch'); expected a divisor of {global_batch}, as {nearest} is"

@@ -50,8 +50,7 @@ class Explored:
 
     def compared(self) -> Certificate:
         """The certificate with the standard layouts in it."""
-        with self.baselines as later:
-            return self.certificate.model_copy(update={"baselines": later.result()})
+        return self.certificate.model_copy(update={"baselines": self.baselines.result()})
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:

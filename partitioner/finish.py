@@ -58,18 +58,10 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
                 raise
             lacking = lacking or error
             break
-        chosen = explored.chosen
-        beyond = planned_only(job, chosen.point, job.constraints)
-        beyond += ("estimate_only=True",) if estimate_only else ()
-        if beyond:
-            ways = () if estimate_only else context_ways(job, chosen)
-            return Finished(chosen, explored.compared(), None, chosen.estimate, beyond, ways)
-        with (
-            explored.baselines,
-            Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later,
-        ):
-            emitted = emit_program(job, chosen)
-            found = Finished(chosen, explored.compared(), *emitted, (), later.result())
+        with explored.baselines:
+            found = _finished(job, explored, estimate_only)
+        if found.program is None:
+            return found
         lacks, room = _lacks(job, found)
         if lacks is None:
             return found
@@ -81,6 +73,19 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         return near
     assert lacking is not None
     raise lacking
+
+
+def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:
+    """What was found, with its program where it is executed."""
+    chosen = explored.chosen
+    beyond = planned_only(job, chosen.point, job.constraints)
+    beyond += ("estimate_only=True",) if estimate_only else ()
+    if beyond:
+        ways = () if estimate_only else context_ways(job, chosen)
+        return Finished(chosen, explored.compared(), None, chosen.estimate, beyond, ways)
+    with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
+        emitted = emit_program(job, chosen)
+        return Finished(chosen, explored.compared(), *emitted, (), later.result())
 
 
 def _lacks(job: Job, found: Finished) -> tuple[CapacityError | None, int]:

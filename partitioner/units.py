@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits and a unit."""
+"""Numbers as people read them: three significant digits and a unit; and what divides them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,9 @@ def ranges(numbers: Sequence[int]) -> str:
 def plural(count: int, noun: str, many: str = "") -> str:
     """``1 rank``, ``2 ranks``; ``many`` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def divisors(number: int) -> list[int]:
+    """What divides ``number``, smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -11,11 +11,10 @@ from typing import Any
 from partitioner.constraints import Constraints
 from partitioner.explore import OFFLOAD_SETS
 from partitioner.job import Job
-from partitioner.solve.points import divisors
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload, has_disks
 from partitioner.topology.resize import with_devices, with_memory, with_nodes
-from partitioner.units import bytes_text, plural
+from partitioner.units import bytes_text, divisors, plural
 
 # a stage_of entry put right, other kinds in host memory, other devices, larger ones
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0

@@ -28,7 +28,7 @@ from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
-from passes.inputs import Bound, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
+from passes.inputs import NO_BATCH, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
 from passes.putaway import PutAway
 from passes.repeats import Repeats
 from passes.retype import retype
@@ -99,12 +99,9 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 
     Raises :class:`InputsError` where they have none.
     """
-    if isinstance(model, ExportedProgram):
-        count, dims = sample_dims_of(_program_inputs(model, inputs))
-    else:
-        count, dims = sample_dims_of(split_inputs(model, inputs))
+    count, dims = sample_dims_of(split_inputs(model, inputs))
     if count is None:
-        raise InputsError("no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is it")
+        raise InputsError(NO_BATCH)
     return count, dims
 
 
@@ -213,7 +210,7 @@ def _fit_program(
     """The program for these inputs: itself where its shapes are fixed, exported anew where they are not."""
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()
-    args, kwargs = _program_inputs(program, inputs)
+    args, kwargs = split_inputs(program, inputs)
     module = program.module(check_guards=False)
     twin = make_twin(module, None)
     args, kwargs = without_numbers((args, kwargs), twin, global_batch, None)
@@ -231,15 +228,6 @@ def _fit_program(
                 "export it with a dynamic batch dim, or pass the module"
             )
     return (program if _is_static(program) else export(twin, args, kwargs)), twin.notes
-
-
-def _program_inputs(program: ExportedProgram, inputs: Inputs) -> Bound:
-    if inputs is not None:
-        return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    if program.example_inputs is None:
-        raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
-    args, kwargs = program.example_inputs
-    return args, kwargs
 
 
 def _is_static(program: ExportedProgram) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.errors import InputsError
@@ -15,6 +16,7 @@ from passes.export import Twin, cast, leaf_paths, try_forward
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+NO_BATCH = "no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch"
 
 
 def bind_inputs(
@@ -39,8 +41,11 @@ def bind_inputs(
     return args, kwargs
 
 
-def split_inputs(model: nn.Module, inputs: Any) -> Bound:
-    """The positional and keyword arguments that ``inputs`` are; ``None``: the model's own."""
+def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
+    """The positional and keyword arguments that ``inputs`` are; ``None``: the model's or program's own.
+
+    Raises :class:`InputsError` where there are none, and for what is no inputs.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor):
@@ -48,11 +53,19 @@ def split_inputs(model: nn.Module, inputs: Any) -> Bound:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if inputs is None:
-        return (), _dummy_inputs(model)
+        return _examples(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
     raise InputsError(
         "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
         f"got {type(inputs).__name__}"
     )
+
+
+def _examples(program: ExportedProgram) -> Bound:
+    """What a program was exported with."""
+    if program.example_inputs is None:
+        raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
+    args, kwargs = program.example_inputs
+    return args, kwargs
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torc
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
     if global_batch is not None and sample is None:
-        raise InputsError("global_batch is given, but no input has a batch dim: every tensor is 0-dimensional")
+        raise InputsError(f"global_batch is given, but {NO_BATCH}")
     made = [
         twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves

@@ -185,6 +185,9 @@ def test_exported_programs():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(2, 4)
     static = torch.export.export(model, (x,))
     assert [i.spec.shape for i in capture(static, None).inputs] == [(2, 4)]
+    assert [i.spec.shape for i in capture(static, x).inputs] == [(2, 4)]  # a tensor is one input, not a tuple of rows
+    with pytest.raises(InputsError, match=r"tuple \(positional\) or a dict.*got str"):
+        capture(static, "text")
     assert {s.spec.dtype for s in capture(static, None, precision="bf16").states.values()} == {torch.bfloat16}
     with pytest.raises(InputsError, match=r"shape \(2, 4\); got \(6, 4\)"):
         capture(static, None, global_batch=6)

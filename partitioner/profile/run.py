@@ -26,9 +26,9 @@ from partitioner.profile.fit import (
 )
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements
 from partitioner.profile.text import machine_yaml
-from partitioner.solve.points import divisors
 from partitioner.topology import Topology
 from partitioner.topology.detect import num_cores, physical_memory
+from partitioner.units import divisors
 from runtime.files import write_text
 from runtime.pool import LocalRanks
 

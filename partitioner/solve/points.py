@@ -11,6 +11,7 @@ from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
 from partitioner.solve.unfit import uneven, why_none
 from partitioner.topology.model import Topology
+from partitioner.units import divisors
 from passes.hashing import hashed_once
 from runtime.program import hybrid_mesh
 
@@ -135,11 +136,6 @@ class Space:
         """The microbatches that there may be."""
         size = self.constraints.group_size
         return [found for found in divisors(self.global_batch // dp) if size in (None, found)]
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def points(space: Space) -> list[Point]:

@@ -6,12 +6,13 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_RARELY = (100_000, 20, 100)
+_RARELY = (200_000, 10, 10)
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Inside, the collector runs after many more allocations than usual; what the user set comes back."""
+    """Inside, the collector runs after many more allocations than usual; what the user set comes back, without the pass
+    over everything that so many rounds of the young would ask for then."""
     before = gc.get_threshold()
     if gc.isenabled() and before[0]:
         gc.set_threshold(*(max(pair) for pair in zip(_RARELY, before, strict=True)))

@@ -2,10 +2,11 @@
 
 The model's own ``forward`` runs in full, so whatever it does between its layers (skips, early exits, outputs collected,
 other kinds of layers in between) is traced as it is. Of the calls of modules that are alike (``passes/likeness.py``)
-with arguments that are alike, the first two run as they are, the second with everything that only it has (its index,
-its name) replaced by an object that cannot be read; a call after those adds the operator ``partition::layer``, which
-makes tensors like those that the first call made. ``passes/expand.py`` then shows that the two graphs are the same,
-read nothing but their own states and arguments, and puts a copy for each operator.
+with arguments that are alike, the first is traced. The second runs beside the trace with everything that only it has
+(its index, its name) replaced by an object that cannot be read, and must ask of torch what the first did
+(``passes/journal.py``); it and those after it add the operator ``partition::layer``, which makes tensors like those
+that the first call made. ``passes/expand.py`` then shows that the first call's graph reads nothing but its own states
+and arguments, and puts a copy for each operator.
 
 A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
 ``no_grad`` or ``autocast``, hooks. A group of modules is given up where a call changes an argument, a state or an
@@ -25,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from passes.journal import Journal, untraced
 from passes.likeness import Group, Unlike, alike, hooked, is_simple, state_of, tensor_spec
 from passes.putaway import Missing, PutAway
 
-_LEAST = 4  # members of a group that are worth it: two are traced
-_TRACED = 2
+_LEAST = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+_SHOWN = 2  # calls that show what all do
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
@@ -73,7 +75,8 @@ class _Memo:
     a tensor among those made, of an operand that is returned as it is, or a plain value."""
 
     number: int
-    traced: int = 0
+    shown: int = 0
+    journal: Journal | None = None  # of the first call
     alone: bool = False  # each call is traced, since the first one could not stand for others
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
@@ -88,6 +91,8 @@ class Repeats:
     memos: dict[Any, _Memo] = field(default_factory=dict)
     refused: list[Group] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
+    _journals: list[Journal] = field(default_factory=list)  # of the calls that are being shown, the outermost first
+    _beside: bool = False  # whether one of them is not in the graph
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
@@ -99,7 +104,7 @@ class Repeats:
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
             # the first call may be of another kind: its input needs no gradient
-            for module, name in list(zip(group.members, group.names, strict=True))[_TRACED + 1 :]:
+            for module, name in list(zip(group.members, group.names, strict=True))[_SHOWN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
                     self.away.put(module, name, group.members[0])
         return self
@@ -151,31 +156,77 @@ class Repeats:
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
-        if memo.traced == _TRACED:
-            return _result(memo, call.operands, LAYER(call.operands, [], memo.number, -1))
-        if memo.alone:
+        if memo.alone or (memo.shown == 0 and self._beside):
             return forward(*args, **kwargs)
-        group = self.groups[index]
-        try:
-            with _hidden(module, group.own if memo.traced else ()):
-                before, buffers = _state(module), _buffers(module)
-                output = forward(*args, **kwargs)
-                after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))
+        outer = self._journals[-1] if self._journals else None
+        mark = outer.mark() if outer is not None else (0, 0)
+        traced: list[Tensor] = []
+        if memo.shown < _SHOWN:
             try:
-                with torch._C.DisableTorchFunction():
-                    results = _learn(memo, call, output)
-                if before != after or set_anew or not call.unchanged():
-                    raise Unlike("a call changes what it is given")
-            except Unlike:
-                if memo.traced:
-                    raise
+                output, found = self._show(memo, call, module, functools.partial(forward, *args, **kwargs), index)
+            except Exception:
+                self.refused.append(self.groups[index])
+                raise
+            if found is None:
                 memo.alone = True
                 return output
-        except Exception:
-            self.refused.append(group)
-            raise
-        memo.traced += 1
-        return _result(memo, call.operands, LAYER(call.operands, results, memo.number, -1))
+            traced = found
+            memo.shown += 1
+        made = LAYER(call.operands, traced, memo.number, -1)
+        if outer is not None:
+            outer.sum_up(mark, memo.number, call.operands, made)
+        return _result(memo, call.operands, made)
+
+    def _show(
+        self, memo: _Memo, call: _Call, module: nn.Module, forward: Callable[[], Any], index: int
+    ) -> tuple[Any, list[Tensor] | None]:
+        """What a call gives, and the results that are in the graph, of a call that shows what others do; ``None``: the
+        first one cannot stand for others. Raises :class:`Unlike` where the second is not like the first."""
+        with _hidden(module, self.groups[index].own if memo.shown else ()):
+            before, buffers = _state(module), _buffers(module)
+            output, traced = self._run_once(memo, call, forward)
+            after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))
+        try:
+            with torch._C.DisableTorchFunction():
+                results = _learn(memo, call, output)
+            if before != after or set_anew or not call.unchanged():
+                raise Unlike("a call changes what it is given")
+        except Unlike:
+            if memo.shown:
+                raise
+            return output, None
+        return output, results if traced else []
+
+    def _run_once(self, memo: _Memo, call: _Call, forward: Callable[[], Any]) -> tuple[Any, bool]:
+        """What a call gives, and whether it is in the graph: the first is, and the second where sizes are told by the
+        data alone, which the trace has to see; else it must ask of torch what the first did."""
+        journal = Journal(call.operands)
+        if memo.shown == 0:
+            memo.journal = journal
+            with self._in_journal(journal):
+                return forward(), True
+        first = memo.journal
+        assert first is not None
+        if first.symbolic:
+            return forward(), True
+        beside, self._beside = self._beside, True
+        try:
+            with untraced(call.operands), self._in_journal(journal):
+                output = forward()
+        finally:
+            self._beside = beside
+        if journal.entries != first.entries:
+            raise Unlike("two calls ask different things of torch")
+        return output, False
+
+    @contextlib.contextmanager
+    def _in_journal(self, journal: Journal) -> Iterator[None]:
+        self._journals.append(journal)
+        try:
+            with journal:
+                yield
+        finally:
+            self._journals.pop()
 
     def _stand_in(self, away: PutAway, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of a module without its parameters, which must be like one that was traced."""
@@ -188,7 +239,7 @@ class Repeats:
         finally:
             away.take_back(lent)
         memo = self.memos.get((index, call.key)) if call is not None else None
-        if call is None or memo is None or memo.traced < _TRACED:
+        if call is None or memo is None or memo.shown < _SHOWN:
             raise Missing("a layer whose weights are put away is to be traced")
         names = away.names[id(module)]
         here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]
@@ -299,7 +350,7 @@ def _learn(memo: _Memo, call: _Call, output: Any) -> list[Tensor]:
         raise Unlike("nothing is made")
     specs: list[Spec] = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
     known = (tuple(leaves), tree, specs)
-    if memo.traced and known != (memo.leaves, memo.tree, _made_by[memo.number]):
+    if memo.shown and known != (memo.leaves, memo.tree, _made_by[memo.number]):
         raise Unlike("calls differ in what they return")
     memo.leaves, memo.tree, _made_by[memo.number] = known
     return results

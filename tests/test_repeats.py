@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from passes import capture as capturing
 from passes.blocks import FoldedModel
+from passes.journal import Journal
 from passes.likeness import alike
 from passes.repeats import Repeats
 from tests.folding import folded
@@ -384,6 +386,53 @@ def test_the_model_is_left_alone_on_an_interrupt(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         folded(model, (torch.ones(4, 8),))
     assert [(vars(m), list(m.named_parameters())) for m in model.modules()] == before
+
+
+def test_one_call_is_traced_and_one_runs_beside_the_trace(monkeypatch: pytest.MonkeyPatch):
+    traced: list[bool] = []
+
+    def watched(layer: Any, x: Tensor) -> Tensor:
+        traced.append(get_proxy_mode() is not None)
+        return x * 2
+
+    both_ways = Stack(lambda i: Layer(i, watched), num=6)
+    with monkeypatch.context() as patch:
+        traces = Traces(patch)
+        folded(both_ways, (torch.ones(4, 8),))
+    assert traced == [True, True, False]  # the first is of another kind: its input takes no gradient
+    assert traces.exports == 1
+
+
+def test_what_only_a_trace_allows_is_traced_in_full(monkeypatch: pytest.MonkeyPatch):
+    def tracing_only(layer: Any, x: Tensor) -> Tensor:
+        if get_proxy_mode() is None:
+            raise RuntimeError("not traced")
+        return x * 2
+
+    _, traces = both(monkeypatch, Stack(lambda i: Layer(i, tracing_only), num=6), (torch.ones(4, 8),))
+    assert traces.exports == 2
+
+
+def test_journals_tell_operands_numbers_and_calls_apart():
+    x, y = torch.ones(2), torch.ones(2)
+
+    def journal(call: Callable[[Tensor, Tensor], Any]) -> Any:
+        kept = Journal([x, y])
+        with kept:
+            call(x, y)
+        return kept.entries
+
+    def told_apart(one: Callable[[Tensor, Tensor], Any], other: Callable[[Tensor, Tensor], Any]) -> bool:
+        assert journal(one) == journal(one)
+        return bool(journal(one) != journal(other))
+
+    assert told_apart(lambda a, b: a - b, lambda a, b: b - a)
+    assert told_apart(lambda a, b: a * 2, lambda a, b: a * 2.0)
+    assert told_apart(lambda a, b: (a * 2) + b, lambda a, b: (a * 2) + a)
+    assert told_apart(lambda a, b: torch.stack([a, b]), lambda a, b: torch.stack((a, b, b)))
+    assert told_apart(lambda a, b: a[:1], lambda a, b: a[1:])
+    assert told_apart(lambda a, b: F.gelu(a), lambda a, b: F.gelu(a, approximate="tanh"))
+    assert not told_apart(lambda a, b: a + torch.zeros(2), lambda a, b: a + torch.zeros(2))
 
 
 def test_groups_name_what_each_member_has_for_itself():

@@ -1,0 +1,107 @@
+"""What a call asks of torch, one entry for each function, and calls that are looked at without being traced.
+
+Two calls with the same journal run the same operators on the same operands: entries name tensors by where they come
+from (the call's operands by their place, what was made by when), and anything else by what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+
+from passes.likeness import is_simple
+
+_SYMBOLS = (SymInt, SymFloat, SymBool)
+
+
+class Journal(TorchFunctionMode):
+    """Inside, keeps ``entries``. ``symbolic``: whether anything was of a size that only the data tell."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[Any] = []
+        self.symbolic = False
+        self._places: dict[int, int] = {}
+        self._held: list[Tensor] = []  # whose identities are not given to others
+        for operand in operands:
+            self._name(operand)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asked = self._entry(args), self._entry(kwargs)
+        result = func(*args, **kwargs)
+        self.entries.append((func, *asked, self._made(result)))
+        return result
+
+    def mark(self) -> tuple[int, int]:
+        """How far it has come, for :meth:`sum_up`."""
+        return len(self.entries), len(self._held)
+
+    def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """All since ``mark`` was a call of what is known by ``number``, be it in full or not."""
+        entries, held = mark
+        del self.entries[entries:]
+        for tensor in self._held[held:]:
+            self._places.pop(id(tensor), None)
+        del self._held[held:]
+        asked = self._entry(list(operands))
+        self.entries.append((number, asked, self._made(list(results))))
+
+    def _name(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self._held)
+            self._held.append(tensor)
+        return self._places[id(tensor)]
+
+    def _made(self, result: Any) -> Any:
+        """The places of the tensors in a result; the rest follows from what was asked, or is the tracer's own."""
+        if isinstance(result, Tensor):
+            with torch._C.DisableTorchFunction():
+                self.symbolic |= any(isinstance(size, SymInt) for size in result.shape)
+            return self._name(result)
+        if isinstance(result, tuple | list):
+            return [self._made(item) for item in result]
+        self.symbolic |= isinstance(result, _SYMBOLS)
+        return None
+
+    def _entry(self, value: Any) -> Any:
+        """What a value is, equal for what is alike in two calls. What cannot be told is alike to itself alone."""
+        if isinstance(value, Tensor):
+            place = self._places.get(id(value))
+            return ("tensor", place) if place is not None else ("other", self._kept(value))
+        if is_simple(value):
+            return type(value), repr(value)
+        if isinstance(value, tuple | list):
+            return type(value), tuple([self._entry(item) for item in value])
+        if isinstance(value, dict):
+            return dict, tuple([(key, self._entry(item)) for key, item in value.items()])
+        if isinstance(value, slice):
+            return slice, self._entry((value.start, value.stop, value.step))
+        return type(value), id(value)
+
+    def _kept(self, tensor: Tensor) -> int:
+        """The identity of a tensor that came from elsewhere."""
+        self._held.append(tensor)
+        return id(tensor)
+
+
+@contextlib.contextmanager
+def untraced(operands: Sequence[Tensor]) -> Iterator[None]:
+    """Inside a trace, what is run leaves nothing in the graph; it is computed as far as shapes go, as outside of it."""
+    with contextlib.ExitStack() as stack:
+        for _ in torch.overrides._get_current_function_mode_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        stack.enter_context(disable_proxy_modes_tracing())
+        fake = detect_fake_mode(list(operands))
+        if fake is not None and fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        yield

@@ -115,7 +115,7 @@ def _trace(
     canonical: Mapping[str, str],
     train: bool,
 ) -> Captured:
-    """The twin's graph: of layers that are alike two are traced, or all where that fails."""
+    """The twin's graph: of layers that are alike one is traced, or all where that fails."""
     if loss is not None:
         _append_loss(twin.module, loss)
     repeats = Repeats.of(twin.module).put_away(twin.module)

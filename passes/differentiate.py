@@ -108,7 +108,9 @@ def differentiate(
 
     # Rows that are dispatched are of a number that is not known before they are.
     sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes), fx.traceback.preserve_node_meta():
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
+    fake.cache_enabled = False  # few operators of a block are asked for twice: to note them all takes longer
+    with fake, fx.traceback.preserve_node_meta():
         primals = [_empty(n.meta["val"], device) for n in placeholders]
         tangents = [_empty(n.meta["val"], device) for n in block.outputs]
         traced = _traced(joint, primals, tangents)

@@ -25,7 +25,7 @@ class Journal(TorchFunctionMode):
     """Inside, keeps ``entries``. ``symbolic``: whether anything was of a size that only the data tell."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.entries: list[Any] = []
         self.symbolic = False
         self._places: dict[int, int] = {}

@@ -102,7 +102,7 @@ def test_layers_that_are_alike_stay_one_block(config: dict[str, Any]):
 
 @pytest.mark.parametrize("norm", [FunctionalNorm, Steps, lambda: nn.InstanceNorm1d(8, track_running_stats=True)])
 def test_each_of_many_layers_changes_its_own(norm: Callable[[], nn.Module]):
-    """Of layers that are alike two are traced, and stand for others; not where these change something."""
+    """Of layers that are alike one is traced, and stands for others; not where these change something."""
     torch.manual_seed(0)
     model = Deep(norm, layers=6)
     plan = planned(model, inputs_of(model), pp=2)

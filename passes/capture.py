@@ -29,6 +29,7 @@ from passes.functionalize import flatten_program
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import NO_BATCH, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
+from passes.likeness import Group
 from passes.putaway import PutAway
 from passes.repeats import Repeats
 from passes.retype import retype
@@ -118,7 +119,7 @@ def _trace(
     """The twin's graph: of layers that are alike one is traced, or all where that fails."""
     if loss is not None:
         _append_loss(twin.module, loss)
-    repeats = Repeats.of(twin.module).put_away(twin.module)
+    repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
     while repeats.groups:
         away = repeats.away
         try:
@@ -132,14 +133,15 @@ def _trace(
             repeats.refuse(error.number)
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
-        refused = repeats.refused
+        refused, given_up = repeats.refused, given_up + repeats.refused
         twin = make_twin(model, dtype, twin.mode)  # what forward did to the other is not to be seen
         if loss is not None:
             _append_loss(twin.module, loss)
-        repeats = Repeats.of(twin.module)
-        if away is None or refused:  # else the weights that were put away may have been missed
-            repeats = repeats.without(refused)
-            repeats = repeats.put_away(twin.module) if away is not None else repeats
+        left = Repeats.of(twin.module).without(given_up)
+        if refused:
+            repeats = left.put_away(twin.module) if away is not None else left
+        else:  # the weights that were put away may have been missed
+            repeats = left if away is not None else Repeats([])
     return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
 
 

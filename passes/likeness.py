@@ -29,6 +29,22 @@ class Unlike(Exception):
     """What was taken for alike is not, or cannot be shown to be."""
 
 
+class Unread:
+    """Stands for a value that must not be read. To ask whether it is some object is allowed."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept  # the value
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unlike("forward reads an attribute that each layer has for itself")
+
+    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
+
+
 @dataclass(frozen=True)
 class Group:
     """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
@@ -117,6 +133,7 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
         for name, value in sorted(vars(part).items()):
             if name in _OWN:
                 continue
+            value = value.kept if type(value) is Unread else value
             if texts is not None and type(value) in (int, str):
                 texts[path, name] = value
                 attributes.append((name, type(value)))

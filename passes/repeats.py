@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from passes.journal import Journal, untraced
-from passes.likeness import Group, Unlike, alike, hooked, is_simple, state_of, tensor_spec
+from passes.likeness import Group, Unlike, Unread, alike, hooked, is_simple, state_of, tensor_spec
 from passes.putaway import Missing, PutAway
 
 _LEAST = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
@@ -54,19 +54,6 @@ def _like(operands: list[Tensor], results: list[Tensor], memo: int, member: int)
 
 torch.library.register_fake("partition::layer", _like, lib=_library)
 LAYER = torch.ops.partition.layer.default
-
-
-class _Unread:
-    """Stands for a value that must not be read. To ask whether it is some object is allowed."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise Unlike("forward reads an attribute that each layer has for itself")
-
-    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
 
 
 @dataclass
@@ -110,9 +97,9 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[Group]) -> Repeats:
-        """For a trace of another twin, after one failed: without the groups that it gave up, or without any."""
+        """For a trace of another twin, after some failed: without the groups that they gave up."""
         names = {group.names for group in refused}
-        return Repeats([g for g in self.groups if g.names not in names] if refused else [])
+        return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
         """Give up the group of the memo ``number``."""
@@ -255,7 +242,7 @@ def _hidden(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[Non
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
     for held, name in kept:
-        held[name] = _Unread()
+        held[name] = Unread(held[name])
     try:
         yield
     finally:

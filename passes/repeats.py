@@ -8,7 +8,7 @@ makes tensors like those that the first call made. ``passes/expand.py`` then sho
 read nothing but their own states and arguments, and puts a copy for each operator.
 
 A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
-``no_grad`` or ``autocast``, hooks. A group of modules is given up where a call changes an argument, a state or an
+``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
 attribute, makes a view of one, or reads what is its own.
 """
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from passes.autocast import autocast_on
 from passes.likeness import Group, Unlike, alike, hooked, is_simple, state_of, tensor_spec
 from passes.putaway import Missing, PutAway
 
@@ -225,9 +226,7 @@ class _Call:
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
         """``None`` where a call may depend on more than its key says."""
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            return None
-        if hooked(module):
+        if not torch.is_grad_enabled() or hooked(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -250,6 +249,7 @@ class _Call:
             tuple([(type(p), repr(p)) for p in plain]),
             tuple(specs),
             torch.get_default_dtype(),
+            autocast_on(),
         )
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 

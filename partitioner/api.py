@@ -17,7 +17,7 @@ from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, prepare
-from partitioner.requests import check_request, check_seconds, precision_of
+from partitioner.requests import check_request, check_seconds, precision_of, torch_device
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from partitioner.variants import Asked
@@ -64,7 +64,7 @@ def partition(
     train = prepared.objective == "train"
 
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
-        work = prepared.at(global_batch, constraints)
+        work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
         return Job(*work, topology, constraints, train, optimizer, kind)
 

@@ -172,7 +172,7 @@ def emit(
                 buckets=buckets,
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 updates=updates_of(states, s),
-                new_values={n: v for n, v in model.updates.items() if routes.home[v] == s},
+                new_values={n: v for n, v in model.updates.items() if routes.home[v] == s and n not in model.keeps},
                 total_axes=_split(("dp",), sizes),
                 zero=zero,
                 offload=kept,
@@ -325,6 +325,7 @@ def _states(
             grad_axes=grad_axes,
             zero_axes=shared(name, grad_axes) if read[name] else (),
             update=model.updates.get(name),
+            keeps=model.keeps.get(name),
         )
     return result
 

@@ -25,7 +25,8 @@ def run_groups(
 ) -> Reference:
     """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
 
-    The loss, the gradients and results without samples are the mean over the groups, other results are joined.
+    The loss, the gradients and results without samples are the mean over the groups, other results are joined. Each
+    group reads the buffers that the one before has left.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -33,8 +34,13 @@ def run_groups(
     outputs: dict[str, list[Any]] = {}
     losses: list[Tensor] = []
     grads: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    changed: frozenset[str] = frozenset()
     for group in range(batch // size):
-        found = run_reference(model, _cut(inputs, dims, group * size, size), loss, train=train, group=group)
+        found = run_reference(
+            model, _cut(inputs, dims, group * size, size), loss, train=train, group=group, buffers=buffers
+        )
+        buffers, changed = found.buffers, changed | found.changed
         losses += [] if found.loss is None else [found.loss]
         for path, output in found.outputs.items():
             outputs.setdefault(path, []).append(output)
@@ -43,7 +49,7 @@ def run_groups(
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
     wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
-    return Reference(wholes, _mean(losses) if losses else None, grads, {}, frozenset())  # groups change no buffers
+    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed)
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

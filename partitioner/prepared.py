@@ -16,6 +16,7 @@ from partitioner.constraints import Constraints
 from partitioner.requests import OBJECTIVES, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.units import plural
+from passes.autocast import DEVICES
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError
@@ -34,7 +35,7 @@ Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its ba
 class PreparedModel:
     """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
 
-    It is captured when it is first planned, once for each global batch or size of its groups.
+    It is captured when it is first planned, once for each global batch or size of its groups and type of devices.
     """
 
     model: nn.Module | ExportedProgram
@@ -42,11 +43,11 @@ class PreparedModel:
     loss: Callable[[Any], Tensor] | None = None
     objective: Objective = "train"
     precision: str | None = None
-    _known: dict[tuple[int | None, int | None], Work] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
-    def at(self, global_batch: int | None, constraints: Constraints | None = None) -> Work:
+    def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
         """The folded model for this batch; ``None``: that of the inputs. Where the ``constraints`` have samples meet
-        within groups, that of one group, with the inputs of all.
+        within groups, that of one group, with the inputs of all. ``device``: see :func:`passes.capture.capture`.
 
         Raises :class:`InputsError` for no batch, :class:`ConstraintError` for one that is no whole number of groups.
         """
@@ -56,38 +57,42 @@ class PreparedModel:
                 f"global_batch must be a whole number of samples, 1 or more, or None; got {global_batch!r}"
             )
         size = None if constraints is None else constraints.group_size
-        if (global_batch, size) not in self._known:
+        key = global_batch, size, device
+        if key not in self._known:
             if constraints is None or size is None:
-                self.captured_as(global_batch, self._folded(normalize(self._capture(global_batch))))
+                folded = self._folded(normalize(self._capture(global_batch, device)))
+                batch = batch_size(folded, global_batch)
+                self._known[key] = folded, shard_batch(folded, batch), batch
             else:
-                self._known[global_batch, size] = self._of_groups(global_batch, size, constraints)
-        return self._known[global_batch, size]
+                self._known[key] = self._of_groups(global_batch, size, constraints, device)
+        return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
         """Take ``folded``, marked with its gradients, as what capture gives at ``global_batch``; this model."""
         batch = batch_size(folded, global_batch)
-        self._known[global_batch, None] = folded, shard_batch(folded, batch), batch
+        work = folded, shard_batch(folded, batch), batch
+        self._known |= {(global_batch, None, device): work for device in DEVICES}
         return self
 
-    def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints) -> Work:
+    def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
         """The model of ``size`` samples as its part of the mean over all groups of as many."""
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
-        group = normalize(self._capture_group(size))
-        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size))
+        group = normalize(self._capture_group(size, device))
+        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._folded(found.captured), found, batch // size), batch
 
-    def _capture_group(self, size: int) -> Captured:
+    def _capture_group(self, size: int, device: str) -> Captured:
         try:
-            return self._capture(size)
+            return self._capture(size, device)
         except InputsError as error:
             raise InputsError(
                 f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
                 f"{error}"
             ) from error
 
-    def _capture(self, global_batch: int | None) -> Captured:
+    def _capture(self, global_batch: int | None, device: str) -> Captured:
         return capture(
             self.model,
             self.inputs,
@@ -95,6 +100,7 @@ class PreparedModel:
             global_batch=global_batch,
             precision=type_of(self.precision),
             objective=self.objective,
+            device=device,
         )
 
     def _folded(self, normal: Captured) -> FoldedModel:

@@ -256,16 +256,21 @@ def run_reference(
     double: bool = True,
     seed: int = 0,
     group: int = 0,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
-    numbers of its own. The caller's gradients are left alone.
+    numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. The caller's gradients are
+    left alone.
     """
     model = _copy(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffers:
+            buffer.copy_(buffers[name])
     with (
         float64() if double else nullcontext(),
         _ByPlace(seed, group) as streams,

@@ -78,3 +78,8 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
         if state.spec.dtype in _PRECISIONS:
             sizes[state.spec.dtype] += state.spec.numel
     return _PRECISIONS[sizes.most_common(1)[0][0]] if sizes else "fp32"
+
+
+def torch_device(topology: Topology) -> str:
+    """The type by which torch knows the devices: ``cpu`` where all of them are, else ``cuda``."""
+    return "cpu" if all(topology.types[kind].torch == "cpu" for kind, _ in topology.paces[0]) else "cuda"

@@ -53,6 +53,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> node: what forward leaves in it
+    keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)

@@ -143,6 +143,8 @@ class FoldedModel:
     tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
     notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
+    # buffer -> how much of it stays, where that value is added up over microbatches and data-parallel ranks
+    keeps: dict[str, float] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> FoldedModel:
         return replace(self, **changes)

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
+from passes.autocast import autocast_on
 from passes.blocks import State, TensorSpec
 from passes.errors import InputsError
 from passes.expand import Unrepeated, expand, in_order
@@ -49,6 +50,7 @@ def capture(
     global_batch: int | None = None,
     precision: str | None = None,
     objective: str = "train",
+    device: str = "cpu",
 ) -> Captured:
     """Trace ``model`` on one whole global batch. The model is not changed and no weight is copied.
 
@@ -58,11 +60,17 @@ def capture(
         global_batch: the inputs' batch is a sample of this many.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``: parameters, buffers and inputs as ``model.to`` would cast
             them; ``fp64`` also makes casts to other floating types inside the model casts to float64.
+        device: ``cpu`` or ``cuda``, on which the model is to run: what ``torch.autocast`` in forward is about.
 
     Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
     """
     if precision is not None and precision not in PRECISIONS:
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
+    if autocast_on() is not None:
+        raise InputsError(
+            "the call is inside a region of torch.autocast, which is no part of the model; expected outside: leave it, "
+            "and give precision=, or put the region into the model's forward"
+        )
     dtype = None if precision is None else PRECISIONS[precision]
     if isinstance(model, ExportedProgram):
         program, notes = _fit_program(model, inputs, global_batch)
@@ -73,7 +81,7 @@ def capture(
     else:
         if objective == "train":
             refuse_hooks(model)
-        twin = make_twin(model, dtype)
+        twin = make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
         args, kwargs = bind_inputs(
             twin,
             model,
@@ -134,7 +142,7 @@ def _trace(
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = make_twin(model, dtype, twin.mode)  # what forward did to the other is not to be seen
+        twin = make_twin(model, dtype, twin.mode, twin.casts)  # what forward did to the other is not to be seen
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)

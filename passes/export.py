@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
+from passes.autocast import casts_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
@@ -47,18 +48,24 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class Twin:
-    """The copy without numbers, the mode that its tensors belong to, and what was changed in it."""
+    """The copy without numbers, the mode that its tensors belong to, and what was changed in it.
+
+    ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
+    """
 
     module: nn.Module
     mode: FakeTensorMode
     notes: tuple[str, ...]
+    casts: str | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def make_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode | None = None) -> Twin:
+def make_twin(
+    model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode | None = None, casts: str | None = None
+) -> Twin:
     """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
 
     Raises :class:`CaptureError` where the model cannot be copied.
@@ -89,7 +96,7 @@ def make_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode 
             "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
             "or pass an ExportedProgram"
         ) from error
-    return Twin(twin, mode, tuple(_drop_caches(twin)))
+    return Twin(twin, mode, tuple(_drop_caches(twin)), casts)
 
 
 def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -121,7 +128,8 @@ def export(
     """
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
-        with _quiet(), _lines_of_helpers(), own, writes_traced(twin.module):
+        casts = casts_traced(twin.casts, _line_now)
+        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module):
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
@@ -220,6 +228,12 @@ def _where(error: Exception) -> str:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]
     return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
+
+
+def _line_now() -> str:
+    """`` (file:line)`` of the innermost frame that is the user's."""
+    frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
+    return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 @lru_cache(maxsize=65536)

@@ -62,6 +62,7 @@ def fold(captured: Captured) -> FoldedModel:
         tree=captured.tree,
         notes=captured.notes,
         updates={state: folder.value_of[node] for state, node in updates.items()},
+        keeps=dict(captured.keeps),
     )
 
 

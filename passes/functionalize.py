@@ -164,8 +164,8 @@ class _Inliner:
             owner, *operands = args[4:]
         elif name == "wrap_with_autocast":
             raise UnsupportedError(
-                f"the torch.autocast region{_line_of(node, args)} cannot be kept exact: "
-                "take it out and give the precision by partition(precision=...)"
+                f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
+                "pass the module, or take the region out and give the precision by partition(precision=...)"
             )
         else:
             raise UnsupportedError(

@@ -20,6 +20,7 @@ from passes.gradients import differentiable
 from passes.layouts import PARTIAL, REPLICATED, Layout, shard
 from passes.microbatch import DATA
 from passes.random import DRAWS
+from passes.recurrence import over_groups
 from passes.rewrite import Builder, aten, shape, val
 
 
@@ -47,16 +48,9 @@ def mean_over_groups(
     the model with twice the samples, which tells where in its results they are.
 
     Results that grow with the samples are joined along the first dim that does, others are averaged, those that depend
-    on no sample left alone. Raises :class:`UnsupportedError` for a result that none of this holds for, and for buffers
-    that forward changes.
+    on no sample left alone. Buffers that forward changes are changed group after group. Raises
+    :class:`UnsupportedError` for a result, or such a buffer, that none of this holds for.
     """
-    if group.updates:
-        names = ", ".join(list(group.updates)[:3])
-        raise UnsupportedError(
-            f"forward changes {names}: with couple='microbatch' each group of samples would change it after the one "
-            "before, which ranks do at the same time; plan with couple='batch', or keep no statistics (model.eval(), "
-            "track_running_stats=False)"
-        )
     inputs = {i.path: dims.get(i.path, 0) for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
@@ -64,6 +58,7 @@ def mean_over_groups(
     shapes = _result_shapes(twice()) if any(shape(node) for _, node in results) else {}
     outputs = {path: _joined(path, node, shapes.get(path), node in apart) for path, node in results}
     averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
+    recurrences = over_groups(group, num_groups, apart)
     moved = _scaled(group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups)
     _draw_apart(group.graph, num_groups)
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
@@ -76,6 +71,8 @@ def mean_over_groups(
         notes=(*group.notes, note),
         outputs=[replace(o, value=moved.get(o.value or "", o.value)) for o in group.outputs],
         loss=moved.get(group.loss or "", group.loss),
+        updates=recurrences.updates,
+        keeps=recurrences.keeps,
     )
     return GroupModel(captured, inputs, outputs)
 

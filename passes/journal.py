@@ -16,18 +16,20 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 
+from passes.autocast import autocast_on
 from passes.likeness import is_simple
 
 _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class Journal(TorchFunctionMode):
-    """Inside, keeps ``entries``. ``symbolic``: whether anything was of a size that only the data tell."""
+    """Inside, keeps ``entries``. ``needs_trace``: whether only a trace knows what is made: sizes that the data tell,
+    casts in a region of autocast."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.entries: list[Any] = []
-        self.symbolic = False
+        self.needs_trace = False
         self._places: dict[int, int] = {}
         self._held: list[Tensor] = []  # whose identities are not given to others
         for operand in operands:
@@ -38,6 +40,7 @@ class Journal(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         asked = self._entry(args), self._entry(kwargs)
+        self.needs_trace |= autocast_on() is not None
         result = func(*args, **kwargs)
         self.entries.append((func, *asked, self._made(result)))
         return result
@@ -66,11 +69,11 @@ class Journal(TorchFunctionMode):
         """The places of the tensors in a result; the rest follows from what was asked, or is the tracer's own."""
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
-                self.symbolic |= any(isinstance(size, SymInt) for size in result.shape)
+                self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
             return self._name(result)
         if isinstance(result, tuple | list):
             return [self._made(item) for item in result]
-        self.symbolic |= isinstance(result, _SYMBOLS)
+        self.needs_trace |= isinstance(result, _SYMBOLS)
         return None
 
     def _entry(self, value: Any) -> Any:

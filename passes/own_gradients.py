@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx, _is_setup_context_defined, _Sin
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils.checkpoint import CheckpointFunction
 
+from passes.autocast import without_autocast
 from passes.errors import UnsupportedError
 from passes.unused import drop_unused
 
@@ -76,7 +77,8 @@ def _apply(cls: Any, args: tuple[Any, ...], needs: tuple[bool, ...]) -> Any:
     which = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and _differentiable(y) and id(y) not in fixed]
     if which:
         inputs = [a for a, need in zip(args, needs, strict=True) if need]
-        added = _transposed(cls, ctx, inputs, outputs, which, needs)
+        with without_autocast():  # backward runs outside of any region
+            added = _transposed(cls, ctx, inputs, outputs, which, needs)
         changes = [x - x.detach() for x in inputs]
         for k, change in zip(which, added(*changes), strict=True):
             outputs[k] = outputs[k].detach() + change

@@ -9,7 +9,7 @@ that the first call made. ``passes/expand.py`` then shows that the first call's 
 and arguments, and puts a copy for each operator.
 
 A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
-``no_grad`` or ``autocast``, hooks. A group of modules is given up where a call changes an argument, a state or an
+``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
 attribute, makes a view of one, or reads what is its own.
 """
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from passes.autocast import autocast_on
 from passes.journal import Journal, untraced
 from passes.likeness import Group, Unlike, Unread, alike, hooked, is_simple, state_of, tensor_spec
 from passes.putaway import Missing, PutAway
@@ -185,8 +186,8 @@ class Repeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _Memo, call: _Call, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """What a call gives, and whether it is in the graph: the first is, and the second where sizes are told by the
-        data alone, which the trace has to see; else it must ask of torch what the first did."""
+        """What a call gives, and whether it is in the graph: the first is, and the second where only a trace knows
+        what is made; else it must ask of torch what the first did."""
         journal = Journal(call.operands)
         if memo.shown == 0:
             memo.journal = journal
@@ -194,7 +195,7 @@ class Repeats:
                 return forward(), True
         first = memo.journal
         assert first is not None
-        if first.symbolic:
+        if first.needs_trace:
             return forward(), True
         beside, self._beside = self._beside, True
         try:
@@ -263,9 +264,7 @@ class _Call:
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
         """``None`` where a call may depend on more than its key says."""
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            return None
-        if hooked(module):
+        if not torch.is_grad_enabled() or hooked(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -288,6 +287,7 @@ class _Call:
             tuple([(type(p), repr(p)) for p in plain]),
             tuple(specs),
             torch.get_default_dtype(),
+            autocast_on(),
         )
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 

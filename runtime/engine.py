@@ -32,6 +32,7 @@ from runtime.checkpoint.run import content_of, load
 from runtime.checkpoint.saving import Saver, Saving
 from runtime.checkpoint.training import Optimizers, Stateful
 from runtime.defaults import default_communicator, disk_for
+from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, TorchCommunicator, all_ranks
@@ -170,8 +171,14 @@ class Engine:
         far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
-        instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks).
+        instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks),
+        :class:`LaunchError` inside a region of ``torch.autocast``.
         """
+        if torch.is_autocast_enabled(self.device.type):
+            raise LaunchError(
+                "step() is called inside torch.autocast, which would change what the plan's programs compute; expected "
+                "outside: the precision is the plan's, by partition(precision=...) or by regions in the model's forward"
+            )
         inputs = own_values(self.program, self.share, batch, local)
         self._agreement.before_step(batch, local)
         if SEED in self._shards:

@@ -74,6 +74,7 @@ class Executor:
         watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss
+        watched |= dict.fromkeys(self.updates.added, self.updates.add)
         staying = staying_values(rank.stage)
         self.calls = [
             BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying)
@@ -97,6 +98,7 @@ class Executor:
         self.outputs, self.totals = {}, {}
         self.env.begin()
         self.gradients.begin()
+        self.updates.begin()
         if self.hosted is not None:
             self.hosted.begin()
         if self._loss is not None:

@@ -66,8 +66,8 @@ class Instruction(Data):
     REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards, of one with
              levels what these left
     SYNC     add up the gradients of the tied ``states`` over the stages that share them
-    UPDATE   let the buffers ``states`` take their new values, those of ``microbatch``; where several stages have them,
-             that of the stage which makes the value
+    UPDATE   let the buffers ``states`` take their new values, those of ``microbatch``, or what all microbatches and
+             ranks of ``dp`` add to them; where several stages have them, that of the stage which makes the value
     OFFLOAD  start moving what F kept of ``calls`` for ``microbatch`` to host memory; with ``states``: start copying
              their gradients, which are whole, there
     FETCH    start bringing back what ``calls`` kept for ``microbatch``; with ``states``: start copying parameters, or
@@ -100,8 +100,8 @@ class Instruction(Data):
       waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
       the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.
     * A buffer that forward changes (:attr:`StateData.update`) takes its new value by one UPDATE, after the last that
-      reads the old one: every microbatch reads that, and makes the same new one. Stages that share buffers UPDATE them
-      together, and wait for each other.
+      reads the old one: every microbatch reads that, and makes the same new one, or, of one that ``keeps``, a part of
+      the sum. Stages that share buffers UPDATE them together, and wait for each other.
     * What OFFLOAD moved is there for a backward after its FETCH, which it waits for. A value that several calls of the
       stage read stays where it is.
     * Parameters whose numbers are in host memory (:attr:`Program.offload`) are read, or GATHERed, after their FETCH,

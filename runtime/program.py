@@ -102,7 +102,8 @@ class StateData(Data):
     ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
     ``zero_axes``: the mesh axes whose ranks share it, or what is kept for it, under the program's ``zero``: what the
     cuts over ``ep`` and ``tp`` leave is taken flat, in equal pieces but for the last (see ``runtime/pieces.py``).
-    ``update``: the value that a buffer takes at the end of a step, laid out as it is.
+    ``update``: the value that a buffer takes at the end of a step, laid out as it is; with ``keeps`` the buffer takes
+    the sum of this value over microbatches and ranks of ``dp``, and ``keeps`` times what it held.
     """
 
     shape: tuple[int, ...]
@@ -117,6 +118,7 @@ class StateData(Data):
     grad_axes: tuple[str, ...] = ()
     zero_axes: tuple[str, ...] = ()
     update: str | None = None
+    keeps: float | None = None
 
 
 class InputData(Data):

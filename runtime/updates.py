@@ -1,4 +1,4 @@
-"""Buffers that forward changes take their new values, at the end of a step."""
+"""Buffers that forward changes take their new values, at the end of a step, or what its microbatches add to them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,43 @@ class Updates:
         self.keep = False
         self._held = {name: states[name] for name in updated_states(rank.program) if name in rank.states}
         self._before: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        kept = {name for name in self._held if rank.program.states[name].keeps is not None}
+        self.added = {self._value(name) for name in kept}  # values that are added up over microbatches
+
+    def begin(self) -> None:
+        self._sums = {}
+
+    def add(self, microbatch: int, value: str, part: Tensor) -> None:
+        """What a microbatch adds up to the ``value`` of a buffer."""
+        self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Write the new values of ``names``, which are among ``values`` where this stage makes them."""
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
+        values = {**values, **self._added_up(names)}
         for ranks, shared in sharing(self.rank, names).items():
             if len(ranks) == 1:
                 held = [self._held[name] for name in shared]
                 torch._foreach_copy_(held, [values[self._value(name)] for name in shared])
             else:
                 self._together(ranks, shared, values)
+
+    def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The new values of those of ``names`` to which this stage adds, by name of what is added."""
+        here = [name for name in names if self._value(name) in self._sums]
+        if not here:
+            return {}
+        group = self.communicator.group(self.rank.group("dp"))
+        sums = [group.all_reduce(self._sums.pop(self._value(name)).contiguous()) for name in here]
+        made = {}
+        for name, pending in zip(here, sums, strict=True):
+            held, keeps, added = self._held[name], self.rank.program.states[name].keeps, pending.wait()
+            if keeps:  # else what was no number is gone
+                added = added + (held if keeps == 1.0 else keeps * held)
+            made[self._value(name)] = added.to(held.dtype)
+        return made
 
     def _together(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """All of ``ranks`` take what one of them has: the others add nothing to it."""

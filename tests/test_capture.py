@@ -66,12 +66,6 @@ class Locked(nn.Linear):
         self.lock = threading.Lock()
 
 
-class Autocast(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x)
-
-
 class Changing(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.add_(1))
@@ -219,7 +213,6 @@ ERRORS = [
     ("branch", Branching(), (X,), {}, CaptureError, r"test_capture.py:\d+ \(return x if x.sum.*\n.*data-dependent"),
     ("lock", Locked(), (X,), {}, CaptureError, "cannot be copied.*lock"),
     ("selection", Selecting(), (X,), {}, UnsupportedError, r"index.Tensor \(the model, .*depends on tensors' numbers"),
-    ("autocast", Autocast(4, 4), (X,), {}, UnsupportedError, r"autocast region \(.*test_capture.py:\d+\).*precision="),
     ("gradient", Differentiating(4, 1), (X,), {}, UnsupportedError, r"torch.export does not follow.*autograd.grad"),
     ("argument", Changing(4, 4), (X,), {}, UnsupportedError, "changes its argument 'x' in place"),
 ]

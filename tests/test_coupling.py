@@ -404,16 +404,6 @@ class Sized(nn.Module):
         return {"loss": loss, "logits": made["logits"]} if self.whole else loss
 
 
-def test_buffers_that_forward_changes_are_refused():
-    """Each group would change them after the one before, which ranks do at the same time."""
-    model, inputs = normed()
-    for norm in model.norms:
-        norm.track_running_stats, norm.num_batches_tracked = True, torch.tensor(0)
-        norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
-    with pytest.raises(UnsupportedError, match=r"forward changes norms\.0\..* each group of samples"):
-        partition(model, Topology.local(2), inputs, constraints=in_groups(dp=2))
-
-
 def test_a_model_of_as_many_samples_as_a_group():
     """Where its results are to be joined, what of them are samples is told by a model of others."""
     _, inputs = pairs()

@@ -42,7 +42,7 @@ class DeviceType(Part):
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``communicator``: what the communication library keeps for each group of ranks that a device is in.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
-    and ``power_idle``: watts of one device. ``None``: not known.
+    and ``power_idle``: watts of one device. ``None``: not known. ``torch``: the type by which torch knows it.
     ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
     over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
     ``fused_attention``: whether its kernels keep no scores of any attention; those for CPUs keep them where heads of
@@ -69,6 +69,7 @@ class DeviceType(Part):
     whole_scatter: bool = False
     single_ring: bool = False
     matches: tuple[str, ...] = ()
+    torch: Literal["cuda", "cpu"] = "cuda"
     price: Price | None = None
     power_busy: Power | None = None
     power_idle: PowerOrNone | None = None

@@ -338,7 +338,7 @@ class _Machine:
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
-        values, meetings = self.updates.update(i.states, self.index)
+        values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
             self.read(value, i.microbatch)
         self.trace += [(self.index, meeting) for meeting in meetings]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from passes.variance import Sameness
 from runtime.events import Collective
@@ -45,9 +45,12 @@ def _problem(program: Program, state: StateData, name: str, makers: dict[str, se
 
 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
-    """A new value does not depend on what differs between microbatches, or ranks of ``dp``. Raises :class:`Refusal`."""
+    """A new value that is not added up does not depend on what differs between microbatches, or ranks of ``dp``.
+
+    Raises :class:`Refusal`.
+    """
     for name, state in program.states.items():
-        if state.update is not None and known.get(state.update) == "different":
+        if state.update is not None and state.keeps is None and known.get(state.update) == "different":
             message = f"the state {name!r} takes {state.update!r}, which differs between the parts of the batch"
             raise Refusal("structure", message, stage=min(state.stages), state=name)
 
@@ -59,14 +62,18 @@ class Updates:
         self.program, self.stage = facts.program, stage
         self.due = {n for n, s in facts.program.states.items() if s.update is not None and stage in s.stages}
         self.done: dict[str, int] = {}  # state -> index of its UPDATE
-        self.made = {v for call in facts.stages[stage] for v in call.data.outputs}
+        self.made = {v: k for k, call in enumerate(facts.stages[stage]) for v in call.data.outputs}
 
-    def update(self, states: Sequence[str], index: int) -> tuple[list[str], list[Collective]]:
-        """The values that are read here, and the collective in which stages meet for it, where there are several."""
+    def update(
+        self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
+    ) -> tuple[list[str], list[Collective]]:
+        """The values that are read here, and the collectives in which ranks of ``dp`` meet for those that are added up,
+        and stages, where there are several. ``forward``: the calls, and their microbatches, that have run."""
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
             raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
-        values = []
+        values: list[str] = []
+        added: list[str] = []
         for name in states:
             if name not in self.due:
                 raise Refusal("fields", f"{name!r} is no buffer of the stage that forward changes")
@@ -76,10 +83,23 @@ class Updates:
             value = self.program.states[name].update
             assert value is not None
             if value in self.made:
-                values.append(value)
+                self._check_sum(name, self.made[value], forward)
+                (values if self.program.states[name].keeps is None else added).append(value)
         (stages,) = together
+        meetings = []
+        if added and self.program.mesh.get("dp", 1) > 1:
+            text = f"sums of {', '.join(added)} over dp"
+            meetings.append(Collective(("dp",), ("UPDATE", tuple(added)), text))
         text = f"new values of {', '.join(states)} over stages {stages}"
-        return values, [Collective((), ("UPDATE", tuple(states)), text, "", stages)] if len(stages) > 1 else []
+        if len(stages) > 1:
+            meetings.append(Collective((), ("UPDATE", tuple(states)), text, "", stages))
+        return values, meetings
+
+    def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
+        """All microbatches have added to what is added up."""
+        missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
+        if missing and self.program.states[name].keeps is not None:
+            raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
 
     def read(self, states: Sequence[str]) -> None:
         """A call reads the old values."""

@@ -67,6 +67,9 @@ _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38
 _REGATHERS = ("Megatron", "NeMo")
 _USER_BUFFERS = ("NeMo",)
 _PADS = ("Megatron", "NeMo")
+# Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
+# (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
+_SENDS_PARTS = ("Megatron",)
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
@@ -250,6 +253,7 @@ def _constraints(row: Row) -> Constraints:
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
         overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
         regather=tp > 1 and _is(row, _REGATHERS),
+        sends="parts" if tp > 1 and not row.get("sequence_parallel") and _is(row, _SENDS_PARTS) else None,
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance

@@ -33,6 +33,7 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "overlap_tensor": (None, False),
     "regather": (None, False),
     "gather": (None, "call"),
+    "sends": (None, "whole"),
     "short_gradients": (None, False),
 }
 
@@ -58,6 +59,8 @@ class Constraints(BaseModel):
     ``overlap_tensor``: whether gathers and scatters over ``tp`` run in pieces behind the products beside them.
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
+    ``sends``: whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the
+    next stage, or in ``parts``, one from each rank of ``tp``, which the ranks there gather.
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
     in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
     there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
@@ -93,6 +96,7 @@ class Constraints(BaseModel):
     overlap_tensor: bool | None = None
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
+    sends: Literal["whole", "parts"] | None = None
     short_gradients: bool | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None
@@ -266,6 +270,11 @@ class Constraints(BaseModel):
             raise ConstraintError(
                 f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
                 "context"
+            )
+        if self.sends == "parts" and self.sequence_parallel is not False:
+            raise ConstraintError(
+                "sends=parts without sequence_parallel=False: what is sharded over tp goes in parts anyway; expected "
+                "both, or no sends"
             )
 
     def check_sharding(self) -> None:

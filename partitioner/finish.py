@@ -127,6 +127,7 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         overlap_tensor=constraints.overlap_tensor,
         regather=constraints.regather,
         gather=constraints.gather,
+        sends=constraints.sends,
         short_gradients=constraints.short_gradients,
     ).planned_only
     return (*chosen, *(("precision=fp8 with experts",) if job.precision == "fp8" and job.num_experts else ()))

@@ -9,14 +9,15 @@ import torch
 from test_cost import ACROSS, BF16, DEVICE, NVLINK, block
 from torch import fx
 
-from partitioner import Constraints, partition
+from partitioner import ConstraintError, Constraints, partition
 from partitioner.cost.calls import CallCost, call_costs
-from partitioner.cost.collectives import collective_time
+from partitioner.cost.collectives import collective_time, link_of_parts, message_time
 from partitioner.cost.compute import kernels_time
 from partitioner.cost.operators import Kernel
 from partitioner.cost.saved import gathered, kept_by
 from partitioner.cost.spread import Software, Spread, in_pieces
 from partitioner.emit_buckets import bucket_limit
+from partitioner.topology.parts import Link
 from passes.blocks import Block
 from passes.collectives import ops
 from tests.test_infeasible import cluster
@@ -101,6 +102,30 @@ def test_attention_reaches_less_on_short_sequences():
 def test_buckets_grow_with_the_ranks_that_reduce_them():
     assert bucket_limit(2) == 25 * 2**20
     assert bucket_limit(512) == 1_024_000_000
+
+
+def test_what_goes_in_parts_is_sent_once_and_gathered():
+    between, nbytes = Link(name="nic", bandwidth=25e9, latency=19e-6, level=1), 64e6
+    seconds = message_time(nbytes, link_of_parts(between, NVLINK.size, NVLINK))
+    assert seconds == pytest.approx(message_time(nbytes / 8, between) + collective_time("all_gather", nbytes, NVLINK))
+    assert seconds < message_time(nbytes, between) / 3
+    assert seconds > message_time(nbytes, link_of_parts(between, NVLINK.size, None))  # which nothing beats
+
+
+def test_stages_on_two_nodes_wait_less_for_parts():
+    """Nothing else of the plan changes; what is sharded between stages needs no parts."""
+
+    def plan(**how: object):
+        mesh = dict(pp=2, dp=1, tp=4, microbatch_size=1, schedule="1f1b", zero=0, recompute="none")
+        ask = dict(loss=torch.sum, constraints=Constraints(**mesh, **how), estimate_only=True)
+        return partition(Scores(), cluster(2**20, nodes=2), (torch.zeros(4, 512, 16),), **ask)
+
+    whole, parts = (plan(sequence_parallel=False, sends=sends) for sends in ("whole", "parts"))
+    assert {*parts.planned_only} - {*whole.planned_only} == {"sends=parts"}
+    assert parts.estimate.step_time < whole.estimate.step_time
+    assert parts.estimate.breakdown["compute"] == pytest.approx(whole.estimate.breakdown["compute"])
+    with pytest.raises(ConstraintError, match="sends=parts without sequence_parallel=False"):
+        plan(sends="parts")
 
 
 class Scores(torch.nn.Module):

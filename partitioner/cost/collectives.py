@@ -49,3 +49,13 @@ def _exchange(num_bytes: float, group: Group) -> float:
 def message_time(num_bytes: float, link: Link) -> float:
     """Seconds of one message between pipeline stages; nothing is sent for no bytes."""
     return link.time(num_bytes) if num_bytes else 0.0
+
+
+def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
+    """``link`` for a message that all of ``size`` ranks have: each sends a part of it to its peer, and the peers gather
+    it (Narayanan et al. 2021, section 4.1). ``gathering``: the peers' group; ``None``: they gather at once."""
+    latency, per_byte = link.latency, 1 / (size * link.bandwidth)
+    if gathering is not None:
+        latency += gathering.one_way_start
+        per_byte += moved_share("all_gather", size) / gathering.bus_bandwidth
+    return link.model_copy(update={"bandwidth": 1 / per_byte, "latency": latency})

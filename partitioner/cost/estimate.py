@@ -9,9 +9,9 @@ from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost, GatheredBytes
-from partitioner.cost.collectives import collective_time
+from partitioner.cost.collectives import collective_time, link_of_parts
 from partitioner.cost.levels import reducer_of, ways
-from partitioner.cost.machine import Machine
+from partitioner.cost.machine import HERE, Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.relaxed import Relaxed
@@ -23,6 +23,7 @@ from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
+from partitioner.topology.parts import Link
 from passes.blocks import FoldedModel
 
 
@@ -73,7 +74,7 @@ def stage_problem(
         num_stages=len(at),
         num_microbatches=num_microbatches,
         capacity=tuple(machine.capacity[rank] for rank in at),
-        links=tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links,
+        links=_links(machine, ranks, constraints.sends == "parts"),
         state_bytes={name: cost.total for name, cost in states.items()},
         late_bytes={n: c.late for n, c in states.items() if c.late} if once else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
@@ -90,6 +91,16 @@ def stage_problem(
         dp=machine.mesh.get("dp", 1),
         train=train,
     )
+
+
+def _links(machine: Machine | Relaxed, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
+    """From each of a problem's stages to the next; ``parts``: for what the ranks of ``tp`` send in parts."""
+    links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
+    tp = machine.mesh.get("tp", 1)
+    if not parts or tp == 1:
+        return links
+    gathering = machine.group("tp") if isinstance(machine, Machine) else None
+    return tuple(link if link is HERE else link_of_parts(link, tp, gathering) for link in links)
 
 
 def _paces(

@@ -36,7 +36,7 @@ from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
 _SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
-_HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
+HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
 @hashed_once
@@ -243,7 +243,7 @@ class Machine:
     def link(self, stage: int, other: int) -> Link:
         """Between the ranks of two stages: the slowest; of a stage to itself, nothing is sent."""
         if stage == other:
-            return _HERE
+            return HERE
         return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
 
     @property

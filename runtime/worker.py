@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from runtime.bind import Library
 from runtime.collect import part_of
 from runtime.defaults import default_device, one_step_folder
 from runtime.engine import Engine
@@ -141,6 +142,7 @@ def run_program(
         seed=seed,
         keep_outputs=outputs,
         communicator=communicator,
+        library=Library(parsed, communicator.device, shared=Path(program).with_name("derived")),
         offload_folder=one_step_folder(),
     )
     with Watch(engine, watch, leave=False, slow_factor=None):

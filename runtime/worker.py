@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import queue
@@ -33,7 +34,8 @@ from runtime.watch.watchdog import Watch
 
 
 def preload() -> None:
-    """Import what torch leaves to the first trace; but touch no autograd, whose engine does not survive a fork."""
+    """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
+    importlib.import_module("runtime.checkpoint.storage")
     with FakeTensorMode(), torch.no_grad():
         make_fx(torch.neg)(torch.empty(1))
 

@@ -17,6 +17,8 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 
 # The ranks of a test are processes of their own: one thread each.
 export OMP_NUM_THREADS ?= 1
+# And each would compile all modules anew where bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE  ?= 1
 
 .PHONY: setup demo test test-all lint format bench images clean

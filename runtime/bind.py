@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from runtime import routing
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
 from runtime.compiled import Segment, backend_of, fuse, one_thread
 from runtime.context import ContextAttention
+from runtime.derived import SharedDerivatives
 from runtime.groups import Communicator, Group, Pending
 from runtime.program import CallData, Program, RankProgram
 
@@ -50,10 +52,16 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Need
 
 
 class Library:
-    """The blocks of a program and their derivatives; safe to share between threads."""
+    """The blocks of a program and their derivatives; safe to share between threads.
 
-    def __init__(self, program: Program, device: torch.device, compile: bool | str = False) -> None:
+    ``shared``: a folder in which ranks of the same run and machine share derivatives.
+    """
+
+    def __init__(
+        self, program: Program, device: torch.device, compile: bool | str = False, shared: Path | None = None
+    ) -> None:
         self.program = program
+        self._shared = None if shared is None else SharedDerivatives(shared)
         self.device = device
         self.backend = backend_of(compile, device)
         self._segments: dict[tuple[str, Needs | None, str, int], Segment] = {}
@@ -72,9 +80,11 @@ class Library:
             key = name, needs
             if key not in self._derivatives:
                 again = self.program.blocks[name].scores if needs.slim else ()
-                self._derivatives[key] = differentiate(
-                    self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
+                make = partial(
+                    differentiate, self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
                 )
+                shared = self._shared
+                self._derivatives[key] = make() if shared is None else shared.get((*key, str(self.device)), make)
             return self._derivatives[key]
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: Needs | None, kind: str) -> fx.Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import queue
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from runtime.bind import Library
 from runtime.collect import part_of
 from runtime.defaults import default_device, one_step_folder
 from runtime.engine import Engine
@@ -32,7 +34,8 @@ from runtime.watch.watchdog import Watch
 
 
 def preload() -> None:
-    """Import what torch leaves to the first trace; but touch no autograd, whose engine does not survive a fork."""
+    """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
+    importlib.import_module("runtime.checkpoint.storage")
     with FakeTensorMode(), torch.no_grad():
         make_fx(torch.neg)(torch.empty(1))
 
@@ -141,6 +144,7 @@ def run_program(
         seed=seed,
         keep_outputs=outputs,
         communicator=communicator,
+        library=Library(parsed, communicator.device, shared=Path(program).with_name("derived")),
         offload_folder=one_step_folder(),
     )
     with Watch(engine, watch, leave=False, slow_factor=None):

@@ -22,6 +22,7 @@ from runtime import Checkpoints, Engine
 from runtime.checkpoint.peers import Peers
 from runtime.checkpoint.run import own_tensors
 from runtime.checkpoint.slots import State
+from runtime.worker import preload
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 60.0
@@ -142,6 +143,7 @@ def ended(pid: int) -> int:
 
 def main() -> None:
     path = Path(sys.argv[1])
+    preload()
     torch.set_num_threads(1)
     for number, attempt in enumerate(json.loads(path.read_text())):
         print(json.dumps(run(attempt, path.with_name(f"store-{number}"))), flush=True)

@@ -194,13 +194,13 @@ def test_torch_reads_a_checkpoint_as_its_own(tmp_path: Path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What is written is the state when it was asked for, whatever training does meanwhile."""
-    trained = threading.Event()
+    trained, write = threading.Event(), storage.write_shards
 
     def late(*arguments: Any) -> storage.Written:
         assert trained.wait(20)
-        return storage.write_shards(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(saving, "write_shards", late)
+    monkeypatch.setattr(storage, "write_shards", late)
     engine, optimizer, checkpoints = one_rank(tmp_path)
     run(engine, optimizer, checkpoints, 2)
     expected = whole(engine, optimizer)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
 from runtime import agreement, windows
-from runtime.checkpoint import saving
+from runtime.checkpoint import storage
 from runtime.disk import Disk, is_mapped
 from runtime.engine import Engine
 from runtime.errors import CheckpointError, OffloadError
@@ -480,13 +480,13 @@ def test_a_step_waits_until_what_is_on_disk_is_saved(tmp_path: Path, monkeypatch
     optimizer = adam(engine)
     step(engine, optimizer)
     expected = {n: p.detach().clone() for n, p in engine.named_parameters()}
-    may_write, write = threading.Event(), saving.write_shards
+    may_write, write = threading.Event(), storage.write_shards
 
     def slow(*arguments: Any) -> Any:
         assert may_write.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(saving, "write_shards", slow)
+    monkeypatch.setattr(storage, "write_shards", slow)
     under_way = engine.save(tmp_path / "out", optimizer, wait=False)
     assert not any(key.startswith("optimizer") for key, _ in engine._saver._staging._buffers if "step" not in key)
     engine.step(batch(engine, 1))  # which does not wait
@@ -511,7 +511,7 @@ def test_a_save_that_fails_lets_the_step_go_on(tmp_path: Path, monkeypatch: pyte
     def fails(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saving, "write_shards", fails)
+    monkeypatch.setattr(storage, "write_shards", fails)
     under_way = engine.save(tmp_path / "out", optimizer, wait=False)
     step(engine, optimizer)
     with pytest.raises(CheckpointError, match="No space left"):
@@ -522,13 +522,13 @@ def test_a_change_while_it_is_saved_is_told(tmp_path: Path, monkeypatch: pytest.
     engine = alone(tmp_path)
     optimizer = adam(engine)
     step(engine, optimizer)
-    write = saving.write_shards
+    write = storage.write_shards
 
     def meddling(*arguments: Any) -> Any:
         states_of(optimizer)[0].add_(1)
         return write(*arguments)
 
-    monkeypatch.setattr(saving, "write_shards", meddling)
+    monkeypatch.setattr(storage, "write_shards", meddling)
     with pytest.raises(CheckpointError, match=r"exp_avg was changed while it was copied"):
         engine.save(tmp_path / "out", optimizer, wait=False).wait()
 

@@ -77,7 +77,8 @@ def test_a_failing_rank_ends_all_and_its_cause_is_the_logs_last_word(tmp_path: P
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path):
-    done = torchrun(1, str(plan_file(tmp_path, program_of_net(tp=2))))
+    command = [sys.executable, "-m", "runtime", str(plan_file(tmp_path, program_of_net(tp=2)))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 1
     assert "the plan is for 2 ranks (tp=2), 1 were started: use torchrun --nproc-per-node 2" in done.stderr
 

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from runtime.checkpoint.boxes import Piece, held_by, number, pieces, whole_piece
 from runtime.checkpoint.folders import MANIFEST, read_manifest
 from runtime.checkpoint.plain import unpacked
 from runtime.checkpoint.saving import FORMAT, MODEL, TRAINING, saved_states
-from runtime.checkpoint.storage import FileSum, ShardReader, sum_of
 from runtime.checkpoint.training import STATE, OptimizerState, check_whole
+from runtime.checkpoint.written import FileSum, sum_of
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.groups import Communicator, all_ranks
 from runtime.parts import model_names
 from runtime.program import RankProgram
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.storage import ShardReader
 
 LATEST = "latest"
 STEP = "step-"
@@ -123,7 +126,7 @@ def load(
     _same(found, rank, communicator)
     if verify:
         _together(communicator, rank, lambda: _check_files(found, rank))
-    reader = _together(communicator, rank, lambda: ShardReader(found.folder), found)
+    reader = _together(communicator, rank, lambda: _reader(found.folder), found)
     if rank.rank == 0:
         _warn_of_others(found.folder, reader, rank)
     training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
@@ -144,6 +147,12 @@ def load(
             optimizer.take(n, moments.get(n, {}))
         hyperparameters.take(optimizer.optimizers, groups)
     return {**training, "extra": extras}
+
+
+def _reader(folder: Path) -> ShardReader:
+    from runtime.checkpoint.storage import ShardReader
+
+    return ShardReader(folder)
 
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:

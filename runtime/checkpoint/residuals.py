@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from runtime.checkpoint.boxes import Piece
-from runtime.checkpoint.storage import ShardReader
 from runtime.program import Program, RankProgram
 
 RESIDUAL = "residual."
@@ -46,6 +45,8 @@ def load_residuals(
     if not residuals:
         return
     if training.get("residuals") == way_of(rank.program):
+        from runtime.checkpoint.storage import ShardReader
+
         ShardReader(folder).read(residual_pieces(rank, residuals))
         return
     for tensor in residuals.values():

@@ -22,8 +22,8 @@ from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
 from runtime.checkpoint.folders import MANIFEST, OWN, Target, remove
 from runtime.checkpoint.plain import alike, packed, unpacked
 from runtime.checkpoint.staging import Staging
-from runtime.checkpoint.storage import METADATA, FileSum, Written, sum_of, write_metadata, write_shards
 from runtime.checkpoint.training import Optimizers, OptimizerState, optimizers_of
+from runtime.checkpoint.written import METADATA, FileSum, Written, sum_of
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
 from runtime.groups import Communicator, all_ranks
@@ -267,6 +267,8 @@ def weight_states(program: Program) -> list[str]:
 
 def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float, staging: Staging | None) -> None:
     """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
+    from runtime.checkpoint.storage import write_shards
+
     rank = content.rank.rank
     try:
         try:
@@ -297,6 +299,8 @@ def _write(target: Target, content: Content, held: Sequence[Piece], timeout: flo
 
 def _complete(target: Target, content: Content, timeout: float) -> None:
     """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
+    from runtime.checkpoint.storage import write_metadata
+
     program = content.rank.program
     records = target.wait_for_records(program.world_size, timeout)
     loaded: list[tuple[Written, dict[str, Any], bytes]] = [pickle.loads(r.read_bytes()) for r in records]

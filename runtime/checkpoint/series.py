@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,7 @@ class Checkpoints:
         ):
             if value is not None and value < least:
                 raise CheckpointError(f"{name} must be at least {least}, got {value}")
+        importlib.import_module("runtime.checkpoint.storage")  # takes a second, and the first save is beside training
         self.folder = Path(folder)
         self.engine = engine
         self.optimizer = optimizer

@@ -10,7 +10,6 @@ import hashlib
 import io
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +33,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from runtime.checkpoint.boxes import Piece
+from runtime.checkpoint.written import FileSum, Written
 from runtime.disk import apart, forget, is_mapped
-
-METADATA = ".metadata"
-_READ = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """A file's length and SHA-256."""
-
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Written:
-    """What one rank wrote: the chunks, where they are, and its files by name."""
-
-    items: list[WriteItem] = field(default_factory=list)
-    results: list[WriteResult] = field(default_factory=list)
-    files: dict[str, FileSum] = field(default_factory=dict)
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[Piece]) -> Written:
@@ -116,16 +95,6 @@ class ShardReader:
             chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
             items += create_read_items_for_chunk_list(piece.key, self.tensors[piece.key], [chunk])
         self._reader.read_data(LoadPlan(items), _LoadPlanner(targets)).wait()
-
-
-def sum_of(path: Path) -> FileSum:
-    """A file's checksum, read from the disk. Raises ``OSError``."""
-    digest, nbytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ):
-            digest.update(block)
-            nbytes += len(block)
-    return FileSum(nbytes, digest.hexdigest())
 
 
 def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:

@@ -150,10 +150,11 @@ class Repeats:
         mark = outer.mark() if outer is not None else (0, 0)
         traced: list[Tensor] = []
         if memo.shown < _SHOWN:
+            group = self.groups[index]
             try:
-                output, found = self._show(memo, call, module, functools.partial(forward, *args, **kwargs), index)
+                output, found = self._show(memo, call, module, group.own, functools.partial(forward, *args, **kwargs))
             except Exception:
-                self.refused.append(self.groups[index])
+                self.refused.append(group)
                 raise
             if found is None:
                 memo.alone = True
@@ -166,11 +167,16 @@ class Repeats:
         return _result(memo, call.operands, made)
 
     def _show(
-        self, memo: _Memo, call: _Call, module: nn.Module, forward: Callable[[], Any], index: int
+        self,
+        memo: _Memo,
+        call: _Call,
+        module: nn.Module,
+        own: tuple[tuple[str, str], ...],
+        forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
         """What a call gives, and the results that are in the graph, of a call that shows what others do; ``None``: the
         first one cannot stand for others. Raises :class:`Unlike` where the second is not like the first."""
-        with _hidden(module, self.groups[index].own if memo.shown else ()):
+        with _hidden(module, own if memo.shown else ()):
             before, buffers = _state(module), _buffers(module)
             output, traced = self._run_once(memo, call, forward)
             after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))

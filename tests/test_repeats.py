@@ -431,6 +431,7 @@ def test_journals_tell_operands_numbers_and_calls_apart():
     assert told_apart(lambda a, b: (a * 2) + b, lambda a, b: (a * 2) + a)
     assert told_apart(lambda a, b: torch.stack([a, b]), lambda a, b: torch.stack((a, b, b)))
     assert told_apart(lambda a, b: a[:1], lambda a, b: a[1:])
+    assert told_apart(lambda a, b: torch.ops.aten.add.Tensor(a, b), lambda a, b: torch.ops.aten.sub.Tensor(a, b))
     assert told_apart(lambda a, b: F.gelu(a), lambda a, b: F.gelu(a, approximate="tanh"))
     assert not told_apart(lambda a, b: a + torch.zeros(2), lambda a, b: a + torch.zeros(2))
 

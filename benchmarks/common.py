@@ -1,6 +1,7 @@
 """What the benchmarks share: the models, two processes over Gloo, and a fair clock.
 
-The models are plain modules so that ours and every peer run the same mathematics: eight MLP layers, and a Llama.
+The models are plain modules so that ours and every peer run the same mathematics: eight MLP layers, and a Llama, with
+experts or without.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class LlamaConfig:
     vocab: int = 1024
     num_layers: int = 4
     seq: int = 32
+    num_experts: int = 0
+    num_chosen: int = 2
 
     @property
     def head_dim(self) -> int:
@@ -97,13 +100,47 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nn.Module):
+    """Every token goes through its best ``num_chosen`` experts: rows are sorted by expert for a grouped product."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_experts, self.num_chosen = config.num_experts, config.num_chosen
+        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(config.num_experts, config.dim, 2 * config.ffn_dim))
+        self.down = nn.Parameter(torch.empty(config.num_experts, config.ffn_dim, config.dim))
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``[t, num_chosen]`` shares and experts of ``[t, dim]`` rows."""
+        shares, experts = self.router(rows).softmax(-1).topk(self.num_chosen)
+        return shares / shares.sum(-1, keepdim=True), experts
+
+    def by_expert(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What experts make of ``[rows, dim]`` in their order, where the rows of each end at ``ends``."""
+        gate, up = F.grouped_mm(rows, self.gate_up, offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        shares, experts = self.choose(rows)
+        experts, order = experts.flatten().sort()
+        counts = torch.histc(experts.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        y = self.by_expert(rows[order // self.num_chosen], counts.cumsum(0).int())
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        y = y[back] * shares.reshape(-1, 1)
+        return y.view(len(rows), self.num_chosen, -1).sum(1).view_as(x)
+
+
 class LlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.ffn = FeedForward(config)
+        self.ffn = Experts(config) if config.num_experts else FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -174,6 +211,7 @@ def _vectors(dim: int) -> tuple[Tensor, Tensor]:
 
 
 LONG = LlamaConfig(dim=128, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab=512, num_layers=2, seq=2048)
+EXPERTS = LlamaConfig(num_layers=2, seq=128, num_experts=8)
 
 
 def _tokens(config: LlamaConfig, batch: int) -> tuple[Tensor, Tensor]:
@@ -188,6 +226,7 @@ WORKLOADS = {
         Workload("mlp64", lambda: Mlp(64), lambda: _vectors(64), squared_error),
         Workload("mlp256", lambda: Mlp(256), lambda: _vectors(256), squared_error),
         Workload("llama", lambda: Llama(LlamaConfig()), lambda: _tokens(LlamaConfig(), 8), cross_entropy),
+        Workload("experts", lambda: Llama(EXPERTS), lambda: _tokens(EXPERTS, 8), cross_entropy),
         Workload("long", lambda: Llama(LONG), lambda: _tokens(LONG, 1), cross_entropy),
     )
 }

@@ -44,6 +44,7 @@ LIMITS = {
     "zb-v": 1.0,
     "dualpipe-v": 1.0,
     "ring": 1.1,
+    "all-to-all": 1.05,
 }
 _VIRTUAL = {"interleaved": 2, "zb-1p": 2, "zb-v": 2, "dualpipe-v": 2}  # stages on each rank
 
@@ -82,6 +83,10 @@ def _jobs(only: str) -> list[Job]:
             ring = dict(pp=1, dp=1, tp=1, cp=2, context="ring", zero=0)
             jobs.append(Job("cp2", name, {"ours": ring}, {"ring": "ours"}))
             continue
+        if name == "experts":
+            shared = dict(pp=1, dp=2, tp=1, ep=2, zero=0)
+            jobs.append(Job("ep2", name, {"ours": shared}, {"all-to-all": "ours"}))
+            continue
         jobs += [
             Job("tp2", name, {"ours": _TENSOR_PARALLEL}, {"explicit": "ours", "dtensor": "ours"}),
             Job("dp2", name, _DATA_PARALLEL, {"ddp": "ours", "fsdp": "zero3"}),
@@ -93,7 +98,7 @@ def _jobs(only: str) -> list[Job]:
         if against:
             plans = {name: c for name, c in job.plans.items() if name in against.values()}
             kept.append(Job(job.mesh, job.workload, plans, against))
-    return sorted(kept, key=lambda job: ["tp2", "dp2", "pp2", "cp2"].index(job.mesh))
+    return sorted(kept, key=lambda job: ["tp2", "dp2", "pp2", "cp2", "ep2"].index(job.mesh))
 
 
 @dataclass

@@ -6,6 +6,7 @@
 * ``ddp``: ``DistributedDataParallel`` with gradients as bucket views.
 * ``fsdp``: FSDP2, ``fully_shard`` on every layer and on the rest: parameters, gradients and optimizer states shared.
 * ``ring``: a ring attention by hand (``ring_peer.py``), with DDP.
+* ``all-to-all``: experts over the ranks by hand (``experts_peer.py``), with DDP around everything else.
 * ``gpipe``, ``1f1b``: ``torch.distributed.pipelining`` with half of the layers on each rank; ``interleaved``,
   ``zb-1p``, ``zb-v``, ``dualpipe-v``: its schedules of two virtual stages on each rank.
 
@@ -47,6 +48,7 @@ from benchmarks.common import (
     WithLoss,
     Workload,
 )
+from benchmarks.experts_peer import all_to_all
 from benchmarks.ring_peer import ring
 
 NUM_MICROBATCHES = 4
@@ -337,4 +339,5 @@ PEERS: dict[str, Callable[[Workload], Step]] = {
     "zb-v": partial(_virtual, ScheduleZBVZeroBubble, True),
     "dualpipe-v": partial(_virtual, ScheduleDualPipeV, True),
     "ring": ring,
+    "all-to-all": all_to_all,
 }

@@ -7,13 +7,15 @@ rows in their own order can: that is the form that the rules see, and the sortin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from passes.collectives import NAMESPACE, _library
 
@@ -48,6 +50,39 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     for e, (start, end) in enumerate(_groups(ends)):
         torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
     return made
+
+
+_PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # the latter since 2.10
+
+
+class _Grouped(TorchFunctionMode):
+    """Grouped products as products by expert: of the former, torch traces those of bfloat16 alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
+        return func(*args, **kwargs) if made is None else made
+
+
+def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
+    """``torch.nn.functional.grouped_mm`` of sorted rows, or of matrices one by one; ``None``: another of its forms."""
+    if mat_a.dtype != mat_b.dtype or any(options.get(name) is not None for name in ("bias", "out_dtype")):
+        return None
+    if mat_a.dim() == mat_b.dim() == 3 and offs is None:
+        return torch.bmm(mat_a, mat_b)
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None:
+        return None
+    rows = torch.arange(mat_a.shape[0], device=offs.device)
+    return ops.expert_mm(mat_a, mat_b, torch.searchsorted(offs, rows, right=True))
+
+
+@contextmanager
+def grouped_traced() -> Iterator[None]:
+    """Inside, torch's grouped products of any floating type can be traced."""
+    with _Grouped():
+        yield
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from passes.autocast import casts_traced
 from passes.errors import CaptureError, InputsError, PartitionError
+from passes.experts import grouped_traced
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
 
@@ -129,7 +130,7 @@ def export(
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
-        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module):
+        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module), grouped_traced():
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
@@ -182,7 +183,7 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The twin's output without numbers; where its forward fails, the exception."""
     try:
-        with _quiet(), twin.mode, torch.no_grad():
+        with _quiet(), twin.mode, torch.no_grad(), grouped_traced():
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error

@@ -21,6 +21,7 @@ from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
 from passes.normalize_bags import BAGS
 from passes.normalize_flat import unflatten
+from passes.normalize_indices import INDICES
 from passes.normalize_losses import LOSSES
 from passes.normalize_places import PLACES
 from passes.normalize_random import RANDOM, refuse_draws
@@ -31,7 +32,7 @@ from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
 
-RULES = {**SHAPES, **ALGEBRA, **BAGS, **LOSSES, **RANDOM}
+RULES = {**SHAPES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM}
 
 
 def normalize(captured: Captured) -> Captured:

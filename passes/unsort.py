@@ -18,7 +18,7 @@ from torch import fx
 from passes import experts
 from passes.errors import PartitionError
 from passes.infer import META
-from passes.rewrite import Builder, shape
+from passes.rewrite import Builder, shape, val
 from passes.rules import factors_of
 from passes.rules.algebra import argument, operands_of, results_of, with_operands
 from passes.unused import drop_unused
@@ -67,7 +67,7 @@ class _Unsorter:
             self._is_order(self.sort)
         reached = set(self.sort.users)
         for node in nodes[nodes.index(self.sort) + 1 :]:
-            if node in reached and node.op == "call_function":
+            if (node in reached or node.target is aten.searchsorted.Tensor) and node.op == "call_function":
                 with self.graph.inserting_before(node):
                     self._visit(node, Builder(self.graph, node))
                 if node in self.twins or node in self.inverse:
@@ -86,11 +86,16 @@ class _Unsorter:
                 self._is_order(node)
         elif self._inverts(node):
             self.inverse.add(node)
+        elif self._finds_keys(node):
+            keys = self.keys
+            if val(keys).dtype != val(node).dtype:
+                keys = build(aten.to.dtype, keys, val(node).dtype)
+            self.twins[node] = _Twin(keys)
         elif node.target is operator.getitem:
             self._pick(node, build)
         else:
-            twin = self._put_back(node) or self._grouped(node, build) or self._added(node, build)
-            twin = twin or self._commuted(node, build)
+            twin = self._put_back(node) or self._written(node) or self._grouped(node, build)
+            twin = twin or self._added(node, build) or self._commuted(node, build)
             if twin is not None:
                 self._keep(node, twin)
 
@@ -131,6 +136,27 @@ class _Unsorter:
             return None
         twin = self.twins[found[0]]
         return _Twin(twin.node, (None,)) if twin.dims == (0,) else None
+
+    def _written(self, node: fx.Node) -> _Twin | None:
+        """Sorted rows written where they were."""
+        if node.target is aten.index_copy.default and node.args[1] == 0:
+            base, _, places, rows = node.args
+        elif node.target is aten.index_put.default and not any(node.args[3:]) and len(node.args[1]) == 1:  # type: ignore[arg-type]
+            base, (places,), rows = node.args[:3]  # type: ignore[misc]
+        else:
+            return None
+        known = all(isinstance(n, fx.Node) and n in self.twins and self.twins[n].dims == (0,) for n in (places, rows))
+        if not known or self.twins[places].node is not self.place or base in self.twins:  # type: ignore[index]
+            return None
+        return _Twin(self.twins[rows].node, (None,)) if shape(base) == shape(rows) else None  # type: ignore[index,arg-type]
+
+    def _finds_keys(self, node: fx.Node) -> bool:
+        """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
+        if node.target is not aten.searchsorted.Tensor or not argument(node, "right"):
+            return False
+        ends, rows = node.args[:2]
+        plain = argument(node, "side") is None and argument(node, "sorter") is None
+        return plain and _counts(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
 
     def _grouped(self, node: fx.Node, build: Builder) -> _Twin | None:
         """Products group by group, where the groups are those of the keys."""

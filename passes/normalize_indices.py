@@ -1,0 +1,52 @@
+"""Normal form of look-ups and writes of whole slices: where one vector of places is expanded over all other dims,
+``gather`` is ``index_select``, ``scatter_add`` is ``index_add`` and ``scatter`` is ``index_copy``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
+
+_VIEWS = (aten.expand.default, aten.repeat.default, aten.expand_as.default, aten.broadcast_to.default)
+
+
+def gather(build: Builder, x: fx.Node, dim: int, index: fx.Node, sparse_grad: bool = False) -> Any:
+    places = _places(build, x, dim, index)
+    return KEEP if places is None else build(aten.index_select.default, x, dim, places)
+
+
+def scatter_add(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    return _written(build, aten.index_add.default, x, dim, index, source)
+
+
+def scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    return _written(build, aten.index_copy.default, x, dim, index, source)
+
+
+def _written(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    places = _places(build, x, dim, index) if shape(source) == shape(index) else None
+    return KEEP if places is None else build(target, x, dim, places, source)
+
+
+def _places(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
+    """The vector that ``index`` holds along ``dim`` for every slice of ``x``."""
+    sizes, rank = shape(index), len(shape(index))
+    if rank < 2 or index.target not in _VIEWS or val(index).dtype != torch.int64:
+        return None
+    dim %= rank
+    source: Any = index.args[0]
+    others = [d for d in range(rank) if d != dim]
+    known = [1] * (rank - len(shape(source))) + shape(source)
+    if any(sizes[d] != shape(x)[d] or known[d] != 1 for d in others) or known[dim] != sizes[dim]:
+        return None
+    return build(aten.reshape.default, source, [sizes[dim]])
+
+
+INDICES: dict[Any, Rule] = {
+    aten.gather.default: gather,
+    aten.scatter_add.default: scatter_add,
+    aten.scatter.src: scatter,
+}

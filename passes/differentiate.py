@@ -22,12 +22,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
 from passes.infer import META
+from passes.keep_sorted import MADE_BY, kept_sorted
 from passes.remake import slimmed, woven
 from passes.unused import drop_unused
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_MADE_BY = "made_by"  # in a joint node's meta: the block's node that it was traced from
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -89,6 +89,7 @@ def differentiate(
     them, which ``device`` need not be for what is only looked at. What goes from function to function
     is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
     """
+    block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
     taken: list[int] = []
@@ -159,7 +160,7 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: 
         else:
             args = fx.node.map_arg(node.args, env.__getitem__)
             kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
-            where = {k: node.meta.get(k, "") for k in ("path", "source")} | {_MADE_BY: node.name}
+            where = {k: node.meta.get(k, "") for k in ("path", "source")} | {MADE_BY: node.meta.get(MADE_BY, node.name)}
             with fx.traceback.annotate(where):
                 result = (_fused(node) if fused else node.target)(*args, **kwargs)
             env[node] = result
@@ -297,7 +298,7 @@ def _cut(
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
     saved = [n for n in nodes if n in forward and n in read_later]
-    unkept = {n for n in forward if n.meta.get(_MADE_BY) in again}
+    unkept = {n for n in forward if n.meta.get(MADE_BY) in again}
     saved, remade = slimmed(saved, unkept, [n for n in nodes if n in forward], gradients)
     seeds = [tangents[i] for i in with_grad]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from passes.collectives import NAMESPACE, _library
-
-aten = torch.ops.aten
-_ALIGNED_BYTES = 16  # what grouped products ask of the strides of their operands
+from passes.grouped import grouped_mm, grouped_mm_weight, sort_experts, sort_rows, unsort_rows
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
@@ -28,28 +25,14 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
     The result is zero for rows whose expert is none of the e.
     """
-    order, ends = _by_expert(expert, weight.shape[0])
-    rows = x.index_select(0, order)
-    if _has_kernel(rows, weight):
-        made = torch._grouped_mm(rows, weight, offs=ends)
-        made.masked_fill_((torch.arange(len(rows), device=x.device) >= ends[-1]).unsqueeze(1), 0)
-    else:
-        made = rows.new_zeros(len(rows), weight.shape[2])
-        for e, (start, end) in enumerate(_groups(ends)):
-            torch.mm(rows[start:end], weight[e], out=made[start:end])
-    return torch.empty_like(made).index_copy_(0, order, made)
+    order, ends = sort_experts(expert, weight.shape[0])
+    return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends), order)
 
 
 def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
     """The gradient of ``weight``: for each expert, the sum of ``outer(x[i], grad[i])`` over its rows, ``[e, k, n]``."""
-    order, ends = _by_expert(expert, num_experts)
-    rows, grads = x.index_select(0, order), grad.index_select(0, order)
-    if _has_kernel(rows, grads):
-        return torch._grouped_mm(rows.t(), grads, offs=ends)
-    made = rows.new_zeros(num_experts, rows.shape[1], grads.shape[1])
-    for e, (start, end) in enumerate(_groups(ends)):
-        torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
-    return made
+    order, ends = sort_experts(expert, num_experts)
+    return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
 
 
 _PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # the latter since 2.10
@@ -75,7 +58,8 @@ def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None:
         return None
     rows = torch.arange(mat_a.shape[0], device=offs.device)
-    return ops.expert_mm(mat_a, mat_b, torch.searchsorted(offs, rows, right=True))
+    made: Tensor = ops.expert_mm(mat_a, mat_b, torch.searchsorted(offs, rows, right=True))
+    return made
 
 
 @contextmanager
@@ -122,24 +106,6 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
     """The operators that multiply rows with the matrix of their expert, with their rows, weight and experts."""
     return _products
-
-
-def _by_expert(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order that brings the experts' rows together, and where each expert's rows end; others come last."""
-    others = (expert < 0) | (expert >= num_experts)
-    experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(num_experts, device=expert.device, dtype=experts.dtype), right=True)
-    return order, ends.to(torch.int32)
-
-
-def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    sizes = (a.shape[-1], b.shape[-1])
-    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and all(s * 2 % _ALIGNED_BYTES == 0 for s in sizes)
-
-
-def _groups(ends: Tensor) -> list[tuple[int, int]]:
-    borders = [0, *ends.tolist()]
-    return list(pairwise(borders))
 
 
 _library.define("expert_mm(Tensor x, Tensor weight, Tensor expert) -> Tensor")

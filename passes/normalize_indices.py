@@ -42,7 +42,9 @@ def _places(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | N
     known = [1] * (rank - len(shape(source))) + shape(source)
     if any(sizes[d] != shape(x)[d] or known[d] != 1 for d in others) or known[dim] != sizes[dim]:
         return None
-    return build(aten.reshape.default, source, [sizes[dim]])
+    while source.target is aten.reshape.default:
+        source = source.args[0]
+    return source if shape(source) == [sizes[dim]] else build(aten.reshape.default, source, [sizes[dim]])
 
 
 INDICES: dict[Any, Rule] = {

@@ -26,13 +26,14 @@ from passes.unused import drop_unused
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _SORTS = (aten.sort.default, aten.sort.stable)
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def unsort(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place. Requires and keeps values on every node."""
     for node in list(graph.nodes):
-        if node.target in (*_SORTS, aten.argsort.default) and len(shape(operands_of(node)[0])) == 1:
+        if node.target in (*_SORTS, *_ARGSORTS) and len(shape(operands_of(node)[0])) == 1:
             _Unsorter(graph, node).run()
     drop_unused(graph)
 
@@ -54,6 +55,7 @@ class _Unsorter:
         self.sort = sort
         self.keys = operands_of(sort)[0]
         self.num_rows = shape(self.keys)[0]
+        self.ascending = not argument(sort, "descending", False)
         self.twins: dict[fx.Node, _Twin] = {}
         self.order: fx.Node | None = None
         self.inverse: set[fx.Node] = set()
@@ -63,7 +65,7 @@ class _Unsorter:
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
             self.place = build(aten.arange.default, self.num_rows, device=META)
-        if self.sort.target is aten.argsort.default:
+        if self.sort.target in _ARGSORTS:
             self._is_order(self.sort)
         reached = set(self.sort.users)
         for node in nodes[nodes.index(self.sort) + 1 :]:
@@ -119,8 +121,8 @@ class _Unsorter:
         """Whether ``node`` is the inverse of the order: written at the order's places, or sorted once more."""
         if self.order is None:
             return False
-        if node.target is aten.argsort.default:
-            return node.args[0] is self.order
+        if node.target in _ARGSORTS:
+            return node.args[0] is self.order and not argument(node, "descending", False)
         if node.target is aten.index_put.default:
             base, places, values, *_ = node.args
             return shape(base) == [self.num_rows] and list(places) == [self.order] and _counts(values, self.num_rows)  # type: ignore[arg-type]
@@ -139,16 +141,18 @@ class _Unsorter:
 
     def _written(self, node: fx.Node) -> _Twin | None:
         """Sorted rows written where they were."""
-        if node.target is aten.index_copy.default and node.args[1] == 0:
-            base, _, places, rows = node.args
-        elif node.target is aten.index_put.default and not any(node.args[3:]) and len(node.args[1]) == 1:  # type: ignore[arg-type]
-            base, (places,), rows = node.args[:3]  # type: ignore[misc]
+        args: Any = node.args
+        if node.target is aten.index_copy.default and args[1] == 0:
+            base, places, rows = args[0], args[2], args[3]
+        elif node.target is aten.index_put.default and len(args[1]) == 1 and not any(args[3:]) and not node.kwargs:
+            base, places, rows = args[0], args[1][0], args[2]
         else:
             return None
-        known = all(isinstance(n, fx.Node) and n in self.twins and self.twins[n].dims == (0,) for n in (places, rows))
-        if not known or self.twins[places].node is not self.place or base in self.twins:  # type: ignore[index]
+        if base in self.twins or not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):
             return None
-        return _Twin(self.twins[rows].node, (None,)) if shape(base) == shape(rows) else None  # type: ignore[index,arg-type]
+        if self.twins[places].node is not self.place or shape(base) != shape(rows):
+            return None
+        return _Twin(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
         """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
@@ -180,8 +184,10 @@ class _Unsorter:
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Whether ``node`` tells how often each key occurs."""
+        """Whether ``node`` tells how many rows each expert has, in the rows' order: how often each key occurs."""
         counts = _uncast(node)
+        if not self.ascending:
+            return False
         if counts.target is aten.histc.default:
             bins = [argument(counts, name) for name in ("bins", "min", "max")]
             return bins == [num_experts, 0, num_experts - 1] and self._is_keys(counts.args[0])

@@ -85,6 +85,111 @@ def test_rows_keep_their_order(put_back: str, ends: str):
         torch.testing.assert_close(ours, theirs)
 
 
+def computed(model: nn.Module, *inputs: Tensor) -> tuple[fx.Graph, Tensor]:
+    """The normal form of a model of one output, and what it makes of ``inputs``."""
+    captured = normalize(capture(model, inputs))
+    known = {**dict(model.named_parameters()), **captured.constants, **{str(i): x for i, x in enumerate(inputs)}}
+    leaves = [known[captured.placeholders[n.name]] for n in captured.graph.nodes if n.op == "placeholder"]
+    (made,) = run_graph(captured.graph, leaves)
+    return captured.graph, made
+
+
+class Grouped(nn.Module):
+    """torch's own grouped products, with rows read, written and added up in the various ways of users."""
+
+    def __init__(self, read: str, back: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, E)
+        self.up = nn.Parameter(torch.randn(E, F, H) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, H, F) * 0.3)
+        self.read, self.back = read, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K)
+        order = chosen.reshape(-1).argsort(stable=True)
+        places = order // K
+        wide = places.reshape(-1, 1)
+        rows = x[places] if self.read == "index" else x.gather(0, wide.expand(-1, H))
+        counts = torch.histc(chosen.reshape(-1).float(), bins=E, min=0, max=E - 1)
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = nn.functional.silu(nn.functional.grouped_mm(rows, self.up.transpose(-2, -1), offs=ends))
+        made = torch._grouped_mm(inner, self.down.transpose(-2, -1), offs=ends)
+        shares = weights.reshape(-1)[order].reshape(-1, 1)
+        if self.back == "scatter_add":
+            return torch.zeros_like(x).scatter_add(0, wide.expand(-1, H), made * shares)
+        if self.back == "repeat":
+            return torch.zeros_like(x).scatter_add(0, wide.repeat(1, H), made * shares)
+        empty = torch.zeros(T * K, H, dtype=x.dtype)
+        if self.back == "index_copy":
+            back = empty.index_copy(0, order, made)
+        elif self.back == "scatter":
+            back = empty.scatter(0, order.reshape(-1, 1).expand(-1, H), made)
+        else:
+            back = empty
+            back[order] = made
+        return torch.bmm(weights.reshape(-1, 1, K), back.reshape(T, K, H)).squeeze(1)
+
+
+@pytest.mark.parametrize("back", ["scatter_add", "repeat", "index_copy", "scatter", "index_put"])
+@pytest.mark.parametrize("read", ["index", "gather"])
+def test_grouped_products_of_torch(read: str, back: str):
+    """Traced in types that torch does not trace them in, and in the form that can be sharded."""
+    torch.manual_seed(0)
+    model, x = Grouped(read, back), torch.randn(T, H)
+    graph, made = computed(model, x)
+    found = targets(graph)
+    assert found.count("partition.expert_mm.default") == 2
+    gone = {"argsort", "sort", "histc", "searchsorted", "scatter_add", "index_copy", "index_put", "_grouped_mm"}
+    assert not gone & {name.split(".")[1] for name in found if "." in name}
+    torch.testing.assert_close(made, model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_grouped_products_that_are_not_by_expert(dtype: torch.dtype):
+    """Groups that nothing sorts: cut at ends that are given, with rows behind the last; and one for each matrix."""
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 16, dtype=dtype))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            first = nn.functional.grouped_mm(x, self.weight, offs=ends)[:6].sum()
+            return first + nn.functional.grouped_mm(x.reshape(3, 4, 8), self.weight).sum()
+
+    torch.manual_seed(0)
+    model, x, ends = Cut(), torch.randn(12, 8, dtype=dtype), torch.tensor([2, 2, 6], dtype=torch.int32)
+    _, made = computed(model, x, ends)
+    rows = x.float()
+    expected = rows[:2] @ model.weight[0].float(), rows[2:6] @ model.weight[2].float()
+    every = torch.bmm(rows.reshape(3, 4, 8), model.weight.float())
+    torch.testing.assert_close(made.float(), sum(p.sum() for p in (*expected, every)), rtol=2e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("change", ["ends", "places", "descending", "back"])
+def test_groups_of_other_sorts_stay(change: str):
+    """Ends of other keys or in another order, and rows written or put back in an order of their own."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(E, H, F))
+
+        def forward(self, x: Tensor, keys: Tensor, others: Tensor) -> Tensor:
+            order = keys.argsort(stable=True, descending=change == "descending")
+            counts = torch.histc((others if change == "ends" else keys).float(), bins=E, min=0, max=E - 1)
+            made = nn.functional.grouped_mm(x[order], self.weight, offs=counts.cumsum(0).to(torch.int32))
+            if change == "back":
+                return made[order.argsort(descending=True)]
+            places = order.flip(0) if change == "places" else order
+            return torch.zeros_like(made).index_copy(0, places, made)
+
+    torch.manual_seed(0)
+    keys, others = torch.tensor([3, 1, 0, 0, 2, 1, 1, 3]), torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+    model, x = Other(), torch.randn(8, H)
+    torch.testing.assert_close(computed(model, x, keys, others)[1], model(x, keys, others))
+
+
 def test_rows_of_experts_can_be_sharded():
     pytest.importorskip("transformers.integrations.moe")
     graph = normalize(capture(Experts("index_put", "histc"), (torch.randn(T, H),))).graph

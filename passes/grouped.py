@@ -1,0 +1,143 @@
+"""Products group by group, of rows that stand sorted by expert, and the moves into that order and back.
+
+Four operators, each with its gradient: ``sort_rows`` and ``unsort_rows`` are each other's, ``grouped_mm`` has itself
+and ``grouped_mm_weight``. ``sort_experts`` finds the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.collectives import NAMESPACE, _library
+
+_ALIGNED_BYTES = 16  # what torch's grouped products ask of the strides of their operands
+_KERNELS = {
+    "cpu": frozenset((torch.float32, torch.bfloat16, torch.float16)),
+    "cuda": frozenset((torch.bfloat16,)),
+}
+
+
+def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Of the expert ``[t]`` of each row: the order ``[t]`` that brings the experts' rows together, and where the rows
+    of each end, ``[num_experts]``. Rows of no expert come last."""
+    others = (expert < 0) | (expert >= num_experts)
+    experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=expert.device, dtype=experts.dtype), right=True)
+    return order, ends.to(torch.int32)
+
+
+def sort_rows(x: Tensor, order: Tensor) -> Tensor:
+    """``x[order]``: rows ``[t, ...]`` in ``order``, which has each once."""
+    return x.index_select(0, order)
+
+
+def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
+    """Rows ``[t, ...]`` in ``order``, where they were: ``sort_rows(made, order)`` is ``x``."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows ``[t, k]``, those of each expert up to its end, times its matrix in ``weight`` ``[e, k, n]``: ``[t, n]``.
+
+    Zero behind the last end.
+    """
+    if _has_kernel(rows, weight):
+        made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
+        if made.is_cuda:
+            return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
+    else:
+        made = rows.new_empty(len(rows), weight.shape[2])
+        for e, (start, end) in enumerate(_groups(ends)):
+            torch.mm(rows[start:end], weight[e], out=made[start:end])
+    made[int(ends[-1]) :].zero_()
+    return made
+
+
+def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of ``weight`` ``[e, k, n]``: for each expert, the sum of its rows' ``outer(rows[i], grads[i])``."""
+    if _has_kernel(rows, grads):
+        return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
+    made = rows.new_empty(len(ends), rows.shape[1], grads.shape[1])
+    for e, (start, end) in enumerate(_groups(ends)):
+        torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
+    return made
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    sizes = (a.shape[-1], b.shape[-1])
+    known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
+    return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
+
+
+def _groups(ends: Tensor) -> list[tuple[int, int]]:
+    borders = [0, *ends.tolist()]
+    return list(pairwise(borders))
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+ops = torch.ops.partition
+
+
+def _fake_order(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(expert, dtype=torch.int64), expert.new_empty(num_experts, dtype=torch.int32)
+
+
+def _fake_moved(x: Tensor, order: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+def _fake_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], grads.shape[1])
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sort_experts(Tensor expert, int num_experts) -> (Tensor, Tensor)": (sort_experts, _fake_order),
+    "sort_rows(Tensor x, Tensor order) -> Tensor": (sort_rows, _fake_moved),
+    "unsort_rows(Tensor x, Tensor order) -> Tensor": (unsort_rows, _fake_moved),
+    "grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor": (grouped_mm, _fake_product),
+    "grouped_mm_weight(Tensor rows, Tensor grads, Tensor ends) -> Tensor": (grouped_mm_weight, _fake_weight),
+}
+for _schema, (_kernel, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+
+
+def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _unsorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return ops.unsort_rows(grad, *ctx.saved_tensors), None
+
+
+def _sorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return ops.sort_rows(grad, *ctx.saved_tensors), None
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weight, ends = ctx.saved_tensors
+    of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_weight, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::sort_rows", _unsorted, setup_context=_keep_order, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::unsort_rows", _sorted, setup_context=_keep_order, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::grouped_mm", _product_backward, setup_context=_keep, lib=_library)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_RARELY = (200_000, 10, 10)
+_RARELY = (1_000_000, 10, 10)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ class Constraints(BaseModel):
         if not experts:
             raise ConstraintError(
                 f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1, or experts written in a "
-                "form that docs/experts.md lists (a loop that picks each expert's rows is sharded over tp alone)"
+                "form that docs/experts.md lists (other loops that pick each expert's rows are sharded over tp alone)"
             )
         if experts % self.ep:
             raise ConstraintError(

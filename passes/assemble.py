@@ -35,7 +35,7 @@ _STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
 
-_SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
+SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
 
 
 @dataclass
@@ -107,7 +107,7 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
     drop_unused(graph)
     constants = _constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
-    notes = (_SELECTS,) if selected.rows else ()
+    notes = (SELECTS,) if selected.rows else ()
     return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
 
 

@@ -17,6 +17,7 @@ from passes.blocks import State, TensorSpec
 from passes.capture import Captured
 from passes.decompose import decompose
 from passes.gathered import ungather
+from passes.looped import route_loops
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
 from passes.normalize_bags import BAGS
@@ -68,9 +69,8 @@ def _normalized(captured: Captured) -> Captured:
     loss = moved[captured.loss] if captured.loss is not None else None
     updates = {state: moved[node] for state, node in captured.updates.items()}
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
-    return stack_experts(
-        captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
-    )
+    captured = captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
+    return stack_experts(route_loops(captured))
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

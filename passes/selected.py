@@ -41,6 +41,8 @@ class SelectedRows:
         self.rows: dict[fx.Node, Rows] = {}
         self.places: dict[fx.Node, tuple[fx.Node, int]] = {}  # coordinate number i of a mask's ones -> (mask, i)
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}  # of the masks before they were flattened
+        self.conditions: dict[fx.Node, fx.Node] = {}  # what they were then
+        self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
         self._keys: dict[fx.Node, int] = {}
@@ -160,6 +162,7 @@ class SelectedRows:
             flat = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
             self._masks[key] = flat
             self.shapes[flat] = tuple(value.shape)
+            self.conditions[flat] = condition
         return self._masks[key]
 
     def _key(self, node: fx.Node) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from passes.choices import choice_of, is_distinct
 from passes.infer import META
 
 if TYPE_CHECKING:
@@ -92,14 +93,17 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     spread = _spread(build, x, first, [i for _, i in given])
     made = spread if spread is not None else build.call(aten.index.Tensor, x, list(indices))
     build.rows[made] = Rows(rows.mask, first)
-    return build.harmless(made)
+    made = build.harmless(made)
+    if first == 0:
+        build.read[made] = x, tuple(i for _, i in given)
+    return made
 
 
 def _coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
     """The shape of the mask whose coordinates ``indices`` are, and which they are, if they cover dims of ``x`` from
-    ``first`` on in order: then each row has its own place, which needs no index. Empty: they do not."""
+    ``first`` on: then each row has its own place, which needs no index. Empty: they do not."""
     places = [build.places.get(i) for i in indices]
     masks = {place[0] for place in places if place is not None}
     if None in places or len(masks) != 1:
@@ -107,7 +111,7 @@ def _coordinates(
     covered = build.shapes[masks.pop()]
     along = [place[1] for place in places if place is not None]
     fits = [covered[i] for i in along] == list(x.meta["val"].shape[first : first + len(along)])
-    return (covered, along) if fits and along == sorted(set(along)) else ((), [])
+    return (covered, along) if fits and len(along) == len(set(along)) else ((), [])
 
 
 def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
@@ -117,6 +121,9 @@ def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node])
         return None
     sizes = list(x.meta["val"].shape)
     before, after = sizes[:first], sizes[first + len(along) :]
+    if along != sorted(along):
+        moved = [first + along.index(i) for i in sorted(along)]
+        x = build.call(aten.permute.default, x, [*range(first), *moved, *range(first + len(along), len(sizes))])
     alone = [size if i in along else 1 for i, size in enumerate(covered)]
     value = build.call(aten.reshape.default, x, [*before, *alone, *after])
     value = build.call(aten.expand.default, value, [*before, *covered, *after])
@@ -140,6 +147,10 @@ def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, a
     shape = list(x.meta["val"].shape)
     if accumulate and not whole:
         return build.call(aten.index_put.default, x, list(indices), build.zeroed(values), True)
+    if not whole and index.meta["val"].dtype != torch.bool:
+        added = _added_to(build, x, [i for _, i in given], values)
+        if added is not None:
+            return added
     covered = build.shapes[mask]
     if not whole or tuple(shape[first : first + len(covered)]) != covered:
         raise Unselectable
@@ -157,16 +168,42 @@ def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, a
 def _index_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
     if x in build.rows or build.same(index).mask is not build.same(source).mask:
         raise Unselectable
-    if build.same(source).dim != dim % x.meta["val"].dim():
+    dim %= x.meta["val"].dim()
+    if build.same(source).dim != dim:
         raise Unselectable
-    covered, along = _coordinates(build, x, dim := dim % x.meta["val"].dim(), [index])
-    if not along:
+    added = _at_places(build, x, dim, [index], source)
+    if added is None:
         return build.call(aten.index_add.default, x, dim, index, build.zeroed(source), **kwargs)
-    sizes = list(source.meta["val"].shape)
-    apart = build.call(aten.reshape.default, build.zeroed(source), [*sizes[:dim], *covered, *sizes[dim + 1 :]])
-    others = [dim + i for i in range(len(covered)) if i not in along]
-    added = build.call(aten.sum.dim_IntList, apart, others) if others else apart
     return build.call(aten.add.Tensor, x, added, **kwargs)
+
+
+def _at_places(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node) -> fx.Node | None:
+    """What the rows of ``source`` add up to at each place of ``x``; ``None`` where an index is needed to tell."""
+    covered, along = _coordinates(build, x, first, indices)
+    sizes = list(source.meta["val"].shape)
+    if not along or along != sorted(along) or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
+        return None
+    apart = build.call(aten.reshape.default, build.zeroed(source), [*sizes[:first], *covered, *sizes[first + 1 :]])
+    others = [first + i for i in range(len(covered)) if i not in along]
+    return build.call(aten.sum.dim_IntList, apart, others) if others else apart
+
+
+def _added_to(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """``x[indices] += more`` where no place is selected twice, as rows that are added; ``None``: it is not that."""
+    args: Any = values.args
+    if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
+        return None
+    pairs = [(a, b) for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
+    rows = build.rows.get(pairs[0][1]) if pairs else None
+    _, along = _coordinates(build, x, 0, indices)
+    if rows is None or rows.dim != 0 or not along:
+        return None
+    left = [d for d in range(len(build.shapes[rows.mask])) if d not in along]
+    choice = choice_of(build.conditions[rows.mask])
+    if len(left) > 1 or (left and (choice is None or not is_distinct(choice.of, choice.dims[left[0]]))):
+        return None
+    added = _at_places(build, x, 0, indices, pairs[0][1])
+    return None if added is None else build.call(aten.add.Tensor, x, added)
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from passes.assemble import Captured
-from passes.blocks import State, TensorSpec
+from passes.packed import Different, Packing
 from passes.regions import CHOICES
-from passes.rewrite import Builder, placeholder_name, shape
+from passes.rewrite import Builder, shape
 from passes.unused import drop_unused
 
 aten = torch.ops.aten
@@ -31,14 +31,15 @@ def stack_experts(captured: Captured) -> Captured:
     """``captured`` with its lists of experts stacked; its graph is changed in place."""
     named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
     for head in reversed(list(captured.graph.nodes)):
-        if head.target is aten.add.Tensor and head.name not in named and not _is_inner(head):
+        if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
             stacking = _Stacking(captured, head)
             if stacking.run():
-                captured = stacking.captured
+                captured = stacking.packing.settle()
     return captured
 
 
-def _is_sum(node: fx.Node) -> bool:
+def is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` adds two values of its own shape."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -48,17 +49,17 @@ def _is_sum(node: fx.Node) -> bool:
     )
 
 
-def _is_inner(node: fx.Node) -> bool:
+def is_inner(node: fx.Node) -> bool:
     """Whether ``node`` is an addend of a longer sum."""
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+    return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
-def _addends(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     """What ``node``, a sum, adds up, and the sums of two that it consists of."""
     found, sums = [], {node}
     for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
-        if _is_sum(addend) and len(addend.users) == 1:
-            more, inner = _addends(addend)
+        if is_sum(addend) and len(addend.users) == 1:
+            more, inner = addends_of(addend)
             found += more
             sums |= inner
         else:
@@ -66,15 +67,11 @@ def _addends(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return found, sums
 
 
-class _Different(Exception):
-    """The experts do not do the same, or something that has no stacked form."""
-
-
 class _Stacking:
     """One sum: its gated addends, walked together from their products down to the parameters."""
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:
-        self.captured = captured
+        self.packing = Packing(captured)
         self.head = head
         self.build = Builder(captured.graph, head)
         self.made: dict[tuple[fx.Node, ...], tuple[fx.Node, bool]] = {}
@@ -85,9 +82,9 @@ class _Stacking:
 
     def run(self) -> bool:
         """Stack the sum's experts; ``False``, and nothing done, where it has none."""
-        if not _is_sum(self.head) or len(shape(self.head)) != 2:
+        if not is_sum(self.head) or len(shape(self.head)) != 2:
             return False
-        addends, self.sums = _addends(self.head)
+        addends, self.sums = addends_of(self.head)
         gated = {n: found for n in addends if (found := self._gated(n)) is not None}
         if len(gated) < 2 or not self._is_chosen(list(gated)):
             return False
@@ -96,17 +93,16 @@ class _Stacking:
         outputs = [made for made, _ in gated.values()]
         try:
             self._check(tuple(outputs))
-        except _Different:
+        except Different:
             return False
         if not self._is_apart():
             return False
-        with self.captured.graph.inserting_before(self.head):
+        with self.build.graph.inserting_before(self.head):
             total = self._sum(outputs, [gate for _, gate in gated.values()])
             for other in [n for n in addends if n not in gated]:
                 total = self.build(aten.add.Tensor, other, total)
         self.head.replace_all_uses_with(total)
-        drop_unused(self.captured.graph)
-        self._forget_parts()
+        drop_unused(self.build.graph)
         return True
 
     def _gated(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -132,36 +128,29 @@ class _Stacking:
         return any(n.target in CHOICES and shape(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
     def _check(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Visit what makes ``nodes``; raises :class:`_Different` unless all of it can be stacked."""
+        """Visit what makes ``nodes``; raises :class:`Different` unless all of it can be stacked."""
         if len(set(nodes)) == 1 or nodes in self.packed:
             return
         first = nodes[0]
         if len(set(nodes)) != len(nodes) or (
             any(n.op != first.op or n.target != first.target for n in nodes[1:]) and (first.op != "placeholder")
         ):
-            raise _Different
+            raise Different
         if first.op == "placeholder":
-            self._check_states(nodes)
+            self.packing.check(nodes)
             self.packed.append(nodes)
             return
         self.visited |= set(nodes)
         flat = [_flat(n) for n in nodes]
         if any(len(f) != len(flat[0]) for f in flat):
-            raise _Different
+            raise Different
         for arguments in zip(*flat, strict=True):
             if all(isinstance(a, fx.Node) for a in arguments):
                 self._check(arguments)
             elif any(type(a) is not type(arguments[0]) or a != arguments[0] for a in arguments):
-                raise _Different
+                raise Different
         if not self._has_form(first):
-            raise _Different
-
-    def _check_states(self, nodes: tuple[fx.Node, ...]) -> None:
-        states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
-        kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
-        kind = kinds.pop()
-        if kinds or kind is None or kind[0] != "parameter" or kind[3] or kind[4]:
-            raise _Different
+            raise Different
 
     def _has_form(self, node: fx.Node) -> bool:
         if node.target in _PRODUCTS:
@@ -189,7 +178,7 @@ class _Stacking:
         if nodes not in self.made:
             first = nodes[0]
             if first.op == "placeholder":
-                self.made[nodes] = self._pack(nodes), True
+                self.made[nodes] = self.packing.pack(nodes), True
             else:
                 self.made[nodes] = self._operator(nodes), True
         return self.made[nodes]
@@ -227,33 +216,6 @@ class _Stacking:
     def _repeated(self, x: fx.Node) -> fx.Node:
         return self.build(aten.expand.default, self.build(aten.unsqueeze.default, x, 0), [self.num, *shape(x)])
 
-    def _pack(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """One placeholder for the parameters of all experts."""
-        names = tuple(self.captured.placeholders[n.name] for n in nodes)
-        old = self.captured.states[names[0]]
-        name = _common(names)
-        if name in self.captured.states:
-            name += f" of {names[0]}"
-        spec = TensorSpec((len(names), *old.spec.shape), old.spec.dtype)
-        state = State(name, spec, old.kind, old.requires_grad, parts=names)
-        graph = self.captured.graph
-        with graph.inserting_before(next(iter(graph.nodes))):
-            made = graph.placeholder(placeholder_name(name.replace("*", "all")))
-        made.meta = {**nodes[0].meta, "val": spec.meta()}
-        self.captured = self.captured.with_(
-            states={**self.captured.states, name: state},
-            placeholders={**self.captured.placeholders, made.name: name},
-        )
-        return made
-
-    def _forget_parts(self) -> None:
-        graph, placeholders = self.captured.graph, dict(self.captured.placeholders)
-        states = dict(self.captured.states)
-        for node in (n for nodes in self.packed for n in nodes):
-            states.pop(placeholders.pop(node.name))
-            graph.erase_node(node)
-        self.captured = self.captured.with_(states=states, placeholders=placeholders)
-
 
 def _flat(node: fx.Node) -> list[Any]:
     found: list[Any] = []
@@ -264,9 +226,3 @@ def _flat(node: fx.Node) -> list[Any]:
 
 def _arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node, ...]:
     return tuple(n.args[place] for n in nodes)  # type: ignore[misc]
-
-
-def _common(names: Sequence[str]) -> str:
-    """The names as one: ``experts.*.up.weight``."""
-    parts = [name.split(".") for name in names]
-    return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))

@@ -1,0 +1,174 @@
+"""Truth values that say of each place whether a certain number was chosen there.
+
+``chosen == 3``, a slice of ``one_hot(chosen)``, a slice of ``chosen[..., None] == arange(n)``: what loops over experts
+ask. Read off the graph, of exported operators and of those in normal form.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.rules.algebra import argument
+
+aten = torch.ops.aten
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.contiguous.default)
+_RANKED: dict[Any, int] = {  # which of their results are places along a dim, each once
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+}
+_BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
+_PLACES = (aten.argsort.default, aten.argsort.stable)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of the whole numbers ``of``: where they are ``number``. Dim ``j`` of the truth values is dim ``dims[j]``."""
+
+    of: fx.Node
+    dims: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """The same for every number, which ``dim`` counts; ``dims``: of the other dims."""
+
+    of: fx.Node
+    dim: int
+    dims: tuple[int, ...]
+
+
+def choice_of(node: Any) -> Choice | None:
+    """What ``node`` says of numbers; ``None``: it is something else."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    args: Any = node.args
+    if node.target is aten.eq.Scalar and isinstance(args[1], int) and not _floats(args[0]):
+        return Choice(args[0], tuple(range(_rank(args[0]))), args[1])
+    if _is_nonzero(node) or node.target in _CASTS:
+        return None if _rank(node) == 0 else choice_of(args[0])
+    if node.target is aten.select.int:
+        return _slice(args[0], args[1], args[2])
+    if node.target is operator.getitem and args[0].target is aten.unbind.int:
+        return _slice(args[0].args[0], argument(args[0], "dim", 0), args[1])
+    return None
+
+
+def is_distinct(of: fx.Node, dim: int) -> bool:
+    """Whether the numbers along ``dim`` are all different: places in the order of what stood there."""
+    node: Any = _uncast(of)
+    if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
+        along = argument(node.args[0], "dim", -1)
+    elif node.target in _PLACES:
+        along = argument(node, "dim", -1)
+    else:
+        return False
+    return bool((along - dim) % _rank(node) == 0)
+
+
+def num_choices(of: fx.Node) -> int | None:
+    """How many places there were to choose from; ``None``: this is not a choice of places."""
+    node: Any = _uncast(of)
+    while node.target in (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.permute.default):
+        node = _uncast(node.args[0])
+    if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
+        node = node.args[0]
+    elif node.target not in (*_PLACES, aten.argmax.default, aten.argmin.default):
+        return None
+    dim = argument(node, "dim", -1)
+    return None if dim is None else int(node.args[0].meta["val"].shape[dim])
+
+
+def _slice(whole: fx.Node, dim: int, index: int) -> Choice | None:
+    classes = _classes(whole)
+    if classes is None or dim % _rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
+        return None
+    return Choice(classes.of, classes.dims, index)
+
+
+def _classes(node: Any) -> _Classes | None:
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    args: Any = node.args
+    rank = _rank(node)
+    if node.target is aten.one_hot.default:
+        return _Classes(args[0], rank - 1, tuple(range(rank - 1)))
+    if node.target is aten.eq.Tensor:
+        for numbers, counted in (args, args[::-1]):
+            source = _widened(numbers)
+            if source is not None and _counts(counted) == node.meta["val"].shape[-1]:
+                return _Classes(source, rank - 1, tuple(range(rank - 1)))
+        return None
+    if _is_nonzero(node) or node.target in _CASTS:
+        return _classes(args[0])
+    if node.target in (aten.permute.default, aten.transpose.int):
+        inner = _classes(args[0])
+        if inner is None:
+            return None
+        order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swapped(rank, *args[1:])
+        others = [d for d in range(rank) if d != inner.dim]
+        return _Classes(
+            inner.of, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
+        )
+    return None
+
+
+def _widened(node: Any) -> fx.Node | None:
+    """What ``node`` has one dim more than, the last, of size 1."""
+    if not isinstance(node, fx.Node) or node.target not in (
+        aten.unsqueeze.default,
+        aten.reshape.default,
+        aten.view.default,
+    ):
+        return None
+    source: Any = node.args[0]
+    fits = tuple(node.meta["val"].shape) == (*source.meta["val"].shape, 1)
+    return source if fits and not _floats(source) else None
+
+
+def _counts(node: Any) -> int | None:
+    """How many numbers 0, 1, .. ``node`` has, if it has these and no other dim that matters."""
+    node = _uncast(node) if isinstance(node, fx.Node) else node
+    while isinstance(node, fx.Node) and node.target in (
+        aten.reshape.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+    ):
+        if node.meta["val"].shape[-1] != node.meta["val"].numel():
+            return None
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
+        return None
+    plain = argument(node, "start", 0) == 0 and argument(node, "step", 1) == 1
+    return int(node.meta["val"].shape[0]) if plain else None
+
+
+def _is_nonzero(node: fx.Node) -> bool:
+    compared = node.target in (aten.ne.Scalar, aten.gt.Scalar)
+    return bool(compared and node.args[1] in (0, False) and not _floats(node.args[0]))
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while node.target in _CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _swapped(rank: int, a: int, b: int) -> list[int]:
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _floats(node: Any) -> bool:
+    return bool(node.meta["val"].is_floating_point())
+
+
+def _rank(node: Any) -> int:
+    return int(node.meta["val"].dim())

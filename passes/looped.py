@@ -1,0 +1,342 @@
+"""Loops over experts that pick each expert's rows, as products by expert.
+
+Such a loop arrives with every row in every expert and all but the expert's own left out of what is added up
+(``passes/selected.py``). Where the own rows are those that chose the expert's number, no row is two experts' own: one
+walk through all experts at once does what each did to its own rows, with each row's own expert. Products become
+``partition::expert_mm``, other parameters are looked up, and what leaves rows out has none left to leave out.
+
+Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import experts
+from passes.assemble import SELECTS, Captured
+from passes.choices import choice_of, num_choices
+from passes.errors import PartitionError
+from passes.loops import LINEAR, RESHAPES, SCALED, Loop, Numbers, is_opposite, loops_at
+from passes.packed import Different, Packing
+from passes.rewrite import Builder, shape, val
+from passes.rules import factors_of
+from passes.rules.algebra import operands_of
+from passes.unused import drop_unused
+
+aten = torch.ops.aten
+_PRODUCTS: dict[Any, bool] = {aten.linear.default: True, aten.mm.default: False}  # whether the weight is [n, k]
+_ROUTED = "loops over experts are computed as products of each row with its experts' matrices alone"
+
+
+def route_loops(captured: Captured) -> Captured:
+    """``captured`` with its loops over experts as products by expert; its graph is changed in place."""
+    graph = captured.graph
+    if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
+        return captured
+    numbers, routed = Numbers(), False
+    for head in reversed(list(graph.nodes)):
+        if head._erased or head.op != "call_function":
+            continue
+        for loop in loops_at(head, numbers):
+            merging = _Merging(captured, head, loop, numbers)
+            if merging.run():
+                captured, routed = merging.packing.settle(), True
+                break
+    if not routed:
+        return captured
+    left = any(n.target is aten.masked_fill.Scalar and is_opposite(n.args[1]) for n in graph.nodes)
+    return captured.with_(notes=(*(n for n in captured.notes if left or n != SELECTS), _ROUTED))
+
+
+# --- all experts at once ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Truth values that say which rows are the expert's own, or the opposite; ``dim`` has the rows, ``None``: they are
+    not in one dim yet."""
+
+    dim: int | None
+    negated: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """``node`` has in ``dim`` for every row what its own expert's has there; the others have zero, if ``zeroed``."""
+
+    node: fx.Node
+    dim: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What the experts' parts add up to, each zero where another is not."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Every row of its own expert, in their order, and their dim taken apart."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A parameter of each expert."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+_Merged = _Mask | _Rows | _Added | _Placed | _Stack
+
+
+class _Merging:
+    """One loop: its parts, walked together. What all experts share is a plain node."""
+
+    def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
+        self.packing = Packing(captured)
+        self.build = Builder(captured.graph, head)
+        self.head, self.loop, self.numbers = head, loop, numbers
+        self.num_rows = val(loop.of).numel()
+        self.known: dict[tuple[fx.Node, ...], Any] = {}
+        self.inner: set[fx.Node] = set()  # what is done to rows
+        self.keys: fx.Node | None = None
+        covers = num_choices(loop.of)
+        self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
+
+    def run(self) -> bool:
+        """Rewrite the loop; ``False``, and nothing done, where it is not what it seemed."""
+        graph = self.build.graph
+        with graph.inserting_before(self.head):
+            try:
+                total = self._total(self.merge(self.loop.parts))
+                apart = self._is_apart()
+            except Different:
+                apart = False
+        if apart:  # in its place, so that an output keeps its name
+            self.head.target, self.head.args, self.head.kwargs = total.target, total.args, total.kwargs
+        drop_unused(graph)
+        if not apart:
+            self.packing.abandon()
+        return apart
+
+    def _total(self, made: Any) -> fx.Node:
+        if self.loop.adds:
+            if not isinstance(made, _Added) and not (isinstance(made, _Rows) and made.zeroed):
+                raise Different
+            total = made.node
+            for other in self.loop.others:
+                total = self.build(aten.add.Tensor, other, total)
+            return total
+        if not isinstance(made, _Rows | _Placed):
+            raise Different
+        if self.covers:
+            return made.node
+        condition: Any = self.head.args[0]
+        chosen = self.build(aten.reshape.default, self._known(), shape(condition))
+        return self.build(aten.where.self, chosen, made.node, *self.loop.others)
+
+    def _is_apart(self) -> bool:
+        """Whether nothing else reads what is done to the experts' rows, or their parameters; and there are some."""
+        read = self.inner | {n for nodes in self.packing.packed for n in nodes}
+        users = self.inner | self.loop.chain
+        return bool(self.packing.packed) and all(u in users for n in read for u in n.users)
+
+    def merge(self, nodes: tuple[fx.Node, ...]) -> Any:
+        """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
+        if nodes not in self.known:
+            alike = len({self.numbers(n) for n in nodes}) == 1
+            self.known[nodes] = nodes[0] if alike else self._merged(nodes)
+        return self.known[nodes]
+
+    def _merged(self, nodes: tuple[fx.Node, ...]) -> Any:
+        first = nodes[0]
+        if first.op == "placeholder":
+            self.packing.check(nodes)
+            return _Stack(nodes)
+        mask = self._chosen(nodes)
+        if mask is not None:
+            return mask
+        if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
+            raise Different
+        args, kwargs = self._arguments(nodes)
+        given = [a for a in args if isinstance(a, _Merged)]
+        if isinstance(args[0], _Mask) and len(given) == 1:
+            return self._moved(first, args[0])
+        self.inner.update(nodes)
+        if first.target is aten.masked_fill.Scalar and isinstance(args[1], _Mask):
+            return self._filled(first, args[0], args[1])
+        if any(isinstance(a, _Mask | _Placed) for a in given):
+            raise Different
+        if first.target in _PRODUCTS and isinstance(args[1], _Stack):
+            return self._product(first, args)
+        if any(isinstance(a, _Added) for a in given):
+            return self._linear(first, args, kwargs)
+        return self._by_row(first, args, kwargs)
+
+    def _arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of ``nodes``, merged."""
+        first = nodes[0]
+        if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
+            raise Different
+        if any(isinstance(v, fx.Node) for v in first.kwargs.values()):
+            raise Different
+        return [self._argument([n.args[i] for n in nodes]) for i in range(len(first.args))], dict(first.kwargs)
+
+    def _argument(self, given: Sequence[Any]) -> Any:
+        if all(isinstance(g, fx.Node) for g in given):
+            return self.merge(tuple(given))
+        if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
+            if any(len(g) != len(given[0]) for g in given):
+                raise Different
+            made = [self._argument([g[i] for g in given]) for i in range(len(given[0]))]
+            if any(isinstance(m, _Merged) for m in made):
+                raise Different
+            return made
+        if any(isinstance(g, fx.Node) or type(g) is not type(given[0]) or g != given[0] for g in given):
+            raise Different
+        return given[0]
+
+    # -- masks ------------------------------------------------------------------------------------------------------
+
+    def _chosen(self, nodes: tuple[fx.Node, ...]) -> _Mask | None:
+        """Whether ``nodes`` are the loop's choices, each expert's own."""
+        loop, of = self.loop, self.numbers(self.loop.of)
+        for number, node in enumerate(nodes, loop.first):
+            choice = choice_of(node)
+            if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
+                return None
+        return _Mask(0 if val(nodes[0]).dim() == 1 else None, False)
+
+    def _moved(self, node: fx.Node, mask: _Mask) -> _Mask:
+        """The opposite of a mask, or the same in another shape."""
+        if node.target is aten.logical_not.default:
+            return _Mask(mask.dim, not mask.negated)
+        sizes = shape(node)
+        along = [d for d, size in enumerate(sizes) if size == self.num_rows]
+        if node.target not in RESHAPES or val(node).numel() != self.num_rows:
+            raise Different
+        if len(sizes) == 1:
+            return _Mask(0, mask.negated)
+        if mask.dim is None or len(along) != 1:
+            raise Different
+        return _Mask(along[0], mask.negated)
+
+    def _filled(self, node: fx.Node, value: Any, mask: _Mask) -> _Rows:
+        """The expert's own rows as they are, and a number in all others."""
+        held = value.node if isinstance(value, _Rows) else value
+        if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
+            raise Different
+        dim = mask.dim + len(shape(held)) - val(node.args[1]).dim()  # type: ignore[arg-type]
+        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, _Rows) and value.dim != dim):
+            raise Different
+        number: Any = node.args[2]
+        if not self.covers:
+            none = self.build(aten.logical_not.default, self._known())
+            none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
+            held = self.build(aten.masked_fill.Scalar, held, none, number)
+        return _Rows(held, dim, zeroed=bool(number == 0))
+
+    def _known(self) -> fx.Node:
+        """Which rows are an expert's."""
+        keys = self._chosen_numbers()
+        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
+        return self.build(aten.logical_and.default, above, below)
+
+    def _chosen_numbers(self) -> fx.Node:
+        """The place among the experts of the number that each row chose; of some rows, none."""
+        loop, numbers = self.loop, self.loop.of
+        if loop.dims != tuple(range(len(loop.dims))):
+            numbers = self.build(aten.permute.default, numbers, list(loop.dims))
+        if len(loop.dims) != 1:
+            numbers = self.build(aten.reshape.default, numbers, [self.num_rows])
+        return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
+
+    def _expert(self) -> fx.Node:
+        """The expert of each row; any of them for a row that is no expert's."""
+        if self.keys is None:
+            keys = self._chosen_numbers()
+            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
+        return self.keys
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def _product(self, node: fx.Node, args: Sequence[Any]) -> _Rows:
+        x, weight = args[0], self.packing.pack(args[1].nodes)
+        if not isinstance(x, _Rows) or len(args) != 2 or len(shape(weight)) != 3:
+            raise Different
+        sizes = shape(x.node)
+        if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
+            raise Different
+        rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
+        if _PRODUCTS[node.target]:
+            weight = self.build(aten.transpose.int, weight, 1, 2)
+        made = self.build(experts.ops.expert_mm.default, rows, weight, self._expert())
+        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
+        return _Rows(made, x.dim, x.zeroed)
+
+    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Added:
+        """What is done to the whole that the parts add up to."""
+        given = [i for i, a in enumerate(args) if isinstance(a, _Rows | _Added | _Stack)]
+        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], _Added):
+            raise Different
+        if given[0] != 0 and node.target not in SCALED[:1]:
+            raise Different
+        return _Added(self.build(node.target, *(a.node if isinstance(a, _Added) else a for a in args), **kwargs))
+
+    def _by_row(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rows | _Added | _Placed:
+        """An operator that works on each row by itself."""
+        rows = [a for a in args if isinstance(a, _Rows)]
+        if not rows:
+            raise Different
+        operands = [a.node if isinstance(a, _Rows) else a for a in args]
+        for i, argument in enumerate(args):
+            if isinstance(argument, _Stack):
+                operands[i] = self._looked_up(node, argument, rows[0])
+        made = self.build(node.target, *operands, **kwargs)
+        scaled = node.target in LINEAR and any(a.zeroed for a in rows)
+        dim = self._row_dim(made, {r.node: r.dim for r in rows})
+        if dim is not None:
+            return _Rows(made, dim, scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
+        if node.target is aten.reshape.default and not scaled:
+            return _Placed(made)
+        if scaled and all(r.zeroed for r in rows):
+            return self._linear(node, [_Added(a.node) if isinstance(a, _Rows) else a for a in args], kwargs)
+        raise Different
+
+    def _row_dim(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> int | None:
+        """The dim of the result that has the rows, if each of its rows is made of the same rows of the operands."""
+        try:
+            rule = factors_of(made)
+        except PartitionError:
+            rule = None
+        if rule is None:
+            return None
+        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(made)) if o in rows}
+        if len(names) != 1 or len(next(iter(names))) != 1:
+            return None
+        ((name,),) = names
+        cut = rule.spans is not None and rule.spans.factor == name
+        if cut or name in rule.whole or name in rule.lower or len(rule.results) != 1:
+            return None
+        spots = [d for d, held in enumerate(rule.results[0]) if name in held]
+        return spots[0] if len(spots) == 1 and rule.results[0][spots[0]] == (name,) else None
+
+    def _looked_up(self, node: fx.Node, stack: _Stack, rows: _Rows) -> fx.Node:
+        """For each row its expert's parameter, where an operator reads elements that stand beside each other."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        own = shape(stack.nodes[0])
+        after = len(shape(node)) - 1 - rows.dim  # dims behind the rows
+        if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
+            raise Different
+        found = self.build(aten.index_select.default, self.packing.pack(stack.nodes), 0, self._expert())
+        kept = own[max(0, len(own) - after) :]
+        return self.build(aten.reshape.default, found, [self.num_rows, *[1] * (after - len(kept)), *kept])

@@ -1,0 +1,155 @@
+"""Where loops over experts end: parts of each expert that are zero, or not looked at, in all rows but its own.
+
+Requires values on every node, and normal form. See ``passes/looped.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.choices import Choice, choice_of
+from passes.rewrite import shape
+from passes.stacked import addends_of, is_inner, is_sum
+
+aten = torch.ops.aten
+RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+SCALED = (aten.mul.Tensor, aten.div.Tensor)
+LINEAR = {  # in their first operand
+    *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
+}  # fmt: skip
+_LEAST = 2  # experts in a loop
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Rows that are added up, or chosen between, in ``chain``: ``parts`` of each expert, by the numbers from ``first``
+    on among ``of``, and what ``others`` give."""
+
+    parts: tuple[fx.Node, ...]
+    of: fx.Node
+    dims: tuple[int, ...]
+    first: int
+    others: tuple[fx.Node, ...]
+    chain: frozenset[fx.Node]
+    adds: bool
+
+
+def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """The loops whose last sum or choice is ``head``."""
+    if is_sum(head) and not is_inner(head):
+        yield from _sums(head, numbers)
+    elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
+        yield from _choices(head, numbers)
+
+
+class Numbers:
+    """A number for every node, the same for those that are computed alike; none of what is random."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, int] = {}
+        self._alike: dict[tuple[str, str, str], int] = {}
+
+    def __call__(self, node: fx.Node) -> int:
+        waiting = [node]
+        while waiting:  # not by recursion: there may be hundreds of layers before
+            last = waiting[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._known]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._known[n]))
+            is_random = torch.Tag.nondeterministic_seeded in getattr(last.target, "tags", ())
+            own = last.name if last.op == "placeholder" or is_random else ""
+            self._known[last] = self._alike.setdefault((own, str(last.target), str(args)), len(self._alike))
+        return self._known[node]
+
+
+def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """Parts that are zero in all rows but the expert's own, added up."""
+    addends, chain = addends_of(head)
+    found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
+    yield from _loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
+
+
+def _own_rows(addend: fx.Node) -> Choice | None:
+    """The rows of ``addend`` that are not zero."""
+    node: Any = addend
+    while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
+        return None
+    choice, negated = _mask(node.args[1])
+    return choice if negated else None
+
+
+def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """A choice for every expert: its part in its own rows, and what the others made elsewhere."""
+    found: dict[fx.Node, Choice] = {}
+    chain: set[fx.Node] = set()
+    node: Any = head
+    while _is_choice(node) and shape(node) == shape(head) and (not chain or len(node.users) == 1):
+        choice, negated = _mask(node.args[0])
+        if choice is None or negated or shape(node.args[1]) != shape(head) or node.args[1] in found:
+            break
+        found[node.args[1]] = choice
+        chain.add(node)
+        node = node.args[2]
+    if len(found) >= _LEAST and shape(node) == shape(head):
+        yield from _loops(found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False)
+
+
+def _is_choice(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.where.self and len(node.args) == 3
+
+
+def _loops(
+    found: Mapping[fx.Node, Choice],
+    others: Callable[[Collection[fx.Node]], list[fx.Node]],
+    chain: Collection[fx.Node],
+    numbers: Numbers,
+    *,
+    adds: bool,
+) -> Iterator[Loop]:
+    """Those of the parts that are of the same choice, by consecutive numbers."""
+    by_source: dict[Any, dict[int, list[fx.Node]]] = {}
+    for node, choice in found.items():
+        by_source.setdefault((numbers(choice.of), choice.dims), {}).setdefault(choice.number, []).append(node)
+    for parts in by_source.values():
+        order = sorted(parts)
+        if len(order) < _LEAST or order != list(range(order[0], order[0] + len(order))):
+            continue
+        nodes = [parts[number] for number in order]
+        if all(len(of) == 1 for of in nodes):
+            mine = tuple(of[0] for of in nodes)
+            rest = others(mine)
+            if adds or rest:
+                choice = found[mine[0]]
+                yield Loop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
+
+
+def _mask(node: Any) -> tuple[Choice | None, bool]:
+    """Which choice truth values are, in whatever shape, and whether they are its opposite."""
+    negated = False
+    while isinstance(node, fx.Node):
+        choice = choice_of(node)
+        if choice is not None:
+            return choice, negated
+        if node.target is aten.logical_not.default:
+            negated = not negated
+        elif node.target not in RESHAPES:
+            break
+        node = node.args[0]
+    return None, False
+
+
+def is_opposite(node: Any) -> bool:
+    """Whether truth values, in whatever shape, are the opposite of others."""
+    while isinstance(node, fx.Node) and node.target in RESHAPES:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target is aten.logical_not.default

@@ -1,0 +1,283 @@
+"""Loops over experts that pick each expert's rows: products of each row with its own expert's matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from partitioner import Constraints, Topology, partition
+from passes.assemble import Captured
+from passes.capture import capture
+from passes.interpret import run_graph
+from passes.normalize import normalize
+
+H, N, E, K = 8, 12, 4, 2
+Loop = Callable[["Mixture", Tensor], Tensor]
+
+
+class Expert(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(H, N, bias=bias), nn.Linear(H, N, bias=bias)
+        self.down = nn.Linear(N, H, bias=bias)
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x)) * self.scale
+
+
+class Mixture(nn.Module):
+    def __init__(self, loop: Loop, bias: bool = False, classes: int = E) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, classes, bias=False)
+        self.experts = nn.ModuleList(Expert(bias) for _ in range(E))
+        self.loop = loop
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares, chosen = self.router(x).softmax(-1).topk(K)
+        return shares, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loop(self, x.reshape(-1, H)).reshape_as(x)
+
+
+def one_hot(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y, masks = torch.zeros_like(x), F.one_hot(chosen, E).permute(2, 1, 0)
+    for i, expert in enumerate(self.experts):
+        place, row = torch.where(masks[i])
+        y.index_add_(0, row, expert(x[None, row].reshape(-1, H)) * shares[row, place, None])
+    return y
+
+
+def in_place(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        row, place = torch.where(chosen == i)
+        y[row] += shares[row, place, None] * expert(x[row])
+    return y
+
+
+def compared(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y, masks = torch.zeros_like(x), (chosen.unsqueeze(-1) == torch.arange(E)).permute(2, 0, 1)
+    for mask, expert in zip(masks, self.experts, strict=True):
+        row, place = torch.where(mask)
+        y[row] += shares[row, place, None] * expert(x[row])
+    return y
+
+
+def repeated(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    rows, flat = x.repeat_interleave(K, 0), chosen.view(-1)
+    y = torch.empty_like(rows)
+    for i, expert in enumerate(self.experts):
+        y[flat == i] = expert(rows[flat == i])
+    return (y.view(-1, K, H) * shares.unsqueeze(-1)).sum(1)
+
+
+def best(self: Mixture, x: Tensor) -> Tensor:
+    share, chosen = self.router(x).softmax(-1).max(-1)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        rows = (chosen == i).nonzero().squeeze(-1)
+        y[rows] = expert(x[rows])
+    return y * share[:, None]
+
+
+def apart(self: Mixture, x: Tensor) -> Tensor:
+    """Rows in two dims."""
+    x = x.reshape(2, -1, H)
+    share, chosen = self.router(x).softmax(-1).max(-1)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mask = chosen == i
+        y[mask] = expert(x[mask]) * share[mask][:, None]
+    return y
+
+
+def some(self: Mixture, x: Tensor) -> Tensor:
+    """Two of six classes have no expert; an expert that all rows share is added."""
+    shares, chosen = self.choose(x)
+    y = self.experts[0](x) if len(self.experts) > E else x
+    for i, expert in enumerate(self.experts):
+        row, place = torch.where(chosen == i + 1)
+        y = y.index_add(0, row, shares[row, place, None] * expert(x[row]))
+    return y
+
+
+def some_chosen(self: Mixture, x: Tensor) -> Tensor:
+    """Rows of no expert stay as they are."""
+    chosen, y = self.router(x).argmax(-1), x.clone()
+    for i, expert in enumerate(self.experts):
+        y[chosen == i + 2] = expert(x[chosen == i + 2])
+    return y
+
+
+ROUTED = {
+    "one_hot": (one_hot, {}),
+    "in_place": (in_place, {}),
+    "biased": (in_place, {"bias": True}),
+    "compared": (compared, {}),
+    "repeated": (repeated, {"bias": True}),
+    "best": (best, {}),
+    "apart": (apart, {}),
+    "some": (some, {"classes": 6}),
+    "some, biased": (some, {"classes": 6, "bias": True}),
+    "some chosen": (some_chosen, {"classes": 7, "bias": True}),
+}
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+def built(loop: Loop, **options: bool | int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Mixture(loop, **options).double(), torch.randn(2, 5, H, dtype=torch.float64)
+
+
+def check_equal(captured: Captured, model: nn.Module, x: Tensor) -> None:
+    """The graph makes what the model makes, and so are all gradients."""
+    known: dict[str, Tensor] = dict(model.named_parameters())
+    for state in captured.states.values():
+        if state.parts:
+            known[state.name] = torch.stack([known[part] for part in state.parts])
+    known |= {**captured.constants, "0": x.requires_grad_()}
+    (made,) = run_graph(
+        captured.graph, [known[captured.placeholders[n.name]] for n in captured.graph.nodes if n.op == "placeholder"]
+    )
+    expected = model(x)
+    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+    leaves = [x, *model.parameters()]
+    grad = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(made, leaves, grad, allow_unused=True),
+        torch.autograd.grad(expected, leaves, grad, allow_unused=True),
+        strict=True,
+    ):
+        none = [g is None or not g.any() for g in (ours, theirs)]
+        assert none[0] == none[1]
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_each_row_meets_its_own_expert_alone(name: str):
+    loop, options = ROUTED[name]
+    model, x = built(loop, **options)
+    captured = normalize(capture(model, (x,)))
+    found = targets(captured.graph)
+    assert found.count("partition.expert_mm.default") == 3
+    assert found.count("aten.linear.default") == 1, "the router's"
+    assert captured.states["experts.*.up.weight"].parts == tuple(f"experts.{i}.up.weight" for i in range(E))
+    assert any("loops over experts" in note for note in captured.notes)
+    everyone = not name.startswith("some")
+    assert everyone == ("aten.masked_fill.Scalar" not in found and "aten.where.self" not in found)
+    assert everyone != any("a mask selects" in note for note in captured.notes)
+    check_equal(captured, model, x)
+
+
+def overlapping(self: Mixture, x: Tensor) -> Tensor:
+    """A row may be two experts'."""
+    chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where((chosen == i) | (chosen == (i + 1) % E))
+        y = y.index_add(0, row, expert(x[row]))
+    return y
+
+
+def numbered(self: Mixture, x: Tensor) -> Tensor:
+    """Experts do different things."""
+    chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where(chosen == i)
+        y = y.index_add(0, row, expert(x[row]) * (i + 1))
+    return y
+
+
+def looked_at(self: Mixture, x: Tensor) -> Tensor:
+    """What an expert makes is read besides."""
+    shares, chosen = self.choose(x)
+    y, besides = torch.zeros_like(x), x.new_zeros(())
+    for i, expert in enumerate(self.experts):
+        row, place = torch.where(chosen == i)
+        made = expert(x[row])
+        besides = besides + made.square().sum()
+        y = y.index_add(0, row, shares[row, place, None] * made)
+    return y + besides
+
+
+def tied(self: Mixture, x: Tensor) -> Tensor:
+    """Two experts are one."""
+    experts = [self.experts[0], self.experts[0], *list(self.experts)[2:]]
+    chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        y[chosen == i] = expert(x[chosen == i])
+    return y
+
+
+def mixing(self: Mixture, x: Tensor) -> Tensor:
+    """Rows of an expert meet: all have the sum of them."""
+    chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        rows = expert(x[chosen == i])
+        y[chosen == i] = rows + rows.sum(0)
+    return y
+
+
+@pytest.mark.parametrize("loop", [overlapping, numbered, looked_at, tied, mixing])
+def test_other_loops_stay_what_they_are(loop: Loop):
+    model, x = built(loop)
+    captured = normalize(capture(model, (x,)))
+    assert "partition.expert_mm.default" not in targets(captured.graph)
+    assert not any(state.parts for state in captured.states.values())
+    assert any("a mask selects" in note for note in captured.notes)
+    check_equal(captured, model, x)
+
+
+def test_rows_that_are_chosen_twice_are_not_added_up():
+    """``y[rows] += more`` writes a row that occurs twice once: only different places may be added up."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            y = torch.zeros_like(x)
+            row, place = torch.where(chosen == 1)
+            y[row] += x[row] * (place[:, None] + 1)
+            return y
+
+    x, chosen = torch.randn(3, 2), torch.tensor([[1, 1], [0, 1], [0, 0]])
+    with pytest.raises(ValueError, match="reads rows that a mask selects"):
+        capture(Twice(), (x, chosen))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("one_hot", dict(dp=2, ep=2)),
+        ("in_place", dict(pp=1, dp=2, tp=2, ep=4, etp=1)),
+        ("some", dict(dp=2, ep=2, tp=2)),
+    ],
+)
+def test_experts_of_loops_are_spread_over_ranks(name: str, axes: dict[str, int]):
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            loop, options = ROUTED[name]
+            self.layers = nn.ModuleList(Mixture(loop, **options) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(4, 5, H)
+    plan = partition(model, Topology.local(4), (x,), constraints=Constraints(**axes))
+    assert plan.mesh["ep"] == axes["ep"]
+    assert plan.verify(model, (x,)).ok

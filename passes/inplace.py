@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
@@ -42,6 +42,8 @@ def _refresh(graph: fx.Graph) -> None:
     """Values as without gradients: strides depend on which attention kernel can be taken."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if any(isinstance(size, SymInt) for v in _tensors(node.meta.get("val")) for size in v.shape):
+                continue  # rows that the data select: slow to find anew, and of no fixed strides
             values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
             mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
             if mode is not None:

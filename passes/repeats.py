@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.utils import _pytree as pytree
 
 from passes.autocast import autocast_on
@@ -277,6 +277,8 @@ class _Call:
         states = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         operands = [*states, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if not all(map(is_simple, plain)) or any(getattr(t, "constant", None) is not None for t in operands):
+            return None
+        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # rows that the data select
             return None
         places: dict[int, int] = {}
         stored: dict[int, int] = {}

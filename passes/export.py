@@ -15,8 +15,8 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from passes.autocast import casts_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
+from passes.known import numbers_known
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
 
@@ -52,12 +53,15 @@ class Twin:
     """The copy without numbers, the mode that its tensors belong to, and what was changed in it.
 
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
+    ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
     """
 
     module: nn.Module
     mode: FakeTensorMode
     notes: tuple[str, ...]
     casts: str | None = None
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
@@ -97,7 +101,8 @@ def make_twin(
             "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
             "or pass an ExportedProgram"
         ) from error
-    return Twin(twin, mode, tuple(_drop_caches(twin)), casts)
+    held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
+    return Twin(twin, mode, tuple(_drop_caches(twin)), casts, held)
 
 
 def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -130,7 +135,8 @@ def export(
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
-        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module), grouped_traced():
+        known = numbers_known(twin.module, twin.held, twin.asked)
+        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module), grouped_traced(), known:
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise

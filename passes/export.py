@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import importlib
 import io
 import logging
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -136,7 +139,8 @@ def export(
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked)
-        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module), grouped_traced(), known:
+        contained, written = _in_containers(twin.module), writes_traced(twin.module)
+        with _quiet(), _lines_of_helpers(), own, casts, contained, written, grouped_traced(), known:
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
@@ -166,6 +170,19 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _in_containers(model: nn.Module) -> Iterator[None]:
+    """Forward's results are in containers that torch knows."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def contained(*args: Any, **kwargs: Any) -> Any:
+        return in_containers(forward(*args, **kwargs))
+
+    with mock.patch.dict(model.__dict__, {"forward": contained}):
+        yield
 
 
 @contextlib.contextmanager
@@ -264,6 +281,21 @@ def shorten(file: str) -> str:
         return file.rsplit("site-packages/", 1)[1]
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def in_containers(tree: Any) -> Any:
+    """``tree`` with dicts for dataclasses, namespaces and mappings that torch takes for leaves."""
+    if isinstance(tree, Mapping):
+        fields: Any = tree
+    elif isinstance(tree, SimpleNamespace):
+        fields = vars(tree)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    else:
+        fields = None
+    if fields is not None and pytree.tree_is_leaf(tree):
+        return {name: in_containers(value) for name, value in fields.items()}
+    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(in_containers, tree)
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:

@@ -232,11 +232,23 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     )
 
 
+_NUMBERS = "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram"
+# Functions of torch that ask for numbers -> what to write instead.
+_INSTEAD = {
+    "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
+    "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
+    "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
+    "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
+    "scaled_dot_product_attention with a mask",
+}
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
+    called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _NUMBERS)
     return (
         f"{type(model).__name__} cannot be traced{_where(error)}.\n"
-        f"torch.export says: {type(error).__name__}: {_reason(error)}\n"
-        "Shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram."
+        f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."
     )
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.infer import META
-from passes.rewrite import Builder, Rule, aten, shape
+from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
@@ -85,7 +85,20 @@ def as_strided_scatter(
     return build(aten.permute.default, there, [order.index(d) for d in range(len(order))])
 
 
+def written_piece(target: Any) -> Rule:
+    """``target`` puts a piece into a whole; of complex numbers by their parts, since torch differentiates no other."""
+
+    def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
+        if not val(x).dtype.is_complex:
+            return KEEP
+        parts = [build(aten.view_as_real.default, value) for value in (x, source)]
+        return build(aten.view_as_complex.default, build(target, *parts, dim % len(shape(x)), *place, **named))
+
+    return rule
+
+
 STRIDES: dict[Any, Rule] = {
+    **{target: written_piece(target) for target in (aten.slice_scatter.default, aten.select_scatter.default)},
     aten.as_strided.default: as_strided,
     aten.as_strided_copy.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,

@@ -90,6 +90,26 @@ def test_torchs_transformer_is_planned_without_a_word_about_its_mask():
     assert plan.verify(model, inputs).ok
 
 
+class Given(nn.Module):
+    """Torch's encoder with a mask that is an input."""
+
+    def __init__(self, causal: bool | None) -> None:
+        super().__init__()
+        self.net, self.causal = nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True), causal
+        self.net = nn.TransformerEncoder(self.net, 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.net(x, mask=mask, is_causal=self.causal).square().mean()
+
+
+def test_what_to_say_of_a_mask_that_is_an_input():
+    inputs = (samples(0), causal())
+    with pytest.raises(CaptureError, match=r"say so \(is_causal="):
+        capture(Given(None), inputs)
+    model = Given(False)
+    assert partition(model, Topology.local(2), inputs, constraints=Constraints(tp=2)).verify(model, inputs).ok
+
+
 class Asking(nn.Module):
     """Forward's way depends on what ``asks`` finds."""
 

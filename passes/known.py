@@ -8,10 +8,12 @@ left to torch.export to refuse.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,26 +42,39 @@ def numbers_known(model: nn.Module, held: Mapping[str, Tensor], asked: set[str])
         held: the buffers whose numbers there are, by name.
         asked: takes the names of those that an answer depends on.
     """
-    with _Known(model, held, asked):
+    known, forward = _Known(held, asked), model.forward
+
+    @functools.wraps(forward)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        known.enter(model)
+        return forward(*args, **kwargs)
+
+    with mock.patch.dict(model.__dict__, {"forward": entered}), known:
         yield
 
 
 class _Known(TorchFunctionMode):
-    def __init__(self, model: nn.Module, held: Mapping[str, Tensor], asked: set[str]) -> None:
+    def __init__(self, held: Mapping[str, Tensor], asked: set[str]) -> None:
         super().__init__()
-        self.model, self.held, self.asked = model, held, asked
-        self.placeholders: dict[Any, dict[fx.Node, str]] = {}  # of each trace, those of buffers
+        self.held, self.asked = held, asked
+        self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
+
+    def enter(self, model: nn.Module) -> None:
+        """Forward begins: no buffer has been changed."""
+        self.placeholders, mode = {}, get_proxy_mode()
+        if mode is None:
+            return
+        for name, buffer in model.named_buffers():
+            slot = get_proxy_slot(buffer, mode.tracer, None)
+            if name in self.held and slot is not None:
+                self.placeholders[slot.proxy.node] = name
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        mode = get_proxy_mode()
-        if mode is None:
-            return func(*args, **kwargs)
-        if not self.placeholders.get(mode.tracer):  # before forward has changed any
-            self.placeholders[mode.tracer] = self._placeholders(mode.tracer)
-        if func in _ASKING:
+        mode = get_proxy_mode() if func in _ASKING else None
+        if mode is not None:
             tensors, tree = pytree.tree_flatten((args, kwargs))
             numbers = self._numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
             if numbers is not None:
@@ -70,14 +85,10 @@ class _Known(TorchFunctionMode):
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _placeholders(self, tracer: Any) -> dict[fx.Node, str]:
-        slots = {name: get_proxy_slot(b, tracer, None) for name, b in self.model.named_buffers() if name in self.held}
-        return {slot.proxy.node: name for name, slot in slots.items() if slot is not None}
-
     def _numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
         """The tensors of a trace with their numbers; ``None`` where they depend on more than the model."""
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
-        buffers, wanted = self.placeholders[tracer], [slot.proxy.node for slot in slots if slot is not None]
+        buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):
             return None
         needed = _needed(wanted, set(buffers))

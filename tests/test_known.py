@@ -177,3 +177,19 @@ def test_what_has_started_is_planned():
 @pytest.mark.parametrize("asked", [lambda s: s.sum().item(), lambda s: int(s[0]) + 3, lambda s: max(s.tolist()) + 2])
 def test_numbers_are_told(asked: Callable[[Tensor], float]):
     assert capture(Asking(lambda module, x: asked(module.scale) == 5), (samples(0),)).notes
+
+
+class Gated(nn.Module):
+    def __init__(self, gate: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("gate", torch.tensor(gate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu() if self.gate else x - self.linear(x)
+
+
+def test_layers_that_go_different_ways_are_not_alike():
+    model, inputs = nn.Sequential(*(Gated(gate) for gate in (True, True, False, True))), (samples(0),)
+    plan = partition(model, Topology.local(2), inputs, loss=torch.mean, constraints=Constraints(tp=2))
+    assert plan.verify(model, inputs, torch.mean).ok

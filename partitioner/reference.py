@@ -19,6 +19,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.draws import draw_of
+from passes.export import in_containers
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -334,7 +335,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
     named = model.named_parameters(remove_duplicate=False)
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
-    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(output)
+    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
     changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import State, TensorSpec
-from passes.errors import InputsError
+from passes.errors import InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
@@ -93,6 +93,7 @@ def capture(
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
         with hooks_refused() if objective == "train" else nullcontext():
             captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
+        notes += _decided(captured, {canonical[name] for name in twin.asked})
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -142,7 +143,7 @@ def _trace(
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = make_twin(model, dtype, twin.mode, twin.casts)  # what forward did to the other is not to be seen
+        twin = replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked)  # as if forward had not run
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)
@@ -151,6 +152,18 @@ def _trace(
         else:  # the weights that were put away may have been missed
             repeats = left if away is not None else Repeats([])
     return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
+
+
+def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
+    """What a plan takes for granted of the numbers of buffers by which forward has decided."""
+    changed = sorted(asked & set(captured.updates))
+    if changed:
+        raise UnsupportedError(
+            f"forward decides what it computes by the numbers of {changed[0]!r}, a buffer that it changes: a plan is "
+            "one way through forward; run the first step in one process, or decide outside of the model"
+        )
+    names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
+    return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
 
 
 def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:

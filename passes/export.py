@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import importlib
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +37,7 @@ from torch.utils import _pytree as pytree
 from passes.autocast import casts_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
+from passes.known import numbers_known
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
 
@@ -52,12 +56,15 @@ class Twin:
     """The copy without numbers, the mode that its tensors belong to, and what was changed in it.
 
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
+    ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
     """
 
     module: nn.Module
     mode: FakeTensorMode
     notes: tuple[str, ...]
     casts: str | None = None
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
@@ -97,7 +104,8 @@ def make_twin(
             "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
             "or pass an ExportedProgram"
         ) from error
-    return Twin(twin, mode, tuple(_drop_caches(twin)), casts)
+    held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
+    return Twin(twin, mode, tuple(_drop_caches(twin)), casts, held)
 
 
 def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -130,7 +138,9 @@ def export(
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
-        with _quiet(), _lines_of_helpers(), own, casts, writes_traced(twin.module), grouped_traced():
+        known = numbers_known(twin.module, twin.held, twin.asked)
+        contained, written = _in_containers(twin.module), writes_traced(twin.module)
+        with _quiet(), _lines_of_helpers(), own, casts, contained, written, grouped_traced(), known:
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise
@@ -160,6 +170,19 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _in_containers(model: nn.Module) -> Iterator[None]:
+    """Forward's results are in containers that torch knows."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def contained(*args: Any, **kwargs: Any) -> Any:
+        return in_containers(forward(*args, **kwargs))
+
+    with mock.patch.dict(model.__dict__, {"forward": contained}):
+        yield
 
 
 @contextlib.contextmanager
@@ -209,11 +232,23 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     )
 
 
+_NUMBERS = "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram"
+# Functions of torch that ask for numbers -> what to write instead.
+_INSTEAD = {
+    "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
+    "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
+    "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
+    "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
+    "scaled_dot_product_attention with a mask",
+}
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
+    called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _NUMBERS)
     return (
         f"{type(model).__name__} cannot be traced{_where(error)}.\n"
-        f"torch.export says: {type(error).__name__}: {_reason(error)}\n"
-        "Shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram."
+        f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."
     )
 
 
@@ -258,6 +293,21 @@ def shorten(file: str) -> str:
         return file.rsplit("site-packages/", 1)[1]
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def in_containers(tree: Any) -> Any:
+    """``tree`` with dicts for dataclasses, namespaces and mappings that torch takes for leaves."""
+    if isinstance(tree, Mapping):
+        fields: Any = tree
+    elif isinstance(tree, SimpleNamespace):
+        fields = vars(tree)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    else:
+        fields = None
+    if fields is not None and pytree.tree_is_leaf(tree):
+        return {name: in_containers(value) for name, value in fields.items()}
+    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(in_containers, tree)
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
 from passes.infer import META
 from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
@@ -47,27 +46,6 @@ def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     assert build.node is not None
     sizes = shape(build.node)
     return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
-
-
-def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Places counted in memory, as places counted in order: a rank's memory is another."""
-    assert build.node is not None
-    old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
-    order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
-    last = (offset or 0) + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if not old.permute(order).is_contiguous() or last >= old.numel():
-        raise UnsupportedError(
-            f"as_strided at {build.where} reads memory beside its operand: write it with unfold, slices or an index"
-        )
-    flat = build(aten.reshape.default, build(aten.permute.default, x, order), [old.numel()])
-    places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
-    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-        along = build(
-            aten.mul.Tensor, build(aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=META), stride
-        )
-        along = build(aten.reshape.default, along, [size if d == dim else 1 for d in range(len(sizes))])
-        places = build(aten.add.Tensor, places, along)
-    return build(aten.index.Tensor, flat, [places])
 
 
 def broadcast(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
@@ -221,8 +199,6 @@ SHAPES: dict[Any, Rule] = {
     **dict.fromkeys(_SPLITS, split),
     **dict.fromkeys(_ZEROS, zeros),
     **dict.fromkeys(_ONES, ones),
-    aten.as_strided.default: as_strided,
-    aten.as_strided_copy.default: as_strided,
     aten.broadcast_tensors.default: broadcast,
     aten.slice.Tensor: slice_,
     aten.narrow.default: narrow,

@@ -140,6 +140,14 @@ def test_losses(name: str):
     assert_same(lambda x, y: tuple(loss(x, y, reduction=r) for r in ("none", "mean", "sum")), x, y)
 
 
+def complex_pieces(x: Tensor) -> Tensor:
+    out = x * 2
+    out[:, -3:-1] = x[:, :2] * 1j
+    out[1] = x[0]
+    out.select(-1, 3)[:] = x[:, 1]
+    return out
+
+
 REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "mean": (lambda x: x.mean(), ["sum.default", "mul.Tensor"]),
     "mean of dims": (lambda x: x.mean((0, -1), keepdim=True), ["sum.dim_IntList", "mul.Tensor"]),
@@ -160,6 +168,11 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "padding": (lambda x: F.pad(x, (1, 2)), ["constant_pad_nd.default"]),
     "dropout": (lambda x: F.dropout(x, 0.5, training=False) * 2, ["mul.Tensor"]),
     "strides": (lambda x: (x.as_strided((3, 2, 2), (4, 1, 2)), x.t().as_strided((5, 4), (2, 1), 3)), []),
+    "written strides": (lambda x: torch.as_strided_scatter(x.t(), x[:2, :3], (2, 3), (8, 1), 1), []),
+    "complex pieces": (lambda x: torch.view_as_real(complex_pieces(torch.complex(x, x.t()))), []),
+    "diagonal": (lambda x: torch.stack([torch.diagonal_scatter(x, x[0, :3], o) for o in (1, -1)]), []),
+    "diagonals": (lambda x: torch.diagonal_scatter(x.view(2, 4, 2), x[:, :2], 0, 2, 0), []),
+    "filled diagonal": (lambda x: (x.clone().fill_diagonal_(7), x[:, :2].clone().fill_diagonal_(7)), []),
     "tensordot": (lambda x: torch.tensordot(x, x, 2), []),
     "kron": (lambda x: torch.kron(x, x[:2]), []),
     "trapezoid": (lambda x: torch.trapezoid(x), []),
@@ -191,6 +204,28 @@ def test_a_recurrent_net_is_taken_apart():
 def test_memory_beside_the_operand_is_refused():
     with pytest.raises(UnsupportedError, match="reads memory beside its operand"):
         normal_form(lambda x: x[:2].as_strided((4, 4), (4, 1)), numbers(4, 4))
+
+
+def test_sparse_tensors_are_refused():
+    places = torch.tensor([[0, 1], [2, 3]])
+    with pytest.raises(UnsupportedError, match=r"layout torch\.sparse_coo; expected dense ones: write a product"):
+        normal_form(lambda x: torch.sparse.mm(torch.sparse_coo_tensor(places, x[0, :2], (4, 4)), x), numbers(4, 4))
+
+
+def test_places_that_are_written_twice_are_refused():
+    with pytest.raises(UnsupportedError, match="several values to one place"):
+        normal_form(lambda x: torch.as_strided_scatter(x, x[:2, :2], (2, 2), (1, 1)), numbers(4, 4))
+
+
+@pytest.mark.parametrize("name", ["written strides", "diagonal", "filled diagonal", "complex pieces"])
+def test_what_is_kept_beside_what_is_written_has_a_gradient(name: str):
+    captured = normal_form(REWRITES[name][0], numbers(4, 4))
+    assert all(has_rule(n.target) for n in captured.graph.nodes if n.op == "call_function" and n.target is not getitem)
+    names = [captured.placeholders[n.name] for n in captured.graph.nodes if n.op == "placeholder"]
+    states = [captured.constants[n] for n in names if n in captured.constants]
+    assert torch.autograd.gradcheck(
+        lambda x: tuple(run_graph(captured.graph, [*states, x])), numbers(4, 4).requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("name", REWRITES)

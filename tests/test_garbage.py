@@ -1,7 +1,9 @@
 import gc
+import weakref
 
 import pytest
 
+from partitioner import garbage
 from partitioner.garbage import rare_collections
 
 
@@ -22,3 +24,51 @@ def test_a_collector_that_is_off_stays_off():
             assert gc.get_threshold() == before
     finally:
         gc.enable()
+
+
+class _Loop:
+    def __init__(self):
+        self.itself = self
+
+
+def _leave(many: int) -> weakref.ref:
+    """Objects inside that nothing refers to but themselves, and one of them."""
+    with rare_collections():
+        loops = [_Loop() for _ in range(many)]
+        return weakref.ref(loops[0])
+
+
+@pytest.fixture
+def _nothing_put_off(monkeypatch):
+    monkeypatch.setattr(garbage, "_put_off", 0)
+    gc.unfreeze()  # as for users: tests freeze what was imported
+    gc.collect()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_put_off")
+def test_what_is_left_is_collected_with_a_later_plan(monkeypatch):
+    monkeypatch.setattr(garbage, "_TOO_MANY", 150_000)
+    before = [each["collections"] for each in gc.get_stats()]
+    first = _leave(80_000)
+    assert [each["collections"] for each in gc.get_stats()] == before, "no pass at the end"
+    second = _leave(80_000)
+    assert first() is not None and second() is not None
+    with rare_collections():
+        assert first() is None
+        assert second() is None
+
+
+@pytest.mark.usefixtures("_nothing_put_off")
+def test_what_the_user_has_frozen_stays_frozen():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        left = _leave(80_000)
+        assert gc.get_freeze_count() == frozen
+        gc.collect(1)
+        assert left() is None, "then nothing is put off"
+    finally:
+        gc.unfreeze()

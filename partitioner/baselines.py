@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bestfirst import Evaluated, candidate, refused
-from partitioner.solve.points import Point, Space, baselines, points
+from partitioner.solve.points import Point, Space, baselines, least, points
 from partitioner.solve.unfit import uneven
 from partitioner.units import divisors
 from passes.errors import PartitionError
@@ -35,8 +36,12 @@ class Standard:
 def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
     """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
-    own = _best(space, candidates, bounds)
-    best = _best(wide, _points(wide), free)
+    own = best = baselines(space, candidates, bounds.times, _fits(bounds))
+    known = set(candidates)
+    if wide.constraints != space.constraints:
+        others = _points(wide)
+        best = baselines(wide, others, free.times, _fits(free))
+        known |= set(others)
     plain = own["data parallel"] or best["data parallel"]
     megatron = best["megatron"] or own["megatron"]
     found = [(DATA_PARALLEL, plain)]
@@ -46,7 +51,6 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
         found.append((MEGATRON, megatron))
     why = uneven(space, space.world_size)
     none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
-    known = {*candidates, *_points(wide)}
     return [
         Standard(name, (point, *_leaner(space, point, known)), _why(point, candidates))
         if point is not None
@@ -114,11 +118,6 @@ def unpinned(constraints: Constraints) -> Constraints:
     return constraints.model_copy(update=free)
 
 
-def _best(space: Space, choices: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
-    times = dict(zip(choices, bounds.times(choices).tolist(), strict=True)) if choices else {}
-    return baselines(space, choices, times.__getitem__, _fits(bounds))
-
-
 def _points(space: Space) -> list[Point]:
     try:
         return points(space)
@@ -127,6 +126,7 @@ def _points(space: Space) -> list[Point]:
 
 
 def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
+    @cache
     def fits(point: Point) -> bool:
         try:
             bounds.check_states(point)
@@ -143,9 +143,7 @@ def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
     world = space.world_size
     if space.units % world:
         return None
-    choices = [Point(1, world, 1, size, zero=3) for size in space.sizes(world)]
-    fits = _fits(bounds)
-    return min(choices, key=lambda p: (not fits(p), float(bounds.times([p])[0])))
+    return least([Point(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
 
 
 def _why(point: Point, candidates: Sequence[Point]) -> str:

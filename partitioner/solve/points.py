@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import PlanError
@@ -14,6 +17,8 @@ from partitioner.topology.model import Topology
 from partitioner.units import divisors
 from passes.hashing import hashed_once
 from runtime.program import hybrid_mesh
+
+Times = Callable[[Sequence["Point"]], NDArray[np.float64]]  # bounds of all at once
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 _FEWEST_TOKENS = 2048  # the same, where the ranks would be more than the batch has parts for
@@ -325,7 +330,7 @@ def _tensor_axis_fits(space: Space, tp: int) -> bool:
 
 
 def baselines(
-    space: Space, candidates: Sequence[Point], bound: Callable[[Point], float], fits: Callable[[Point], bool]
+    space: Space, candidates: Sequence[Point], times: Times, fits: Callable[[Point], bool]
 ) -> dict[str, Point | None]:
     """The points that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
 
@@ -342,7 +347,7 @@ def baselines(
         if any(fits(p) for p in of_depth) or pp == depths[-1]:
             megatron = of_depth
             break
-    return {"data parallel": _least(plain, bound, fits), "megatron": _least(megatron, bound, fits)}
+    return {"data parallel": least(plain, times, fits), "megatron": least(megatron, times, fits)}
 
 
 def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
@@ -356,5 +361,9 @@ def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
     return {point: "excluded by the constraints"}
 
 
-def _least(choices: Iterable[Point], bound: Callable[[Point], float], fits: Callable[[Point], bool]) -> Point | None:
-    return min(choices, key=lambda p: (not fits(p), bound(p)), default=None)
+def least(choices: Sequence[Point], times: Times, fits: Callable[[Point], bool]) -> Point | None:
+    """The point of the least bound among those that fit, or among all if none does; ``None`` of none."""
+    if not choices:
+        return None
+    ranked = [choices[int(i)] for i in np.argsort(times(choices), kind="stable")]
+    return next(filter(fits, ranked), ranked[0])

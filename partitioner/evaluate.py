@@ -184,6 +184,10 @@ class Evaluator:
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
+    def wish(self, point: Point, size: int) -> None:
+        """The floor of this one will be asked for soon."""
+        self.locals.wish(self._wanted(point, size, self._is_whole(point, size)))
+
     def _readings(self, floors: Iterable[tuple[Point, int]]) -> Iterator[Reading]:
         for point, size in floors:
             if size == point.microbatch_size or self._is_at_best(point):

@@ -132,6 +132,8 @@ class Floors:
 
     def _held(self, point: Point, _: float) -> float:
         self.bounds.check_states(point)
+        if not self._says_most(point):
+            self.evaluator.wish(point, point.microbatch_size)
         return 0.0
 
     def _gathered(self, point: Point, _: float) -> float:
@@ -185,10 +187,14 @@ class Floors:
         return self.bounds.staged([point], self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s))
 
     def _own(self, point: Point, _: float) -> float:
-        if self._scales and point.microbatch_size == self._largest(point):
+        if self._says_most(point):
             return 0.0  # said before
         floor = self.evaluator.floor(point, point.microbatch_size)
         return self.bounds.with_floor([point], floor) if floor else 0.0
+
+    def _says_most(self, point: Point) -> bool:
+        """Whether its own sharding is the one that bounds others of its width."""
+        return self._scales and point.microbatch_size == self._largest(point)
 
     def _own_staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):

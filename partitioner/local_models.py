@@ -52,6 +52,7 @@ class LocalModels:
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
     _readings: list[Iterable[Reading]] = field(default_factory=list)
+    _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
     _aside: Aside[Hashable, Any] | None = None
     _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
     _spent_s: float = 0.0
@@ -78,6 +79,14 @@ class LocalModels:
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)
+
+    def wish(self, wanted: Wanted) -> None:
+        """This one will be asked for soon: of what is expected it comes first."""
+        problem = wanted[0][:5]
+        if problem not in self._wishes:
+            self._wishes[problem] = None
+            if self._aside is not None:
+                self._aside.wish(problem)
 
     def read_ahead(self, name: Hashable) -> Any | None:
         """What the other process has read off a local model; ``None``: it is for the caller to do."""
@@ -126,6 +135,8 @@ class LocalModels:
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
             works = self._works()
             self._aside = Aside(list(works), lambda name: works[name]())
+            for problem in self._wishes:
+                self._aside.wish(problem)
         if self._aside is None:
             return None
         while self._aside.works_on(key[:5]):

@@ -52,6 +52,30 @@ def test_each_is_done_once_and_everything_arrives() -> None:
     assert times.min() == 1 and times.sum() <= 42, "done twice only where both began at once"
 
 
+def test_what_is_wished_for_comes_first() -> None:
+    done, goes = shared(8, np.int64), shared(1, np.int8)
+
+    def work(key: int) -> int:
+        while not goes[0]:
+            time.sleep(0.001)
+        done[key] = done.max() + 1
+        return key
+
+    ahead = Aside(range(8), work)
+    while not ahead.works_on(0):
+        time.sleep(0.001)
+    ahead.wish(6)
+    ahead.wish(3)
+    ahead.wish(6)
+    ahead.wish(9)
+    assert ahead.claim({3, 4}) == 3
+    goes[0] = 1
+    while done.max() < 7:
+        time.sleep(0.001)
+    ahead.end()
+    assert sorted(range(8), key=lambda key: done[key]) == [3, 0, 6, 1, 2, 4, 5, 7], "3 is left to the first process"
+
+
 def test_what_was_not_said_before_is_for_the_caller() -> None:
     ahead = Aside([1, 2], lambda key: key)
     assert ahead.take(3) is None

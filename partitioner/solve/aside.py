@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import IO, Any, Generic, Self, TypeVar, cast
 
 import numpy as np
@@ -32,34 +33,34 @@ _PAUSE_S = 0.002
 
 
 class Aside(Generic[K, R]):
-    """Does ``work`` for each of ``keys``, in this order, in a fork; results are pickled. ``end()`` ends the fork and
-    forgets what it has done."""
+    """Does ``work`` for each of ``keys``, in this order but for what is wished for, in a fork; results are pickled.
+    ``end()`` ends the fork and forgets what it has done."""
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R]) -> None:
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
         self._marks = shared(len(keys), np.int8)
-        self._ends = shared(len(keys) + 1, np.int64)  # of results in the file
+        self._wishes = shared(len(keys), np.int64)  # the earlier one is, the farther below zero
+        self._turns = count(-len(keys))
+        self._spans = shared(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
         self._file: IO[bytes] = io.BytesIO()
         self._helper: Helper | None = None
         parent = os.getpid()
 
         def go_through() -> None:
-            for place, key in enumerate(keys):
-                if os.getppid() != parent:
-                    return
-                self._ends[place + 1] = self._ends[place]
-                if self._marks[place] == _FREE:
-                    self._marks[place] = _BEGUN
-                    try:
-                        found = pickle.dumps(work(key))
-                        if os.pwrite(self._file.fileno(), found, int(self._ends[place])) < len(found):
-                            raise OSError(errno.ENOSPC, "no room for results")
-                    except Exception:
-                        self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
-                    else:
-                        self._ends[place + 1] += len(found)
-                        self._marks[place] = _DONE
+            end = 0
+            while os.getppid() == parent and (place := self._next()) is not None:
+                self._marks[place] = _BEGUN
+                try:
+                    found = pickle.dumps(work(keys[place]))
+                    if os.pwrite(self._file.fileno(), found, end) < len(found):
+                        raise OSError(errno.ENOSPC, "no room for results")
+                except Exception:
+                    self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
+                else:
+                    self._spans[place] = end, end + len(found)
+                    end += len(found)
+                    self._marks[place] = _DONE
 
         with suppress(OSError):  # no room for results, or for another process
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
@@ -80,7 +81,7 @@ class Aside(Generic[K, R]):
             time.sleep(_PAUSE_S)
         if self._marks[place] != _DONE or self._file.closed:
             return None
-        start, end = int(self._ends[place]), int(self._ends[place + 1])
+        start, end = self._spans[place].tolist()
         found: R = pickle.loads(os.pread(self._file.fileno(), end - start, start))
         return found
 
@@ -89,14 +90,26 @@ class Aside(Generic[K, R]):
         place = self._places.get(key)
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
+    def wish(self, key: K) -> None:
+        """``key`` will be asked for: it comes before all that was not wished for, and after what was before."""
+        place = self._places.get(key)
+        if place is not None and not self._wishes[place]:
+            self._wishes[place] = next(self._turns)
+
     def claim(self, among: Container[C]) -> C | None:
         """The next one of these that nobody has begun, which is the caller's now."""
-        for place in np.flatnonzero(self._marks == _FREE).tolist():
-            key: Any = self._keys[place]
-            if key in among:
-                self._marks[place] = _MINE
-                return cast(C, key)
-        return None
+        place = self._next(among)
+        if place is None:
+            return None
+        self._marks[place] = _MINE
+        key: Any = self._keys[place]
+        return cast(C, key)
+
+    def _next(self, among: Container[Any] | None = None) -> int | None:
+        """The place of the next one that nobody has begun."""
+        free = np.flatnonzero(self._marks == _FREE)
+        ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
+        return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def _stop(self) -> None:
         if self._helper is not None:

@@ -23,6 +23,8 @@ _RANKED: dict[Any, int] = {  # which of their results are places along a dim, ea
     aten.sort.stable: 1,
 }
 _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
+RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+_OVER = (aten.any.dim, aten.sum.dim_IntList)  # dims of truth values, or of counts
 _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 
@@ -60,9 +62,33 @@ def choice_of(node: Any) -> Choice | None:
     return None
 
 
+def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
+    """Numbers and one of them: ``node`` is true where it is among those of a place, which are all different and lie in
+    their last dim. ``None``: it is something else."""
+    while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*_CASTS, *RESHAPES)):
+        node = node.args[0]
+    found, along = None, list[int]()
+    if isinstance(node, fx.Node) and node.target in _OVER:
+        found, along = choice_of(node.args[0]), _along(node)
+    elif isinstance(node, fx.Node) and node.target is aten.select.int:
+        whole: Any = _uncast(node.args[0])  # type: ignore[arg-type]
+        classes = _classes(whole.args[0]) if whole.target in _OVER else None
+        if classes is not None and len(_along(whole)) == 1 and not argument(whole, "keepdim", False):
+            dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, _along(whole)[0]
+            left = [d for d in dims if d != over]
+            if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
+                others = [d for d in dims if d != classes.dim]
+                found, along = Choice(classes.of, classes.dims, number), [others.index(over)]
+    if found is None or along != [_rank(found.of) - 1] or found.dims != tuple(range(_rank(found.of))):
+        return None
+    return (found.of, found.number) if is_distinct(found.of, -1) else None
+
+
 def is_distinct(of: fx.Node, dim: int) -> bool:
     """Whether the numbers along ``dim`` are all different: places in the order of what stood there."""
     node: Any = _uncast(of)
+    while node.target in RESHAPES and dim % _rank(of) == _rank(of) - 1 and _keeps_last(node):
+        of, dim, node = node.args[0], -1, _uncast(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
         along = argument(node.args[0], "dim", -1)
     elif node.target in _PLACES:
@@ -75,7 +101,7 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 def num_choices(of: fx.Node) -> int | None:
     """How many places there were to choose from; ``None``: this is not a choice of places."""
     node: Any = _uncast(of)
-    while node.target in (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.permute.default):
+    while node.target in (*RESHAPES, aten.permute.default):
         node = _uncast(node.args[0])
     if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
         node = node.args[0]
@@ -158,6 +184,18 @@ def _uncast(node: fx.Node) -> fx.Node:
     while node.target in _CASTS:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _along(node: fx.Node) -> list[int]:
+    """The dims over which ``node`` sums or looks."""
+    dims: Any = node.args[1]
+    rank = _rank(node.args[0])
+    return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
+
+
+def _keeps_last(node: Any) -> bool:
+    sizes = [n.meta["val"].shape for n in (node, node.args[0])]
+    return bool(len(sizes[0]) and len(sizes[1]) and sizes[0][-1] == sizes[1][-1])
 
 
 def _swapped(rank: int, a: int, b: int) -> list[int]:

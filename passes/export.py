@@ -232,7 +232,10 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     )
 
 
-_NUMBERS = "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram"
+_NUMBERS = (
+    "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
+    "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
+)
 # Functions of torch that ask for numbers -> what to write instead.
 _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "

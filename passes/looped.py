@@ -20,6 +20,7 @@ from torch import fx
 from passes import experts
 from passes.assemble import SELECTS, Captured
 from passes.choices import choice_of, num_choices
+from passes.columns import Column, Columns
 from passes.errors import PartitionError
 from passes.loops import LINEAR, RESHAPES, SCALED, Loop, Numbers, is_opposite, loops_at
 from passes.packed import Different, Packing
@@ -59,10 +60,11 @@ def route_loops(captured: Captured) -> Captured:
 @dataclass(frozen=True)
 class _Mask:
     """Truth values that say which rows are the expert's own, or the opposite; ``dim`` has the rows, ``None``: they are
-    not in one dim yet."""
+    not in one dim yet. ``plain``: they have the dims of the numbers that were chosen."""
 
     dim: int | None
     negated: bool
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Stack:
     nodes: tuple[fx.Node, ...]
 
 
-_Merged = _Mask | _Rows | _Added | _Placed | _Stack
+_Merged = _Mask | _Rows | _Added | _Placed | _Stack | Column
 
 
 class _Merging:
@@ -104,6 +106,7 @@ class _Merging:
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
         self.packing = Packing(captured)
         self.build = Builder(captured.graph, head)
+        self.columns = Columns(self.build, loop, numbers)
         self.head, self.loop, self.numbers = head, loop, numbers
         self.num_rows = val(loop.of).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
@@ -162,15 +165,19 @@ class _Merging:
         if first.op == "placeholder":
             self.packing.check(nodes)
             return _Stack(nodes)
-        mask = self._chosen(nodes)
-        if mask is not None:
-            return mask
+        made = self._chosen(nodes) or self.columns.picked(nodes)
+        if made is not None:
+            return made
         if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
             raise Different
         args, kwargs = self._arguments(nodes)
         given = [a for a in args if isinstance(a, _Merged)]
-        if isinstance(args[0], _Mask) and len(given) == 1:
+        if isinstance(args[0], _Mask) and first.target in (aten.logical_not.default, *RESHAPES):
             return self._moved(first, args[0])
+        if given and all(isinstance(a, Column) or (isinstance(a, _Mask) and a.plain) for a in given):
+            return self.columns.made(
+                first, [self.columns.of_choice() if isinstance(a, _Mask) else a for a in args], kwargs
+            )
         self.inner.update(nodes)
         if first.target is aten.masked_fill.Scalar and isinstance(args[1], _Mask):
             return self._filled(first, args[0], args[1])
@@ -214,7 +221,7 @@ class _Merging:
             choice = choice_of(node)
             if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
                 return None
-        return _Mask(0 if val(nodes[0]).dim() == 1 else None, False)
+        return _Mask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
 
     def _moved(self, node: fx.Node, mask: _Mask) -> _Mask:
         """The opposite of a mask, or the same in another shape."""
@@ -232,10 +239,12 @@ class _Merging:
 
     def _filled(self, node: fx.Node, value: Any, mask: _Mask) -> _Rows:
         """The expert's own rows as they are, and a number in all others."""
-        held = value.node if isinstance(value, _Rows) else value
+        held = value.node if isinstance(value, _Rows | Column) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
-        dim = mask.dim + len(shape(held)) - val(node.args[1]).dim()  # type: ignore[arg-type]
+        dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
+        if isinstance(value, Column) and dim >= 0:
+            held = self.columns.at(value, self._expert(), dim)
         if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, _Rows) and value.dim != dim):
             raise Different
         number: Any = node.args[2]

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.choices import RESHAPES
 from passes.infer import META, call
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
-from passes.selected_rules import SPECIAL, Rows, Size, Unselectable
+from passes.selected_rules import SPECIAL, Place, Rows, Size, Unselectable
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.defau
          aten.linear.default, aten.einsum.default}  # fmt: skip
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
+_BOUNDS = {operator.le, operator.lt, operator.ge, operator.gt}
 _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
 
 
@@ -39,9 +41,8 @@ class SelectedRows:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.rows: dict[fx.Node, Rows] = {}
-        self.places: dict[fx.Node, tuple[fx.Node, int]] = {}  # coordinate number i of a mask's ones -> (mask, i)
-        self.shapes: dict[fx.Node, tuple[int, ...]] = {}  # of the masks before they were flattened
-        self.conditions: dict[fx.Node, fx.Node] = {}  # what they were then
+        self.places: dict[fx.Node, Place] = {}  # coordinates of a mask's ones
+        self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
@@ -71,6 +72,8 @@ class SelectedRows:
             if rows is not None and args[1] % args[0].meta["val"].dim() == rows.dim:
                 return Size(rows.mask)
             return int(args[0].meta["val"].shape[args[1]])
+        if node.target in _BOUNDS and any(isinstance(a, Size) for a in args):
+            return True  # which torch.export asserts of what the model selects
         if not isinstance(node.target, torch._ops.OpOverload):  # sizes are compared, and the result is only asserted
             return node.target(*(int(a) if isinstance(a, Size) else a for a in args))  # type: ignore[operator]
         special = SPECIAL.get(node.target)
@@ -155,17 +158,16 @@ class SelectedRows:
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
         """The flat mask of a condition; one for all that are computed alike."""
-        key = self._key(condition)
+        while condition.target in RESHAPES:
+            condition = condition.args[0]  # type: ignore[assignment]
+        key = self.key(condition)
         if key not in self._masks:
             value = condition.meta["val"]
             flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
-            flat = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
-            self._masks[key] = flat
-            self.shapes[flat] = tuple(value.shape)
-            self.conditions[flat] = condition
+            self._masks[key] = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
         return self._masks[key]
 
-    def _key(self, node: fx.Node) -> int:
+    def key(self, node: fx.Node) -> int:
         """A number that nodes share which are computed alike: the same operators on the same inputs, none random."""
         waiting = [node]
         while waiting:  # not by recursion: a mask may depend on hundreds of layers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from passes.choices import choice_of, is_distinct
+from passes.choices import choice_of, chosen_by_any, is_distinct
 from passes.infer import META
 
 if TYPE_CHECKING:
@@ -34,6 +34,16 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Coordinate ``dim`` of the ones of ``mask``, of truth values of ``shape``, which are those of ``condition``."""
+
+    mask: fx.Node
+    dim: int
+    shape: tuple[int, ...]
+    condition: fx.Node
+
+
+@dataclass(frozen=True)
 class Size:
     """The number of rows that ``mask`` selects, where the model asks for a size."""
 
@@ -50,24 +60,47 @@ class Unselectable(Exception):
 def _nonzero(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
     if condition in build.rows:
         raise Unselectable
-    mask = build.mask_of(condition)
-    shape, number = build.shapes[mask], int(mask.meta["val"].shape[0])
+    found = _pairs(build, condition) or _ones(build, condition, build.mask_of(condition))
+    if as_tuple:
+        return tuple(found)
+    table = build.call(aten.stack.default, found, -1)
+    build.rows[table] = build.rows[found[0]]
+    if len(found) == 1:
+        build.places[table] = build.places[found[0]]
+    return table
+
+
+def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
+    """The coordinates of the ones of ``condition``, one by one; ``mask``: the same, flat."""
+    shape = tuple(condition.meta["val"].shape)
+    inner = number = int(mask.meta["val"].shape[0])
     every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
-    found, inner = [], number
+    found = []
     for i, size in enumerate(shape):
         inner //= size
         place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
         place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
         found.append(place if place is not every else build.call(aten.clone.default, every))
-        build.places[found[-1]] = mask, i
-    if as_tuple:
-        build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
-        return tuple(found)
-    table = build.call(aten.stack.default, found, -1)
-    build.rows[table] = Rows(mask, 0)
-    if len(found) == 1:
-        build.places[table] = mask, 0
-    return table
+        build.places[found[-1]] = Place(mask, i, shape, condition)
+    build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
+    return found
+
+
+def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
+    """The same of a place that any of several numbers chooses, as one of each number that chooses it: they are all
+    different, so that every place comes once, and in the same order. Empty where it is no such place."""
+    found = chosen_by_any(condition)
+    if found is None:
+        return []
+    key = build.key(condition)
+    if key not in build.pairs:
+        numbers, number = found
+        shape = [*condition.meta["val"].shape, numbers.meta["val"].shape[-1]]
+        mask = build.mask_of(build.call(aten.eq.Scalar, numbers, number))
+        if shape != list(numbers.meta["val"].shape):
+            numbers = build.call(aten.reshape.default, numbers, shape)
+        build.pairs[key] = _ones(build, build.call(aten.eq.Scalar, numbers, number), mask)[:-1]
+    return build.pairs[key]
 
 
 def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
@@ -76,6 +109,9 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     if index.meta["val"].dtype == torch.bool and index not in build.rows:
         if len(given) != 1 or x in build.rows:
             raise Unselectable
+        pairs = _pairs(build, index)
+        if pairs:
+            return _index(build, x, [*indices[:first], *pairs])
         mask = build.mask_of(index)
         shape = list(x.meta["val"].shape)
         covered = index.meta["val"].dim()
@@ -105,11 +141,10 @@ def _coordinates(
     """The shape of the mask whose coordinates ``indices`` are, and which they are, if they cover dims of ``x`` from
     ``first`` on: then each row has its own place, which needs no index. Empty: they do not."""
     places = [build.places.get(i) for i in indices]
-    masks = {place[0] for place in places if place is not None}
-    if None in places or len(masks) != 1:
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
         return (), []
-    covered = build.shapes[masks.pop()]
-    along = [place[1] for place in places if place is not None]
+    covered, along = known[0].shape, [place.dim for place in known]
     fits = [covered[i] for i in along] == list(x.meta["val"].shape[first : first + len(along)])
     return (covered, along) if fits and len(along) == len(set(along)) else ((), [])
 
@@ -137,11 +172,14 @@ def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, a
         raise Unselectable
     first, index = given[0]
     if index.meta["val"].dtype == torch.bool:
-        mask, whole = build.mask_of(index), True
+        pairs = _pairs(build, index)
+        if pairs:
+            return _index_put(build, x, [*indices[:first], *pairs], values, accumulate)
+        mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
     else:
         mask = build.same(*(i for _, i in given)).mask
-        places = [build.places.get(i) for _, i in given]
-        whole = places == [(mask, k) for k in range(len(build.shapes[mask]))] and first == 0
+        covered, along = _coordinates(build, x, first, [i for _, i in given])
+        whole = bool(along) and along == list(range(len(covered))) and first == 0
     if rows.mask is not mask or rows.dim != first:
         raise Unselectable
     shape = list(x.meta["val"].shape)
@@ -151,7 +189,6 @@ def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, a
         added = _added_to(build, x, [i for _, i in given], values)
         if added is not None:
             return added
-    covered = build.shapes[mask]
     if not whole or tuple(shape[first : first + len(covered)]) != covered:
         raise Unselectable
     put = build.zeroed(values) if accumulate else values
@@ -195,11 +232,11 @@ def _added_to(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
         return None
     pairs = [(a, b) for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
     rows = build.rows.get(pairs[0][1]) if pairs else None
-    _, along = _coordinates(build, x, 0, indices)
+    covered, along = _coordinates(build, x, 0, indices)
     if rows is None or rows.dim != 0 or not along:
         return None
-    left = [d for d in range(len(build.shapes[rows.mask])) if d not in along]
-    choice = choice_of(build.conditions[rows.mask])
+    left = [d for d in range(len(covered)) if d not in along]
+    choice = choice_of(build.places[indices[0]].condition)
     if len(left) > 1 or (left and (choice is None or not is_distinct(choice.of, choice.dims[left[0]]))):
         return None
     added = _at_places(build, x, 0, indices, pairs[0][1])
@@ -243,7 +280,6 @@ def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     found = []
     for i, mask in enumerate(masks):
         build.pieces[mask] = x, i, len(masks)
-        build.shapes[mask] = (number,)
         piece = build.call(aten.alias.default, x)
         build.rows[piece] = Rows(mask, dim)
         found.append(piece)

@@ -119,6 +119,52 @@ def some_chosen(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
+def tokens(self: Mixture, x: Tensor) -> Tensor:
+    """Masks of tokens, of which each expert has its share."""
+    logits = self.router(x)
+    best, chosen = logits.topk(K)
+    shares = torch.full_like(logits, -torch.inf).scatter(-1, chosen, best).softmax(-1)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(dim=-1)
+        y[mask] += expert(x[mask]) * shares[mask, i].unsqueeze(1)
+    return y
+
+
+def flat_tokens(self: Mixture, x: Tensor) -> Tensor:
+    """The same masks in two shapes."""
+    x = x.reshape(2, -1, H)
+    shares, chosen = self.router(x).softmax(-1).topk(K)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(dim=-1)
+        share = (shares * (chosen == i)).sum(-1)
+        rows = expert(x.view(-1, H)[mask.view(-1)])
+        y[mask] = y[mask] + rows * share[mask][:, None]
+    return y
+
+
+def weighted_tokens(self: Mixture, x: Tensor) -> Tensor:
+    """What each place of a token weighs is picked by the mask of places."""
+    shares, chosen = self.choose(x)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where((chosen == i).sum(-1) > 0)
+        y.index_add_(0, row, expert(x[row]) * shares[chosen == i].unsqueeze(-1))
+    return y
+
+
+def counted(self: Mixture, x: Tensor) -> Tensor:
+    """Two of six classes have no expert; masks of tokens out of one table."""
+    shares, chosen = self.choose(x)
+    table, spread = F.one_hot(chosen, 6).sum(1), torch.zeros(len(x), 6, dtype=x.dtype).scatter(1, chosen, shares)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts, 1):
+        rows = table[:, i].nonzero().squeeze(-1)
+        y[rows] += expert(x[rows]) * spread[rows, i, None]
+    return y
+
+
 ROUTED = {
     "one_hot": (one_hot, {}),
     "in_place": (in_place, {}),
@@ -127,7 +173,11 @@ ROUTED = {
     "repeated": (repeated, {"bias": True}),
     "best": (best, {}),
     "apart": (apart, {}),
+    "tokens": (tokens, {}),
+    "flat tokens": (flat_tokens, {"bias": True}),
+    "weighted tokens": (weighted_tokens, {}),
     "some": (some, {"classes": 6}),
+    "some, counted": (counted, {"classes": 6}),
     "some, biased": (some, {"classes": 6, "bias": True}),
     "some chosen": (some_chosen, {"classes": 7, "bias": True}),
 }
@@ -192,6 +242,16 @@ def overlapping(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
+def chosen_twice(self: Mixture, x: Tensor) -> Tensor:
+    """A token may choose an expert twice, and is computed once."""
+    chosen = torch.stack([self.router(x).argmax(-1), self.router(x.flip(-1)).argmax(-1)], -1)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(-1)
+        y[mask] += expert(x[mask])
+    return y
+
+
 def numbered(self: Mixture, x: Tensor) -> Tensor:
     """Experts do different things."""
     chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
@@ -231,7 +291,7 @@ def mixing(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("loop", [overlapping, numbered, looked_at, tied, mixing])
+@pytest.mark.parametrize("loop", [overlapping, chosen_twice, numbered, looked_at, tied, mixing])
 def test_other_loops_stay_what_they_are(loop: Loop):
     model, x = built(loop)
     captured = normalize(capture(model, (x,)))
@@ -262,6 +322,8 @@ def test_rows_that_are_chosen_twice_are_not_added_up():
         ("one_hot", dict(dp=2, ep=2)),
         ("in_place", dict(pp=1, dp=2, tp=2, ep=4, etp=1)),
         ("some", dict(dp=2, ep=2, tp=2)),
+        ("tokens", dict(dp=4, ep=4)),
+        ("flat tokens", dict(pp=2, dp=2, ep=2)),
     ],
 )
 def test_experts_of_loops_are_spread_over_ranks(name: str, axes: dict[str, int]):

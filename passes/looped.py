@@ -10,8 +10,8 @@ Requires and keeps values on every node. Requires normal form: products without 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from passes.choices import choice_of, num_choices
 from passes.columns import Column, Columns
 from passes.errors import PartitionError
 from passes.loops import LINEAR, RESHAPES, SCALED, Loop, Numbers, is_opposite, loops_at
+from passes.merged import Added, Mask, Merged, Packed, Placed, Rows, Several, Stack
 from passes.packed import Different, Packing
 from passes.rewrite import Builder, shape, val
 from passes.rules import factors_of
@@ -30,7 +31,11 @@ from passes.rules.algebra import operands_of
 from passes.unused import drop_unused
 
 aten = torch.ops.aten
-_PRODUCTS: dict[Any, bool] = {aten.linear.default: True, aten.mm.default: False}  # whether the weight is [n, k]
+_PRODUCTS: dict[Any, bool] = {  # whether the weight is [n, k]
+    aten.linear.default: True,
+    aten.mm.default: False,
+    aten.matmul.default: False,
+}
 _ROUTED = "loops over experts are computed as products of each row with its experts' matrices alone"
 
 
@@ -54,52 +59,6 @@ def route_loops(captured: Captured) -> Captured:
     return captured.with_(notes=(*(n for n in captured.notes if left or n != SELECTS), _ROUTED))
 
 
-# --- all experts at once ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """Truth values that say which rows are the expert's own, or the opposite; ``dim`` has the rows, ``None``: they are
-    not in one dim yet. ``plain``: they have the dims of the numbers that were chosen."""
-
-    dim: int | None
-    negated: bool
-    plain: bool = False
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """``node`` has in ``dim`` for every row what its own expert's has there; the others have zero, if ``zeroed``."""
-
-    node: fx.Node
-    dim: int
-    zeroed: bool
-
-
-@dataclass(frozen=True)
-class _Added:
-    """What the experts' parts add up to, each zero where another is not."""
-
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """Every row of its own expert, in their order, and their dim taken apart."""
-
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A parameter of each expert."""
-
-    nodes: tuple[fx.Node, ...]
-
-
-_Merged = _Mask | _Rows | _Added | _Placed | _Stack | Column
-
-
 class _Merging:
     """One loop: its parts, walked together. What all experts share is a plain node."""
 
@@ -110,7 +69,8 @@ class _Merging:
         self.head, self.loop, self.numbers = head, loop, numbers
         self.num_rows = val(loop.of).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
-        self.inner: set[fx.Node] = set()  # what is done to rows
+        self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
+        self.weighs = False  # whether any parameter is read
         self.keys: fx.Node | None = None
         covers = num_choices(loop.of)
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
@@ -133,13 +93,13 @@ class _Merging:
 
     def _total(self, made: Any) -> fx.Node:
         if self.loop.adds:
-            if not isinstance(made, _Added) and not (isinstance(made, _Rows) and made.zeroed):
+            if not isinstance(made, Added) and not (isinstance(made, Rows) and made.zeroed):
                 raise Different
             total = made.node
             for other in self.loop.others:
                 total = self.build(aten.add.Tensor, other, total)
             return total
-        if not isinstance(made, _Rows | _Placed):
+        if not isinstance(made, Rows | Placed):
             raise Different
         if self.covers:
             return made.node
@@ -151,7 +111,7 @@ class _Merging:
         """Whether nothing else reads what is done to the experts' rows, or their parameters; and there are some."""
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
-        return bool(self.packing.packed) and all(u in users for n in read for u in n.users)
+        return self.weighs and all(u in users for n in read for u in n.users)
 
     def merge(self, nodes: tuple[fx.Node, ...]) -> Any:
         """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
@@ -164,28 +124,32 @@ class _Merging:
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check(nodes)
-            return _Stack(nodes)
-        made = self._chosen(nodes) or self.columns.picked(nodes)
+            return Stack(nodes)
+        made = self._chosen(nodes) or self._sliced(nodes) or self.columns.picked(nodes)
         if made is not None:
             return made
+        if all(n.target is operator.getitem and n.args[1:] == first.args[1:] for n in nodes):
+            return self._result(nodes)
         if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
             raise Different
         args, kwargs = self._arguments(nodes)
-        given = [a for a in args if isinstance(a, _Merged)]
-        if isinstance(args[0], _Mask) and first.target in (aten.logical_not.default, *RESHAPES):
+        given = [a for a in args if isinstance(a, Merged)]
+        if isinstance(args[0], Mask) and first.target in (aten.logical_not.default, *RESHAPES):
             return self._moved(first, args[0])
-        if given and all(isinstance(a, Column) or (isinstance(a, _Mask) and a.plain) for a in given):
+        if given and all(isinstance(a, Column) or (isinstance(a, Mask) and a.plain) for a in given):
             return self.columns.made(
-                first, [self.columns.of_choice() if isinstance(a, _Mask) else a for a in args], kwargs
+                first, [self.columns.of_choice() if isinstance(a, Mask) else a for a in args], kwargs
             )
         self.inner.update(nodes)
-        if first.target is aten.masked_fill.Scalar and isinstance(args[1], _Mask):
+        if isinstance(args[0], Stack | Packed) and len(given) == 1:
+            return self._turned(first, args, kwargs)
+        if first.target is aten.masked_fill.Scalar and isinstance(args[1], Mask):
             return self._filled(first, args[0], args[1])
-        if any(isinstance(a, _Mask | _Placed) for a in given):
+        if any(isinstance(a, Mask | Placed | Column | Several) for a in given):
             raise Different
-        if first.target in _PRODUCTS and isinstance(args[1], _Stack):
+        if first.target in _PRODUCTS and isinstance(args[1], Stack | Packed):
             return self._product(first, args)
-        if any(isinstance(a, _Added) for a in given):
+        if any(isinstance(a, Added) for a in given):
             return self._linear(first, args, kwargs)
         return self._by_row(first, args, kwargs)
 
@@ -205,7 +169,7 @@ class _Merging:
             if any(len(g) != len(given[0]) for g in given):
                 raise Different
             made = [self._argument([g[i] for g in given]) for i in range(len(given[0]))]
-            if any(isinstance(m, _Merged) for m in made):
+            if any(isinstance(m, Merged) for m in made):
                 raise Different
             return made
         if any(isinstance(g, fx.Node) or type(g) is not type(given[0]) or g != given[0] for g in given):
@@ -214,45 +178,45 @@ class _Merging:
 
     # -- masks ------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, nodes: tuple[fx.Node, ...]) -> _Mask | None:
+    def _chosen(self, nodes: tuple[fx.Node, ...]) -> Mask | None:
         """Whether ``nodes`` are the loop's choices, each expert's own."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
             if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
                 return None
-        return _Mask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
+        return Mask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
 
-    def _moved(self, node: fx.Node, mask: _Mask) -> _Mask:
+    def _moved(self, node: fx.Node, mask: Mask) -> Mask:
         """The opposite of a mask, or the same in another shape."""
         if node.target is aten.logical_not.default:
-            return _Mask(mask.dim, not mask.negated)
+            return Mask(mask.dim, not mask.negated)
         sizes = shape(node)
         along = [d for d, size in enumerate(sizes) if size == self.num_rows]
         if node.target not in RESHAPES or val(node).numel() != self.num_rows:
             raise Different
         if len(sizes) == 1:
-            return _Mask(0, mask.negated)
+            return Mask(0, mask.negated)
         if mask.dim is None or len(along) != 1:
             raise Different
-        return _Mask(along[0], mask.negated)
+        return Mask(along[0], mask.negated)
 
-    def _filled(self, node: fx.Node, value: Any, mask: _Mask) -> _Rows:
+    def _filled(self, node: fx.Node, value: Any, mask: Mask) -> Rows:
         """The expert's own rows as they are, and a number in all others."""
-        held = value.node if isinstance(value, _Rows | Column) else value
+        held = value.node if isinstance(value, Rows | Column) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
         dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
         if isinstance(value, Column) and dim >= 0:
             held = self.columns.at(value, self._expert(), dim)
-        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, _Rows) and value.dim != dim):
+        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, Rows) and value.dim != dim):
             raise Different
         number: Any = node.args[2]
         if not self.covers:
             none = self.build(aten.logical_not.default, self._known())
             none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
             held = self.build(aten.masked_fill.Scalar, held, none, number)
-        return _Rows(held, dim, zeroed=bool(number == 0))
+        return Rows(held, dim, zeroed=bool(number == 0))
 
     def _known(self) -> fx.Node:
         """Which rows are an expert's."""
@@ -276,11 +240,43 @@ class _Merging:
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
         return self.keys
 
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def _sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+        """Each expert's part of a state of all, in order."""
+        source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
+        captured, first = self.packing.captured, self.loop.first
+        if source is None or captured.placeholders.get(source.name) not in captured.states:
+            return None
+        if [(n.target, *n.args) for n in nodes] != [(aten.select.int, source, 0, first + i) for i in range(len(nodes))]:
+            return None
+        self.inner.update(nodes)
+        if shape(source)[0] == len(nodes):
+            return Packed(source)
+        return Packed(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
+
+    def _of_all(self, stack: Stack | Packed) -> fx.Node:
+        self.weighs = True
+        return stack.node if isinstance(stack, Packed) else self.packing.pack(stack.nodes)
+
+    def _turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
+        """A parameter with its dims in another order, or of another type."""
+        whole, rank, rest = self._of_all(args[0]), len(shape(node)), list(args[1:])
+        if node.target is aten.t.default and rank == len(rest) + 2:
+            return Packed(self.build(aten.transpose.int, whole, 1, 2))
+        if node.target is aten.transpose.int:
+            rest = [d % rank + 1 for d in rest]
+        elif node.target is aten.permute.default:
+            rest = [[0, *(d % rank + 1 for d in rest[0])]]
+        elif node.target is not aten.to.dtype:
+            raise Different
+        return Packed(self.build(node.target, whole, *rest, **kwargs))
+
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def _product(self, node: fx.Node, args: Sequence[Any]) -> _Rows:
-        x, weight = args[0], self.packing.pack(args[1].nodes)
-        if not isinstance(x, _Rows) or len(args) != 2 or len(shape(weight)) != 3:
+    def _product(self, node: fx.Node, args: Sequence[Any]) -> Rows:
+        x, weight = args[0], self._of_all(args[1])
+        if not isinstance(x, Rows) or len(args) != 2 or len(shape(weight)) != 3:
             raise Different
         sizes = shape(x.node)
         if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
@@ -290,39 +286,43 @@ class _Merging:
             weight = self.build(aten.transpose.int, weight, 1, 2)
         made = self.build(experts.ops.expert_mm.default, rows, weight, self._expert())
         made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
-        return _Rows(made, x.dim, x.zeroed)
+        return Rows(made, x.dim, x.zeroed)
 
-    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Added:
+    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Added:
         """What is done to the whole that the parts add up to."""
-        given = [i for i, a in enumerate(args) if isinstance(a, _Rows | _Added | _Stack)]
-        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], _Added):
+        given = [i for i, a in enumerate(args) if isinstance(a, Rows | Added | Stack | Packed)]
+        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], Added):
             raise Different
         if given[0] != 0 and node.target not in SCALED[:1]:
             raise Different
-        return _Added(self.build(node.target, *(a.node if isinstance(a, _Added) else a for a in args), **kwargs))
+        return Added(self.build(node.target, *(a.node if isinstance(a, Added) else a for a in args), **kwargs))
 
-    def _by_row(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rows | _Added | _Placed:
+    def _by_row(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | Several | Added | Placed:
         """An operator that works on each row by itself."""
-        rows = [a for a in args if isinstance(a, _Rows)]
+        rows = [a for a in args if isinstance(a, Rows)]
         if not rows:
             raise Different
-        operands = [a.node if isinstance(a, _Rows) else a for a in args]
+        operands = [a.node if isinstance(a, Rows) else a for a in args]
         for i, argument in enumerate(args):
-            if isinstance(argument, _Stack):
+            if isinstance(argument, Stack | Packed):
                 operands[i] = self._looked_up(node, argument, rows[0])
         made = self.build(node.target, *operands, **kwargs)
         scaled = node.target in LINEAR and any(a.zeroed for a in rows)
-        dim = self._row_dim(made, {r.node: r.dim for r in rows})
-        if dim is not None:
-            return _Rows(made, dim, scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
+        dims = self._row_dims(made, {r.node: r.dim for r in rows})
+        if isinstance(made.meta["val"], tuple | list):
+            if dims is None:
+                raise Different
+            return Several(made, dims)
+        if dims is not None:
+            return Rows(made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
         if node.target is aten.reshape.default and not scaled:
-            return _Placed(made)
+            return Placed(made)
         if scaled and all(r.zeroed for r in rows):
-            return self._linear(node, [_Added(a.node) if isinstance(a, _Rows) else a for a in args], kwargs)
+            return self._linear(node, [Added(a.node) if isinstance(a, Rows) else a for a in args], kwargs)
         raise Different
 
-    def _row_dim(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> int | None:
-        """The dim of the result that has the rows, if each of its rows is made of the same rows of the operands."""
+    def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
+        """The dim of each result that has the rows, if each of its rows is made of the same rows of the operands."""
         try:
             rule = factors_of(made)
         except PartitionError:
@@ -334,18 +334,31 @@ class _Merging:
             return None
         ((name,),) = names
         cut = rule.spans is not None and rule.spans.factor == name
-        if cut or name in rule.whole or name in rule.lower or len(rule.results) != 1:
+        if cut or name in rule.whole or name in rule.lower:
             return None
-        spots = [d for d, held in enumerate(rule.results[0]) if name in held]
-        return spots[0] if len(spots) == 1 and rule.results[0][spots[0]] == (name,) else None
+        dims = [[d for d, held in enumerate(result) if name in held] for result in rule.results]
+        alone = all(
+            len(spots) == 1 and result[spots[0]] == (name,) for result, spots in zip(rule.results, dims, strict=True)
+        )
+        return tuple(spots[0] for spots in dims) if alone else None
 
-    def _looked_up(self, node: fx.Node, stack: _Stack, rows: _Rows) -> fx.Node:
+    def _result(self, nodes: tuple[fx.Node, ...]) -> Rows:
+        """One of several results."""
+        whole: Any = self.merge(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
+        if not isinstance(whole, Several):
+            raise Different
+        self.inner.update(nodes)
+        index: Any = nodes[0].args[1]
+        return Rows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
+
+    def _looked_up(self, node: fx.Node, stack: Stack | Packed, rows: Rows) -> fx.Node:
         """For each row its expert's parameter, where an operator reads elements that stand beside each other."""
         assert isinstance(node.target, torch._ops.OpOverload)
-        own = shape(stack.nodes[0])
+        whole = self._of_all(stack)
+        own = shape(whole)[1:]
         after = len(shape(node)) - 1 - rows.dim  # dims behind the rows
         if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
             raise Different
-        found = self.build(aten.index_select.default, self.packing.pack(stack.nodes), 0, self._expert())
+        found = self.build(aten.index_select.default, whole, 0, self._expert())
         kept = own[max(0, len(own) - after) :]
         return self.build(aten.reshape.default, found, [self.num_rows, *[1] * (after - len(kept)), *kept])

@@ -233,6 +233,48 @@ def test_each_row_meets_its_own_expert_alone(name: str):
     check_equal(captured, model, x)
 
 
+class Packed(Mixture):
+    """Weights of all experts in one parameter each."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.experts = nn.ModuleList()
+        self.gate_up, self.bias = nn.Parameter(torch.randn(E, 2 * N, H)), nn.Parameter(torch.randn(E, 2 * N))
+        self.down = nn.Parameter(torch.randn(E, N, H))
+
+
+def split(self: Packed, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y, masks = torch.zeros_like(x), F.one_hot(chosen, E).permute(2, 1, 0)
+    for i in range(E):
+        place, row = torch.where(masks[i])
+        gate, up = F.linear(x[row], self.gate_up[i]).chunk(2, dim=-1)
+        y.index_add_(0, row, (F.silu(gate) * up) @ self.down[i] * shares[row, place, None])
+    return y
+
+
+def turned(self: Packed, x: Tensor) -> Tensor:
+    """Every other column, biases, and a matrix turned over; two experts of four, from the second on."""
+    shares, chosen = self.choose(x)
+    y = torch.zeros_like(x)
+    for i in (1, 2):
+        row, place = torch.where(chosen == i)
+        both = x[row] @ self.gate_up[i].t() + self.bias[i]
+        y[row] += (both[:, ::2].sigmoid() * both[:, 1::2]) @ self.down[i] * shares[row, place, None]
+    return y
+
+
+@pytest.mark.parametrize("loop", [split, turned])
+def test_weights_of_all_experts_stay_as_they_are(loop: Loop):
+    torch.manual_seed(0)
+    model, x = Packed(loop).double(), torch.randn(2, 5, H, dtype=torch.float64)
+    captured = normalize(capture(model, (x,)))
+    found = targets(captured.graph)
+    assert found.count("partition.expert_mm.default") == 2
+    assert not any(state.parts for state in captured.states.values())
+    check_equal(captured, model, x)
+
+
 def overlapping(self: Mixture, x: Tensor) -> Tensor:
     """A row may be two experts'."""
     chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
@@ -323,6 +365,7 @@ def test_rows_that_are_chosen_twice_are_not_added_up():
         ("in_place", dict(pp=1, dp=2, tp=2, ep=4, etp=1)),
         ("some", dict(dp=2, ep=2, tp=2)),
         ("tokens", dict(dp=4, ep=4)),
+        ("split", dict(dp=2, ep=2, tp=2)),
         ("flat tokens", dict(pp=2, dp=2, ep=2)),
     ],
 )
@@ -330,8 +373,9 @@ def test_experts_of_loops_are_spread_over_ranks(name: str, axes: dict[str, int])
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            loop, options = ROUTED[name]
-            self.layers = nn.ModuleList(Mixture(loop, **options) for _ in range(2))
+            loop, options = ROUTED.get(name, (split, {}))
+            kind = Mixture if name in ROUTED else Packed
+            self.layers = nn.ModuleList(kind(loop, **options) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:

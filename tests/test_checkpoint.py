@@ -8,6 +8,8 @@ import math
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -27,6 +29,8 @@ from passes.layouts import Layout, Shard, local_shape, take_shards
 from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
 from runtime.checkpoint import boxes, folders, saving, staging, storage
 from runtime.checkpoint.boxes import Piece, written_by
+from runtime.checkpoint.folders import Target
+from runtime.checkpoint.writers import has_ended
 from runtime.failures import is_secondary
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -478,6 +482,25 @@ def test_a_rank_whose_folder_the_failed_first_one_removed_is_not_the_cause(
     monkeypatch.setattr(os, "replace", late)
     errors = on_every_rank(program, work)
     assert [is_secondary(error) for error in errors] == [False, True]
+
+
+def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
+    target = Target(tmp_path / "c", "0" * 15)
+    for rank in range(2):
+        target.begin(rank)
+    target.record(0).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rank 1 did not write its part within 0\.1 s"):
+        target.wait_for_records(2, timeout=0.1)
+    other = "from runtime.checkpoint.writers import this_process; print(this_process())"
+    ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout.strip()
+    target.writer(1).write_text(ended)
+    with pytest.raises(CheckpointError, match="the process of rank 1 ended while it wrote its part"):
+        target.wait_for_records(2, timeout=600)
+    target.record(1).write_bytes(b"")
+    assert len(target.wait_for_records(2, timeout=0.1)) == 2, "it wrote all of it before"
+    boot, *rest = ended.split()
+    for unknown in ("", "half", " ".join(["elsewhere", *rest]), " ".join([boot, "pid:[1]", *rest[1:]])):
+        assert not has_ended(unknown), "what another host runs is not known"
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

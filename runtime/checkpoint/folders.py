@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoint.writers import has_ended, this_process
 from runtime.errors import CheckpointError
 from runtime.files import sync_folder, write_text
 
@@ -60,6 +61,14 @@ class Target:
     def record(self, rank: int) -> Path:
         return self.partial / f".record-{rank}"
 
+    def writer(self, rank: int) -> Path:
+        return self.partial / f".writer-{rank}"
+
+    def begin(self, rank: int) -> None:
+        """Say who writes the part of ``rank``."""
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
+
     def fail(self, rank: int, error: BaseException) -> None:
         """Tell the others. On a full disk this may be impossible; then they wait in vain, and say so."""
         with contextlib.suppress(OSError):
@@ -78,14 +87,26 @@ class Target:
         missing = list(records)
         for _ in _moments(timeout):
             self.check()
+            gone = [r for r in missing if self._is_gone(r)]
             missing = [r for r in missing if not r.exists()]
             if not missing:
                 return records
+            for record in set(gone) & set(missing):  # which was not the last thing that it did
+                raise CheckpointError(
+                    f"the checkpoint {self.final} was not written: the process of rank "
+                    f"{record.name.removeprefix('.record-')} ended while it wrote its part"
+                )
         late = ", ".join(r.name.removeprefix(".record-") for r in missing[:8])
         raise CheckpointError(
             f"the checkpoint {self.final} was not written: rank {late} did not write its part within {timeout:g} s; "
             "all ranks must see the same file system"
         )
+
+    def _is_gone(self, record: Path) -> bool:
+        """Whether who is to leave ``record`` has ended, as far as can be known."""
+        with contextlib.suppress(OSError):
+            return has_ended(record.with_name(record.name.replace(".record-", ".writer-")).read_text())
+        return False
 
     def wait_until_complete(self, timeout: float) -> None:
         """Raises :class:`CheckpointError` where a rank failed, or the first one did not finish in time.

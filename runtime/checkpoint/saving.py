@@ -68,6 +68,8 @@ class Saving:
                 work()
             except BaseException as error:
                 self.error = error
+                if not threading.main_thread().is_alive():
+                    raise  # nobody asks any more
 
         if behind:
             self._thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
@@ -272,9 +274,9 @@ def _write(target: Target, content: Content, held: Sequence[Piece], timeout: flo
     rank = content.rank.rank
     try:
         try:
+            target.begin(rank)
             if staging is not None:
                 staging.finish()
-            target.partial.mkdir(parents=True, exist_ok=True)
             written = write_shards(target.partial, rank, held)
         finally:
             if staging is not None:
@@ -315,8 +317,9 @@ def _complete(target: Target, content: Content, timeout: float) -> None:
         "extra_of_ranks": _of_ranks([own["extra"] for own in owns]),
     }
     write_bytes(target.partial / TRAINING, packed(training, "the run"))
-    for record in records:
+    for rank, record in enumerate(records):
         record.unlink()
+        target.writer(rank).unlink()
     files: dict[str, FileSum] = {name: total for w in written for name, total in w.files.items()}
     files |= {name: sum_of(target.partial / name) for name in (METADATA, TRAINING)}
     manifest = {

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
+from passes.hits import HITS, empty_mask, is_turn
 from passes.infer import META
 from passes.selected import SelectedRows
 from passes.selected_rules import Unselectable
@@ -54,13 +55,17 @@ class Captured:
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> node: what forward leaves in it
     keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
+    turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/likewise.py
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)
 
 
-def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: bool) -> Captured:
-    """The program as one graph; ``canonical``: for every name of a state the one that it goes by."""
+def assemble(
+    program: ExportedProgram, canonical: Mapping[str, str], with_loss: bool, *, empty_turns: int | None = None
+) -> Captured:
+    """The program as one graph; ``canonical``: for every name of a state the one that it goes by. ``empty_turns``: with
+    the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     states = _states(program, canonical)
@@ -91,7 +96,11 @@ def assemble(program: ExportedProgram, canonical: Mapping[str, str], with_loss: 
     classes: dict[str, str] = {}
     selected = SelectedRows(graph)
     for node in nodes:
-        if node.op == "call_function" and selected.concerns(node, env):
+        if node.target is HITS:
+            env[node] = env[node.args[0]]
+        elif empty_turns is not None and is_turn(node, empty_turns):
+            env[node] = empty_mask(graph, node, _place(node, classes))
+        elif node.op == "call_function" and selected.concerns(node, env):
             env[node] = _select(selected, node, env, classes)
         elif node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -9,9 +9,10 @@ that are tensors. Nothing else in the project looks at the model itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from passes.errors import InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
+from passes.hits import Hits
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import NO_BATCH, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
@@ -92,7 +94,14 @@ def capture(
         )
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
         with hooks_refused() if objective == "train" else nullcontext():
-            captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, objective == "train")
+            train = objective == "train"
+            captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
+            pairs = []
+            for parity, empty in enumerate(captured.turns):
+                again = make_twin(model, dtype, twin.mode, twin.casts)
+                twin = replace(again, asked=twin.asked, hits=Hits(leaves_out=parity))
+                pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)]
+            captured = captured.with_(turns=tuple(pairs))
         notes += _decided(captured, {canonical[name] for name in twin.asked})
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
@@ -128,22 +137,31 @@ def _trace(
     """The twin's graph: of layers that are alike one is traced, or all where that fails."""
     if loss is not None:
         _append_loss(twin.module, loss)
+
+    def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> Captured:
+        twin.hits.check()
+        captured = finish(assemble(program, canonical, loss is not None))
+        if twin.hits.seen and twin.hits.leaves_out is None:
+            empty = (finish(assemble(program, canonical, loss is not None, empty_turns=parity)) for parity in range(2))
+            captured = captured.with_(turns=tuple(empty))
+        return captured
+
     repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
     while repeats.groups:
         away = repeats.away
         try:
             with repeats.tracing():
                 program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
-            captured = assemble(program, canonical, with_loss=loss is not None)
             if away is None:
-                return expand(captured)
-            return in_order(expand(captured, _states_of(away, canonical)), canonical.values())
+                return made(twin, program, expand)
+            return made(twin, program, partial(_restored, _states_of(away, canonical), canonical))
         except Unrepeated as error:
             repeats.refuse(error.number)
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked)  # as if forward had not run
+        again = make_twin(model, dtype, twin.mode, twin.casts)  # as if forward had not run
+        twin = replace(again, asked=twin.asked, hits=Hits(twin.hits.leaves_out))
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)
@@ -151,7 +169,14 @@ def _trace(
             repeats = left.put_away(twin.module) if away is not None else left
         else:  # the weights that were put away may have been missed
             repeats = left if away is not None else Repeats([])
-    return assemble(flatten_program(export(twin, args, kwargs, train=train)), canonical, with_loss=loss is not None)
+    return made(twin, flatten_program(export(twin, args, kwargs, train=train)), lambda captured: captured)
+
+
+def _restored(
+    states: Mapping[int, Sequence[State | None]], canonical: Mapping[str, str], captured: Captured
+) -> Captured:
+    """With copies for the layers that are alike, and the states that the trace did not see."""
+    return in_order(expand(captured, states), canonical.values())
 
 
 def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:

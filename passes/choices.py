@@ -48,6 +48,7 @@ class _Classes:
 
 def choice_of(node: Any) -> Choice | None:
     """What ``node`` says of numbers; ``None``: it is something else."""
+    node = undone(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
@@ -82,6 +83,17 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
     if found is None or along != [_rank(found.of) - 1] or found.dims != tuple(range(_rank(found.of))):
         return None
     return (found.of, found.number) if is_distinct(found.of, -1) else None
+
+
+def undone(node: Any) -> Any:
+    """``node`` before a dim was put in and taken out again."""
+    while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
+        node = node.args[0].args[0]  # type: ignore[union-attr]
+    return node
+
+
+def _is_widened(node: Any, dim: Any) -> bool:
+    return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _rank(node) == 0
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:

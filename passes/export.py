@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from passes.autocast import casts_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
+from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
@@ -65,6 +66,7 @@ class Twin:
     casts: str | None = None
     held: Mapping[str, Tensor] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    hits: Hits = field(default_factory=Hits)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
@@ -140,7 +142,17 @@ def export(
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked)
         contained, written = _in_containers(twin.module), writes_traced(twin.module)
-        with _quiet(), _lines_of_helpers(), own, casts, contained, written, grouped_traced(), known:
+        with (
+            _quiet(),
+            _lines_of_helpers(),
+            own,
+            casts,
+            contained,
+            written,
+            grouped_traced(),
+            known,
+            hits_traced(twin.hits),
+        ):
             return torch.export.export(twin.module, args, kwargs, strict=False)
     except PartitionError:
         raise

@@ -17,6 +17,7 @@ from passes.blocks import State, TensorSpec
 from passes.capture import Captured
 from passes.decompose import decompose
 from passes.gathered import ungather
+from passes.likewise import check_turns
 from passes.looped import route_loops
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
@@ -40,7 +41,9 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM}
 def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for what no plan can hold."""
     try:
-        normal = _normalized(captured)
+        for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
+            check_turns(_normalized(empty).graph, _normalized(left_out).graph)
+        normal = stack_experts(route_loops(_normalized(captured)))
     except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
         refuse(captured.graph)
         raise
@@ -71,7 +74,7 @@ def _normalized(captured: Captured) -> Captured:
     updates = {state: moved[node] for state, node in captured.updates.items()}
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
     captured = captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
-    return stack_experts(route_loops(captured))
+    return captured
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.choices import RESHAPES
+from passes.choices import RESHAPES, undone
 from passes.infer import META, call
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
@@ -158,8 +158,9 @@ class SelectedRows:
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
         """The flat mask of a condition; one for all that are computed alike."""
+        condition = undone(condition)
         while condition.target in RESHAPES:
-            condition = condition.args[0]  # type: ignore[assignment]
+            condition = undone(condition.args[0])
         key = self.key(condition)
         if key not in self._masks:
             value = condition.meta["val"]

@@ -33,6 +33,7 @@ _SHAPED = (aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints, aten
            aten.alias.default)  # fmt: skip
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.detach.default)
 _MOVED = (*_CASTS, *_SHAPED, aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.select.int)
+_LISTING = {torch.where, torch.nonzero, Tensor.nonzero}
 _ABOVE = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
@@ -105,7 +106,11 @@ class _Indexed(TorchFunctionMode):
             if isinstance(index, tuple):
                 numbers = [self._number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
-        return func(*args, **kwargs or {})
+        made = func(*args, **kwargs or {})
+        if func in _LISTING and self.hits.turns and _is_turns(args[0]):
+            rows = (made[0] if isinstance(made, tuple) else made).shape[0]
+            torch._check(rows != 0)  # the turn is of an expert that some row has chosen
+        return made
 
     def _number(self, value: Any) -> int | None:
         held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
@@ -115,6 +120,14 @@ class _Indexed(TorchFunctionMode):
         turn = torch.tensor(number)
         self.hits.turns[id(turn)] = turn, int(number or 0)
         return turn
+
+
+def _is_turns(mask: Any) -> bool:
+    """Whether ``mask`` is that of one turn."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(mask, mode.tracer, None) if mode is not None and isinstance(mask, Tensor) else None
+    node = None if slot is None else _before(slot.proxy.node, (*_CASTS, *_SHAPED, aten.unsqueeze.default))
+    return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _table(value: Tensor) -> tuple[list[Tensor], int] | None:

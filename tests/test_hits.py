@@ -38,6 +38,8 @@ def flat(self: Mixture, x: Tensor) -> Tensor:
         if i == E:
             continue
         place, row = torch.where(masks[i])
+        if row.numel() == 0:
+            continue
         y = y.index_add(0, row, self.experts[int(i)](x[row]) * shares[row, place, None])
     return y
 

@@ -85,9 +85,11 @@ class _Added:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Every row of its own expert, in their order, and their dim taken apart."""
+    """Every row of its own expert, in their order, and their dim taken apart; ``where``: its shape, with 1 in the dims
+    that are not of the rows."""
 
     node: fx.Node
+    where: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class _Merging:
         with graph.inserting_before(self.head):
             try:
                 total = self._total(self.merge(self.loop.parts))
-                apart = self._is_apart()
+                apart = self._is_apart() and _is_like(total, self.head)
             except Different:
                 apart = False
         if apart:  # in its place, so that an output keeps its name
@@ -141,10 +143,12 @@ class _Merging:
             return total
         if not isinstance(made, _Rows | _Placed):
             raise Different
+        where = made.where if isinstance(made, _Placed) else _alone(made.node, made.dim)
+        if where != self.loop.where:  # what is chosen in one dim is of the rows in another
+            raise Different
         if self.covers:
             return made.node
-        condition: Any = self.head.args[0]
-        chosen = self.build(aten.reshape.default, self._known(), shape(condition))
+        chosen = self.build(aten.reshape.default, self._known(), list(where))
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
@@ -181,7 +185,7 @@ class _Merging:
         self.inner.update(nodes)
         if first.target is aten.masked_fill.Scalar and isinstance(args[1], _Mask):
             return self._filled(first, args[0], args[1])
-        if any(isinstance(a, _Mask | _Placed) for a in given):
+        if any(isinstance(a, _Mask | _Placed | Column) for a in given):
             raise Different
         if first.target in _PRODUCTS and isinstance(args[1], _Stack):
             return self._product(first, args)
@@ -263,6 +267,8 @@ class _Merging:
     def _chosen_numbers(self) -> fx.Node:
         """The place among the experts of the number that each row chose; of some rows, none."""
         loop, numbers = self.loop, self.loop.of
+        if val(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
+            numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
             numbers = self.build(aten.permute.default, numbers, list(loop.dims))
         if len(loop.dims) != 1:
@@ -311,12 +317,14 @@ class _Merging:
             if isinstance(argument, _Stack):
                 operands[i] = self._looked_up(node, argument, rows[0])
         made = self.build(node.target, *operands, **kwargs)
+        if not _is_like(made, node):
+            raise Different
         scaled = node.target in LINEAR and any(a.zeroed for a in rows)
         dim = self._row_dim(made, {r.node: r.dim for r in rows})
         if dim is not None:
             return _Rows(made, dim, scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
         if node.target is aten.reshape.default and not scaled:
-            return _Placed(made)
+            return _Placed(made, _taken_apart(rows[0], made))
         if scaled and all(r.zeroed for r in rows):
             return self._linear(node, [_Added(a.node) if isinstance(a, _Rows) else a for a in args], kwargs)
         raise Different
@@ -349,3 +357,22 @@ class _Merging:
         found = self.build(aten.index_select.default, self.packing.pack(stack.nodes), 0, self._expert())
         kept = own[max(0, len(own) - after) :]
         return self.build(aten.reshape.default, found, [self.num_rows, *[1] * (after - len(kept)), *kept])
+
+
+def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
+    """The shape of ``node`` with 1 in all dims but ``dim``."""
+    return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
+
+
+def _taken_apart(rows: _Rows, made: fx.Node) -> tuple[int, ...]:
+    """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
+    sizes, end = shape(made), len(shape(made)) - (len(shape(rows.node)) - 1 - rows.dim)
+    before, after = shape(rows.node)[: rows.dim], shape(rows.node)[rows.dim + 1 :]
+    if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
+        raise Different
+    return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))
+
+
+def _is_like(made: fx.Node, node: fx.Node) -> bool:
+    """Whether ``made`` can stand for ``node``."""
+    return shape(made) == shape(node) and val(made).dtype == val(node).dtype

@@ -25,6 +25,7 @@ _RANKED: dict[Any, int] = {  # which of their results are places along a dim, ea
 _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
 RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 _OVER = (aten.any.dim, aten.sum.dim_IntList)  # dims of truth values, or of counts
+_WIDE = (torch.int32, torch.int64)  # in which numbers of places stay what they are
 _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 
@@ -52,7 +53,7 @@ def choice_of(node: Any) -> Choice | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
-    if node.target is aten.eq.Scalar and isinstance(args[1], int) and not _floats(args[0]):
+    if node.target is aten.eq.Scalar and isinstance(args[1], int) and _has(args[0], args[1]):
         return Choice(args[0], tuple(range(_rank(args[0]))), args[1])
     if _is_nonzero(node) or node.target in _CASTS:
         return None if _rank(node) == 0 else choice_of(args[0])
@@ -72,7 +73,9 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
     if isinstance(node, fx.Node) and node.target in _OVER:
         found, along = choice_of(node.args[0]), _along(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
-        whole: Any = _uncast(node.args[0])  # type: ignore[arg-type]
+        whole: Any = node.args[0]
+        while whole.target in _CASTS:  # of counts that are 0 or 1, if they are of what this looks for
+            whole = whole.args[0]
         classes = _classes(whole.args[0]) if whole.target in _OVER else None
         if classes is not None and len(_along(whole)) == 1 and not argument(whole, "keepdim", False):
             dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, _along(whole)[0]
@@ -140,7 +143,8 @@ def _classes(node: Any) -> _Classes | None:
     if node.target is aten.eq.Tensor:
         for numbers, counted in (args, args[::-1]):
             source = _widened(numbers)
-            if source is not None and _counts(counted) == node.meta["val"].shape[-1]:
+            apart = source is not None and _rank(source) == rank - 1
+            if source is not None and apart and _counts(counted) == node.meta["val"].shape[-1]:
                 return _Classes(source, rank - 1, tuple(range(rank - 1)))
         return None
     if _is_nonzero(node) or node.target in _CASTS:
@@ -181,7 +185,7 @@ def _counts(node: Any) -> int | None:
         if node.meta["val"].shape[-1] != node.meta["val"].numel():
             return None
         node = node.args[0]
-    if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
+    if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target) or node.meta["val"].dtype not in _WIDE:
         return None
     plain = argument(node, "start", 0) == 0 and argument(node, "step", 1) == 1
     return int(node.meta["val"].shape[0]) if plain else None
@@ -193,7 +197,8 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    while node.target in _CASTS:
+    """The same numbers, of another type at most: not truth values of them, nor what wraps around."""
+    while node.target in _CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -214,6 +219,15 @@ def _swapped(rank: int, a: int, b: int) -> list[int]:
     order = list(range(rank))
     order[a], order[b] = order[b], order[a]
     return order
+
+
+def _has(node: Any, number: int) -> bool:
+    """Whether ``number`` is one that whole numbers of the type of ``node`` can be."""
+    dtype = node.meta["val"].dtype
+    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        return bool(low <= number <= high)
+    return False
 
 
 def _floats(node: Any) -> bool:

@@ -75,6 +75,8 @@ class Columns:
             operands = [value.node, rest[0] % rank]
         elif node.target in _OVER:
             rank, dims = len(shape(node.args[0])), rest[0]  # type: ignore[arg-type]
+            if dims is None or dims == []:  # all of them, of which the experts would be one
+                raise Different
             over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
             operands = [value.node, over, *rest[1:]]
         elif node.target is aten.to.dtype or torch.Tag.pointwise in node.target.tags:

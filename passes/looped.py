@@ -81,7 +81,7 @@ class _Merging:
         with graph.inserting_before(self.head):
             try:
                 total = self._total(self.merge(self.loop.parts))
-                apart = self._is_apart()
+                apart = self._is_apart() and _is_like(total, self.head)
             except Different:
                 apart = False
         if apart:  # in its place, so that an output keeps its name
@@ -101,10 +101,12 @@ class _Merging:
             return total
         if not isinstance(made, Rows | Placed):
             raise Different
+        where = made.where if isinstance(made, Placed) else _alone(made.node, made.dim)
+        if where != self.loop.where:  # what is chosen in one dim is of the rows in another
+            raise Different
         if self.covers:
             return made.node
-        condition: Any = self.head.args[0]
-        chosen = self.build(aten.reshape.default, self._known(), shape(condition))
+        chosen = self.build(aten.reshape.default, self._known(), list(where))
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
@@ -227,6 +229,8 @@ class _Merging:
     def _chosen_numbers(self) -> fx.Node:
         """The place among the experts of the number that each row chose; of some rows, none."""
         loop, numbers = self.loop, self.loop.of
+        if val(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
+            numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
             numbers = self.build(aten.permute.default, numbers, list(loop.dims))
         if len(loop.dims) != 1:
@@ -307,6 +311,8 @@ class _Merging:
             if isinstance(argument, Stack | Packed):
                 operands[i] = self._looked_up(node, argument, rows[0])
         made = self.build(node.target, *operands, **kwargs)
+        if not _is_like(made, node):
+            raise Different
         scaled = node.target in LINEAR and any(a.zeroed for a in rows)
         dims = self._row_dims(made, {r.node: r.dim for r in rows})
         if isinstance(made.meta["val"], tuple | list):
@@ -316,7 +322,7 @@ class _Merging:
         if dims is not None:
             return Rows(made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
         if node.target is aten.reshape.default and not scaled:
-            return Placed(made)
+            return Placed(made, _taken_apart(rows[0], made))
         if scaled and all(r.zeroed for r in rows):
             return self._linear(node, [Added(a.node) if isinstance(a, Rows) else a for a in args], kwargs)
         raise Different
@@ -362,3 +368,26 @@ class _Merging:
         found = self.build(aten.index_select.default, whole, 0, self._expert())
         kept = own[max(0, len(own) - after) :]
         return self.build(aten.reshape.default, found, [self.num_rows, *[1] * (after - len(kept)), *kept])
+
+
+def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
+    """The shape of ``node`` with 1 in all dims but ``dim``."""
+    return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
+
+
+def _taken_apart(rows: Rows, made: fx.Node) -> tuple[int, ...]:
+    """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
+    sizes, end = shape(made), len(shape(made)) - (len(shape(rows.node)) - 1 - rows.dim)
+    before, after = shape(rows.node)[: rows.dim], shape(rows.node)[rows.dim + 1 :]
+    if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
+        raise Different
+    return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))
+
+
+def _is_like(made: fx.Node, node: fx.Node) -> bool:
+    """Whether ``made`` can stand for ``node``."""
+    forms = [
+        [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
+        for held in (made.meta["val"], node.meta["val"])
+    ]
+    return forms[0] == forms[1]

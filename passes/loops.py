@@ -5,15 +5,16 @@ Requires values on every node, and normal form. See ``passes/looped.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.choices import Choice, choice_of
-from passes.rewrite import shape
+from passes.rewrite import shape, val
 from passes.stacked import addends_of, is_inner, is_sum
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ class Loop:
     others: tuple[fx.Node, ...]
     chain: frozenset[fx.Node]
     adds: bool
+    where: tuple[int, ...] = ()  # the shape of the truth values that choose
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
@@ -92,16 +94,29 @@ def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """A choice for every expert: its part in its own rows, and what the others made elsewhere."""
     found: dict[fx.Node, Choice] = {}
     chain: set[fx.Node] = set()
+    where = _spots(head)
     node: Any = head
     while _is_choice(node) and shape(node) == shape(head) and (not chain or len(node.users) == 1):
         choice, negated = _mask(node.args[0])
         if choice is None or negated or shape(node.args[1]) != shape(head) or node.args[1] in found:
             break
+        if _spots(node) != where or math.prod(where) != val(choice.of).numel():
+            break
         found[node.args[1]] = choice
         chain.add(node)
         node = node.args[2]
     if len(found) >= _LEAST and shape(node) == shape(head):
-        yield from _loops(found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False)
+        for loop in _loops(found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False):
+            yield replace(loop, where=where)
+
+
+def _spots(node: fx.Node) -> tuple[int, ...]:
+    """The shape in which the condition of a choice has each of its truth values once, beside the dims of the choice."""
+    condition: Any = node.args[0]
+    while condition.target is aten.expand.default:
+        condition = condition.args[0]
+    sizes = shape(condition)
+    return (*[1] * (len(shape(node)) - len(sizes)), *sizes)
 
 
 def _is_choice(node: Any) -> bool:

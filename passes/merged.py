@@ -45,9 +45,11 @@ class Added:
 
 @dataclass(frozen=True)
 class Placed:
-    """Every row of its own expert, in their order, and their dim taken apart."""
+    """Every row of its own expert, in their order, and their dim taken apart; ``where``: its shape, with 1 in the dims
+    that are not of the rows."""
 
     node: fx.Node
+    where: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from passes.choices import RESHAPES, undone
 from passes.infer import META, call
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
-from passes.selected_rules import SPECIAL, Place, Rows, Size, Unselectable
+from passes.selected_rules import SPECIAL, Counted, Place, Rows, Size, Unselectable
 
 aten = torch.ops.aten
 
@@ -31,7 +31,15 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.defau
          aten.linear.default, aten.einsum.default}  # fmt: skip
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
-_BOUNDS = {operator.le, operator.lt, operator.ge, operator.gt}
+_ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
+_GUARDED: dict[Any, tuple[int, int]] = {  # an operand that not every number may be, and one that it may be
+    **dict.fromkeys((aten.index_select.default, aten.gather.default), (2, 0)),
+    aten.embedding.default: (1, 0),
+    aten.one_hot.default: (0, 0),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Tensor_mode, aten.remainder.Tensor, aten.pow.Tensor_Tensor), (1, 1)),
+    **dict.fromkeys((aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default,
+                     aten.log2.default, aten.log10.default, aten.pow.Tensor_Scalar), (0, 1)),
+}  # fmt: skip
 _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
 
 
@@ -46,6 +54,7 @@ class SelectedRows:
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
+        self._filled: dict[fx.Node, int] = {}  # rows -> what those have that are not selected
         self._keys: dict[fx.Node, int] = {}
         self._alike: dict[tuple[str, str, str], int] = {}  # an operator and the keys of its inputs -> its own
         self._where: dict[str, Any] = {}
@@ -53,7 +62,8 @@ class SelectedRows:
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether ``node`` selects rows, reads some, or comes of what did."""
         given = [env.get(n) for n in node.all_input_nodes]
-        return _is_open(node.meta.get("val")) or any(isinstance(g, Size | tuple | int) or g in self.rows for g in given)
+        kinds = (Size, Counted, tuple, int)
+        return _is_open(node.meta.get("val")) or any(isinstance(g, kinds) or g in self.rows for g in given)
 
     def copy(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
         """What stands for ``node``: a node, a tuple of nodes, or a :class:`Size`.
@@ -72,10 +82,12 @@ class SelectedRows:
             if rows is not None and args[1] % args[0].meta["val"].dim() == rows.dim:
                 return Size(rows.mask)
             return int(args[0].meta["val"].shape[args[1]])
-        if node.target in _BOUNDS and any(isinstance(a, Size) for a in args):
-            return True  # which torch.export asserts of what the model selects
-        if not isinstance(node.target, torch._ops.OpOverload):  # sizes are compared, and the result is only asserted
-            return node.target(*(int(a) if isinstance(a, Size) else a for a in args))  # type: ignore[operator]
+        if node.target in _ASSERTS:  # what torch.export asserts of what the model selects
+            return None
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return Counted() if _counted(args, Size, Counted) else node.target(*args)  # type: ignore[operator]
+        if _counted((args, kwargs), Counted):
+            raise Unselectable
         special = SPECIAL.get(node.target)
         if special is not None and not (node.target in _SOURCES or any(n in self.rows for n in _nodes(args))):
             special = None
@@ -90,6 +102,9 @@ class SelectedRows:
         flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _on_meta)
         if any(isinstance(a, Size) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number of rows that is computed with
+        at, number = _GUARDED.get(node.target, (0, None))
+        if number is not None and flat_args[at] in self.rows:
+            flat_args = (*flat_args[:at], self.harmless(flat_args[at], number), *flat_args[at + 1 :])
         try:
             made = self.call(_STRIDE_FREE.get(node.target, node.target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
@@ -184,14 +199,15 @@ class SelectedRows:
             self._keys[last] = self._alike.setdefault((own, str(last.target), str(args)), len(self._alike))
         return self._keys[node]
 
-    def harmless(self, value: fx.Node) -> fx.Node:
-        """``value`` with ones (zeros, of whole numbers) in the rows that are not selected: what they hold may be what
-        the model selects rows to avoid (a division by zero, an index of -100)."""
+    def harmless(self, value: fx.Node, number: int | None = None) -> fx.Node:
+        """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these
+        hold may be what the model selects rows to avoid (a division by zero, an index of -100)."""
         dtype = value.meta["val"].dtype
-        if dtype == torch.bool:
+        number = int(dtype.is_floating_point) if number is None else number
+        if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
             return value
-        filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), int(dtype.is_floating_point))
-        self.rows[filled] = self.rows[value]
+        filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), number)
+        self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def unselected(self, value: fx.Node) -> fx.Node:
@@ -216,6 +232,12 @@ class SelectedRows:
 def _is_open(value: Any) -> bool:
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
+
+
+def _counted(args: Any, *kinds: type) -> bool:
+    found = list[Any]()
+    fx.node.map_aggregate(args, lambda a: found.append(a) or a)  # type: ignore[func-returns-value]
+    return any(isinstance(a, kinds) for a in found)
 
 
 def _nodes(args: Any) -> list[fx.Node]:

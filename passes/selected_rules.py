@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _IGNORED = -100
+_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 ITEMS = {aten.item.default, aten._local_scalar_dense.default}
 
 
@@ -51,6 +52,10 @@ class Size:
 
     def __int__(self) -> int:
         return int(self.mask.meta["val"].shape[0])
+
+
+class Counted:
+    """What is computed of such a number, which only what is asserted of it may read."""
 
 
 class Unselectable(Exception):
@@ -118,7 +123,10 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
         made = build.call(aten.reshape.default, x, flat)
         build.rows[made] = Rows(mask, first)
-        return build.harmless(made)
+        made = build.harmless(made)
+        if first == 0:
+            build.read[made] = x, (mask,)
+        return made
     if x not in build.rows and not any(i in build.rows for _, i in given):
         return None
     if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
@@ -127,12 +135,17 @@ def _index(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
         raise Unselectable
     spread = _spread(build, x, first, [i for _, i in given])
-    made = spread if spread is not None else build.call(aten.index.Tensor, x, list(indices))
+    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guarded(build, indices))
     build.rows[made] = Rows(rows.mask, first)
     made = build.harmless(made)
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
     return made
+
+
+def _guarded(build: SelectedRows, indices: Any) -> list[Any]:
+    """Indices that there are, also in rows that are not selected."""
+    return [build.harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _coordinates(
@@ -182,13 +195,17 @@ def _index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, a
         whole = bool(along) and along == list(range(len(covered))) and first == 0
     if rows.mask is not mask or rows.dim != first:
         raise Unselectable
+    by = [mask] if index.meta["val"].dtype == torch.bool else [i for _, i in given]
+    more = _more(build, x, by, values) if whole and first == 0 and not accumulate else None
+    if more is not None:
+        values, accumulate = more, True
     shape = list(x.meta["val"].shape)
     if accumulate and not whole:
-        return build.call(aten.index_put.default, x, list(indices), build.zeroed(values), True)
-    if not whole and index.meta["val"].dtype != torch.bool:
-        added = _added_to(build, x, [i for _, i in given], values)
-        if added is not None:
-            return added
+        return build.call(aten.index_put.default, x, _guarded(build, indices), build.zeroed(values), True)
+    if not whole:
+        put_once = _put_once(build, x, by, values) if first == 0 else None
+        if put_once is not None:
+            return put_once
     if not whole or tuple(shape[first : first + len(covered)]) != covered:
         raise Unselectable
     put = build.zeroed(values) if accumulate else values
@@ -210,7 +227,7 @@ def _index_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source
         raise Unselectable
     added = _at_places(build, x, dim, [index], source)
     if added is None:
-        return build.call(aten.index_add.default, x, dim, index, build.zeroed(source), **kwargs)
+        return build.call(aten.index_add.default, x, dim, build.harmless(index, 0), build.zeroed(source), **kwargs)
     return build.call(aten.add.Tensor, x, added, **kwargs)
 
 
@@ -222,31 +239,55 @@ def _at_places(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Nod
         return None
     apart = build.call(aten.reshape.default, build.zeroed(source), [*sizes[:first], *covered, *sizes[first + 1 :]])
     others = [first + i for i in range(len(covered)) if i not in along]
-    return build.call(aten.sum.dim_IntList, apart, others) if others else apart
+    dtype = source.meta["val"].dtype
+    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # which a sum would widen
+    return build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
 
 
-def _added_to(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """``x[indices] += more`` where no place is selected twice, as rows that are added; ``None``: it is not that."""
+def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """``x[indices] = values`` where no place is selected twice; ``None``: it is not that."""
+    covered, along = _coordinates(build, x, 0, indices)
+    if not along:
+        return None
+    place = build.places[indices[0]]
+    left = [d for d in range(len(covered)) if d not in along]
+    if len(left) > 1 or (left and not _at_most_one(place.condition, left[0])):
+        return None
+    more = _more(build, x, indices, values)
+    put = _at_places(build, x, 0, indices, more or values)
+    if put is None or more is not None:
+        return None if put is None else build.call(aten.add.Tensor, x, put)
+    chosen = build.call(aten.reshape.default, place.mask, list(covered))
+    chosen = build.call(aten.any.dim, chosen, left[0]) if left else chosen
+    sizes = chosen.meta["val"].shape
+    chosen = build.call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
+    return build.call(aten.where.self, chosen, put, x)
+
+
+def _at_most_one(condition: fx.Node, dim: int) -> bool:
+    """Whether truth values are true once at most along ``dim``."""
+    choice = choice_of(condition)
+    if choice is not None:
+        return is_distinct(choice.of, choice.dims[dim])
+    both = condition.all_input_nodes if condition.target in _BOTH else []
+    shape = condition.meta["val"].shape
+    return any(_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
+
+
+def _more(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """What ``values`` are more than ``x[indices]``, if they are a sum with it: then that is added."""
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None
-    pairs = [(a, b) for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
-    rows = build.rows.get(pairs[0][1]) if pairs else None
-    covered, along = _coordinates(build, x, 0, indices)
-    if rows is None or rows.dim != 0 or not along:
-        return None
-    left = [d for d in range(len(covered)) if d not in along]
-    choice = choice_of(build.places[indices[0]].condition)
-    if len(left) > 1 or (left and (choice is None or not is_distinct(choice.of, choice.dims[left[0]]))):
-        return None
-    added = _at_places(build, x, 0, indices, pairs[0][1])
-    return None if added is None else build.call(aten.add.Tensor, x, added)
+    found = [b for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
+    rows = build.rows.get(found[0]) if found else None
+    return found[0] if rows is not None and rows.dim == 0 else None
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
     if x in build.rows or build.same(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
-    return build.call(aten.scatter_add.default, x, dim, index, build.zeroed(source))
+    return build.call(aten.scatter_add.default, x, dim, build.harmless(index, 0), build.zeroed(source))
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:

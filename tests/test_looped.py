@@ -165,6 +165,43 @@ def counted(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
+def first_choice(self: Mixture, x: Tensor) -> Tensor:
+    """What is added to rows of one choice."""
+    shares, chosen = self.choose(x)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mask = chosen[:, 0] == i
+        y[mask] += expert(x[mask]) * shares[mask, 0, None]
+    return y
+
+
+def second_choice(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y = x.clone()
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where(chosen[:, 1] == i)
+        y[row] = expert(x[row]) * shares[row, 1, None] + y[row]
+    return y
+
+
+def some_spread(self: Mixture, x: Tensor) -> Tensor:
+    """What chooses between the experts' parts has as many truth values as they have numbers."""
+    chosen, y = self.router(x).argmax(-1), x
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where(chosen == i)
+        part = torch.zeros_like(x).index_add(0, row, expert(x[row]))
+        y = torch.where((chosen == i)[:, None].expand(-1, H), part, y)
+    return y
+
+
+def some_narrow(self: Mixture, x: Tensor) -> Tensor:
+    """Numbers of a type in which nothing is looked up."""
+    chosen, y = self.router(x).argmax(-1).to(torch.uint8), torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        y[chosen == i] += expert(x[chosen == i])
+    return y
+
+
 ROUTED = {
     "one_hot": (one_hot, {}),
     "in_place": (in_place, {}),
@@ -180,6 +217,10 @@ ROUTED = {
     "some, counted": (counted, {"classes": 6}),
     "some, biased": (some, {"classes": 6, "bias": True}),
     "some chosen": (some_chosen, {"classes": 7, "bias": True}),
+    "some, first": (first_choice, {}),
+    "some, second": (second_choice, {}),
+    "some, spread": (some_spread, {"classes": 6}),
+    "some, narrow": (some_narrow, {}),
 }
 
 
@@ -333,7 +374,73 @@ def mixing(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("loop", [overlapping, chosen_twice, numbered, looked_at, tied, mixing])
+def crossed(self: Mixture, x: Tensor) -> Tensor:
+    """As many rows as columns: what one row chose tells a column of all experts' parts."""
+    rows = x[:H]
+    chosen, y = self.router(rows).argmax(-1), torch.zeros_like(rows)
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where(chosen == i)
+        part = torch.zeros_like(rows).index_add(0, row, expert(rows[row]))
+        y = torch.where((chosen == i)[None, :], part, y)
+    return torch.cat([y, x[H:]])
+
+
+def promoted(self: Mixture, x: Tensor) -> Tensor:
+    """The parts are of another type than what they are put into."""
+    chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        (row,) = torch.where(chosen == i)
+        part = torch.zeros_like(x, dtype=torch.float32).index_add(0, row, expert(x[row]).float())
+        y = torch.where((chosen == i)[:, None], part, y)
+    return y
+
+
+def told_apart(self: Mixture, x: Tensor) -> Tensor:
+    """Whether each choice is that of the first expert: of different choices, several are not."""
+    chosen, y = self.choose(x)[1].bool(), torch.zeros_like(x)
+    for i, expert in enumerate(list(self.experts)[:2]):
+        mask = (chosen == i).any(-1)
+        y[mask] += expert(x[mask])
+    return y
+
+
+def against_others(self: Mixture, x: Tensor) -> Tensor:
+    """Compared with 0, 1, 1, 1."""
+    chosen, y = self.choose(x)[1], torch.zeros_like(x)
+    table = chosen[..., None] == torch.arange(E).bool()
+    for i, expert in enumerate(self.experts):
+        mask = table[..., i].any(-1)
+        y[mask] += expert(x[mask])
+    return y
+
+
+def one_more_dim(self: Mixture, x: Tensor) -> Tensor:
+    """The table has a dim more than the numbers."""
+    chosen, y = self.choose(x)[1], torch.zeros_like(x)
+    table = chosen[..., None] == torch.arange(E).view(1, 1, 1, E)
+    for i, expert in enumerate(self.experts):
+        _, row, _ = torch.where(table[..., i])
+        y = y.index_add(0, row, expert(x[row]))
+    return y
+
+
+def weighted_by_all(self: Mixture, x: Tensor) -> Tensor:
+    """An expert's rows are told how many there are, and what they weigh together."""
+    shares, chosen = self.choose(x)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        mine = chosen == i
+        mask = mine.any(-1)
+        weight = torch.sum(shares * mine, dim=[]) / (1 + mine.sum(dim=(0, 1)))
+        y[mask] += expert(x[mask]) * weight * torch.sum(shares * mine, dim=None)
+    return y
+
+
+OTHERS = [overlapping, chosen_twice, numbered, looked_at, tied, mixing, crossed, promoted, told_apart, against_others,
+          one_more_dim, weighted_by_all]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", OTHERS)
 def test_other_loops_stay_what_they_are(loop: Loop):
     model, x = built(loop)
     captured = normalize(capture(model, (x,)))

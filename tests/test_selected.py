@@ -115,8 +115,44 @@ def of_many_layers(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
+def beside_what_is_selected(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """The places before and behind, which are there for all rows that are selected, and not for all others."""
+    flat = h.flatten(0, 1)
+    inner = mask.flatten().clone()
+    inner[0] = inner[-1] = False
+    (at,) = torch.where(inner)
+    out = torch.zeros_like(flat).index_add(0, at - 1, model.then(flat[at + 1]))
+    return out.index_put((at + 1,), model.first(flat[at - 1]), accumulate=True)
+
+
+def overwritten_by_any(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Rows of different choices are written: no row is written twice by one of them."""
+    flat = h.flatten(0, 1)
+    chosen = flat.topk(3, dim=-1)[1]
+    out = torch.zeros_like(flat)
+    tokens = (chosen == 1).any(-1)
+    out[tokens] = model.first(flat[tokens])
+    row, place = torch.where(chosen == 2)
+    out[row] = model.then(flat[row]) * (place[:, None] + 1)
+    row, place = torch.where((chosen == 3) & mask.flatten()[:, None].expand_as(chosen))
+    out[row] += model.then(flat[row]) * (place[:, None] + 2)
+    return out
+
+
+def divided_by_what_may_be_zero(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Not in rows that are selected: ones, and a first row, are nothing to divide by."""
+    flat, inner = h.flatten(0, 1), mask.flatten().clone()
+    inner[0] = False
+    (at,) = torch.where(inner)
+    taken = flat[at] - flat[at].mean(-1, keepdim=True)
+    taken = model.first(taken / taken.square().sum(-1, keepdim=True).sqrt())
+    nth = inner.long().cumsum(0) - 1
+    return flat.index_add(0, at, model.then(taken / at[:, None]) / (nth[at][:, None] + 1))
+
+
 WAYS = [loss_of_some, put_back, added_by_place, changed_by_place, by_two_places, accumulated, into_another, averaged,
-        multiplied, what_must_not_be_looked_at, experts, split_by_count, of_many_layers]  # fmt: skip
+        multiplied, what_must_not_be_looked_at, experts, split_by_count, of_many_layers,
+        beside_what_is_selected, overwritten_by_any, divided_by_what_may_be_zero]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -159,6 +195,7 @@ REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "running sum": lambda model, h, mask: h[mask].cumsum(0),
     "largest": lambda model, h, mask: h[mask].amax(0),
     "number": lambda model, h, mask: h / h[mask].shape[0],
+    "number, computed with": lambda model, h, mask: h / (h[mask].shape[0] * 2 + 1),
     "two masks": lambda model, h, mask: torch.cat([h[mask], h[~mask]]),
 }
 

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from passes.infer import META
-from passes.loops import Loop, Numbers
+from passes.loops import Loop
+from passes.numbers import Numbers
 from passes.packed import Different
 from passes.rewrite import Builder, shape, val
 

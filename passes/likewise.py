@@ -16,6 +16,7 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.loops import LINEAR, RESHAPES
+from passes.numbers import Numbers
 from passes.rewrite import shape
 from passes.unused import drop_unused
 
@@ -29,10 +30,13 @@ _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_pu
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` where the two are not the same. The graphs are changed."""
+    alike: dict[tuple[str, str, str], int] = {}
+    outputs = []
     for graph in (empty, left_out):
         _without_nothing(graph)
-    known: dict[Any, int] = {}
-    if _structure(empty, known) != _structure(left_out, known):
+        (last,) = graph.find_nodes(op="output")
+        outputs.append(list(map(Numbers(alike), last.args[0])))
+    if outputs[0] != outputs[1]:
         raise UnsupportedError(
             "a loop goes through the experts that some row has chosen, and a turn does more than to add to its rows, "
             "so that a loop through all of them, which a plan needs, is not the same; write it as one that goes "
@@ -81,29 +85,3 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
 def _stand_in(node: fx.Node, other: Any) -> None:
     if shape(other) == shape(node) and other.meta["val"].dtype == node.meta["val"].dtype:
         node.replace_all_uses_with(other)
-
-
-def _structure(graph: fx.Graph, known: dict[Any, int]) -> list[int]:
-    """For every output a number, the same for those that are computed alike. ``known``: of operators, by what they
-    read; random ones by their turn."""
-    numbers: dict[fx.Node, int] = {}
-    draws = 0
-    (last,) = (n for n in graph.nodes if n.op == "output")
-    outputs: Any = last.args[0]
-    for output in outputs:
-        waiting = [output]
-        while waiting:
-            node = waiting[-1]
-            missing = [n for n in node.all_input_nodes if n not in numbers]
-            if missing:
-                waiting.extend(reversed(missing))
-                continue
-            waiting.pop()
-            if node in numbers:
-                continue
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            draws += random
-            args = fx.node.map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n]))
-            own = node.name if node.op == "placeholder" else draws * random
-            numbers[node] = known.setdefault((own, str(node.target), str(args)), len(known))
-    return [numbers[output] for output in outputs]

@@ -22,8 +22,9 @@ from passes.assemble import SELECTS, Captured
 from passes.choices import choice_of, num_choices
 from passes.columns import Column, Columns
 from passes.errors import PartitionError
-from passes.loops import LINEAR, RESHAPES, SCALED, Loop, Numbers, is_opposite, loops_at
+from passes.loops import LINEAR, RESHAPES, SCALED, Loop, is_opposite, loops_at
 from passes.merged import Added, Mask, Merged, Packed, Placed, Rows, Several, Stack
+from passes.numbers import Numbers
 from passes.packed import Different, Packing
 from passes.rewrite import Builder, shape, val
 from passes.rules import factors_of

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from passes.choices import Choice, choice_of
+from passes.numbers import Numbers
 from passes.rewrite import shape, val
 from passes.stacked import addends_of, is_inner, is_sum
 
@@ -47,29 +48,6 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
         yield from _sums(head, numbers)
     elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
         yield from _choices(head, numbers)
-
-
-class Numbers:
-    """A number for every node, the same for those that are computed alike; none of what is random."""
-
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, int] = {}
-        self._alike: dict[tuple[str, str, str], int] = {}
-
-    def __call__(self, node: fx.Node) -> int:
-        waiting = [node]
-        while waiting:  # not by recursion: there may be hundreds of layers before
-            last = waiting[-1]
-            missing = [n for n in last.all_input_nodes if n not in self._known]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._known[n]))
-            is_random = torch.Tag.nondeterministic_seeded in getattr(last.target, "tags", ())
-            own = last.name if last.op == "placeholder" or is_random else ""
-            self._known[last] = self._alike.setdefault((own, str(last.target), str(args)), len(self._alike))
-        return self._known[node]
 
 
 def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:

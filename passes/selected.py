@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from passes.choices import RESHAPES, undone
 from passes.infer import META, call
+from passes.numbers import Numbers
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
 from passes.selected_rules import SPECIAL, Counted, Place, Rows, Size, Unselectable
@@ -55,8 +56,7 @@ class SelectedRows:
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
         self._filled: dict[fx.Node, int] = {}  # rows -> what those have that are not selected
-        self._keys: dict[fx.Node, int] = {}
-        self._alike: dict[tuple[str, str, str], int] = {}  # an operator and the keys of its inputs -> its own
+        self.key = Numbers()
         self._where: dict[str, Any] = {}
 
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
@@ -182,22 +182,6 @@ class SelectedRows:
             flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
             self._masks[key] = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
         return self._masks[key]
-
-    def key(self, node: fx.Node) -> int:
-        """A number that nodes share which are computed alike: the same operators on the same inputs, none random."""
-        waiting = [node]
-        while waiting:  # not by recursion: a mask may depend on hundreds of layers
-            last = waiting[-1]
-            missing = [n for n in last.all_input_nodes if n not in self._keys]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._keys[n]))
-            is_random = torch.Tag.nondeterministic_seeded in getattr(last.target, "tags", ())
-            own = last.name if last.op == "placeholder" or is_random else ""
-            self._keys[last] = self._alike.setdefault((own, str(last.target), str(args)), len(self._alike))
-        return self._keys[node]
 
     def harmless(self, value: fx.Node, number: int | None = None) -> fx.Node:
         """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +97,7 @@ def capture(
             captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
             pairs = []
             for parity, empty in enumerate(captured.turns):
-                again = make_twin(model, dtype, twin.mode, twin.casts)
-                twin = replace(again, asked=twin.asked, hits=Hits(leaves_out=parity))
+                twin = _as_new(twin, model, dtype, leaves_out=parity)
                 pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)]
             captured = captured.with_(turns=tuple(pairs))
         notes += _decided(captured, {canonical[name] for name in twin.asked})
@@ -154,14 +152,13 @@ def _trace(
                 program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
             if away is None:
                 return made(twin, program, expand)
-            return made(twin, program, partial(_restored, _states_of(away, canonical), canonical))
+            return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
         except Unrepeated as error:
             repeats.refuse(error.number)
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        again = make_twin(model, dtype, twin.mode, twin.casts)  # as if forward had not run
-        twin = replace(again, asked=twin.asked, hits=Hits(twin.hits.leaves_out))
+        twin = _as_new(twin, model, dtype, leaves_out=twin.hits.leaves_out)
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)
@@ -170,6 +167,11 @@ def _trace(
         else:  # the weights that were put away may have been missed
             repeats = left if away is not None else Repeats([])
     return made(twin, flatten_program(export(twin, args, kwargs, train=train)), lambda captured: captured)
+
+
+def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, leaves_out: int | None) -> Twin:
+    """Another twin for the same trace, as if forward had not run. ``leaves_out``: see :class:`passes.hits.Hits`."""
+    return replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked, hits=Hits(leaves_out))
 
 
 def _restored(

@@ -71,14 +71,14 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
         node = node.args[0]
     found, along = None, list[int]()
     if isinstance(node, fx.Node) and node.target in _OVER:
-        found, along = choice_of(node.args[0]), _along(node)
+        found, along = choice_of(node.args[0]), dims_over(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
         while whole.target in _CASTS:  # of counts that are 0 or 1, if they are of what this looks for
             whole = whole.args[0]
         classes = _classes(whole.args[0]) if whole.target in _OVER else None
-        if classes is not None and len(_along(whole)) == 1 and not argument(whole, "keepdim", False):
-            dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, _along(whole)[0]
+        if classes is not None and len(dims_over(whole)) == 1 and not argument(whole, "keepdim", False):
+            dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, dims_over(whole)[0]
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
@@ -203,7 +203,7 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def _along(node: fx.Node) -> list[int]:
+def dims_over(node: Any) -> list[int]:
     """The dims over which ``node`` sums or looks."""
     dims: Any = node.args[1]
     rank = _rank(node.args[0])

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
+from passes.choices import dims_over
 from passes.collectives import _library
 from passes.errors import UnsupportedError
 from passes.infer import META, call
@@ -46,6 +47,12 @@ class Hits:
     seen: int = 0
     left_early: bool = False
     turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
+
+    def turn(self, number: int, *, listed: bool = False) -> Tensor:
+        """What forward has for the turn of an expert; ``listed``: with a dim of size 1."""
+        made = torch.tensor([number] if listed else number)
+        self.turns[id(made)] = made, number
+        return made
 
     def check(self) -> None:
         """Raise :class:`UnsupportedError` where a loop was left before its last turn."""
@@ -78,9 +85,7 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int) -> Iterator[Ten
         for number in range(masks[0].shape[dim]):
             if number % 2 == hits.leaves_out:
                 continue
-            turn = torch.tensor([number] if rank == 2 else number)
-            hits.turns[id(turn)] = turn, number
-            yield turn
+            yield hits.turn(number, listed=rank == 2)
         done = True
     finally:
         hits.left_early |= not done
@@ -98,16 +103,17 @@ class _Indexed(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
-            if self._number(of) is not None and of.dim() == 1 and index in (0, -1):
-                return self._turn(self._number(of))
-            if self._number(index) is not None:
-                found = of.select(0, self._number(index))
+            turn, number = self._number(of), self._number(index)
+            if turn is not None and of.dim() == 1 and isinstance(index, int) and index in (0, -1):
+                return self.hits.turn(turn)
+            if number is not None:
+                found = of.select(0, number)
                 return found.unsqueeze(0) if index.dim() else found
             if isinstance(index, tuple):
                 numbers = [self._number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
         made = func(*args, **kwargs or {})
-        if func in _LISTING and self.hits.turns and _is_turns(args[0]):
+        if func in _LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
             rows = (made[0] if isinstance(made, tuple) else made).shape[0]
             torch._check(rows != 0)  # the turn is of an expert that some row has chosen
         return made
@@ -115,11 +121,6 @@ class _Indexed(TorchFunctionMode):
     def _number(self, value: Any) -> int | None:
         held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
-
-    def _turn(self, number: int | None) -> Tensor:
-        turn = torch.tensor(number)
-        self.hits.turns[id(turn)] = turn, int(number or 0)
-        return turn
 
 
 def _is_turns(mask: Any) -> bool:
@@ -146,11 +147,10 @@ def _table(value: Tensor) -> tuple[list[Tensor], int] | None:
     if node.target not in _OVER:
         return None
     while node.target in _OVER:
-        rank, dims = node.args[0].meta["val"].dim(), node.args[1]
-        over = {d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])}
         if argument(node, "keepdim", False):
             return None
-        dim, adds = [d for d in range(rank) if d not in over][dim], adds or node.target is aten.sum.dim_IntList
+        over, adds = dims_over(node), adds or node.target is aten.sum.dim_IntList
+        dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
         if _before(node, _CASTS).target in _OVER:
             node = _before(node, _CASTS)

@@ -56,7 +56,7 @@ class SelectedRows:
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self._masks: dict[Any, fx.Node] = {}
         self._filled: dict[fx.Node, int] = {}  # rows -> what those have that are not selected
-        self.key = Numbers()
+        self.key = Numbers()  # conditions that are computed alike have the same
         self._where: dict[str, Any] = {}
 
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:

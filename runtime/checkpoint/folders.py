@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
 _LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
+_LOOK_S = 2.0  # between two looks at who writes
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,13 @@ class Target:
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
         """The records of all ranks. Raises :class:`CheckpointError` where one failed or did not come in time."""
         records = [self.record(rank) for rank in range(world_size)]
-        missing = list(records)
+        missing, next_look = list(records), time.monotonic() + _LOOK_S
         for _ in _moments(timeout):
             self.check()
-            gone = [r for r in missing if self._is_gone(r)]
+            gone = list[Path]()
+            if time.monotonic() >= next_look:  # less often than at the records: there may be thousands
+                gone = [r for r in missing if self._is_gone(r)]
+                next_look = time.monotonic() + _LOOK_S
             missing = [r for r in missing if not r.exists()]
             if not missing:
                 return records
@@ -105,7 +109,7 @@ class Target:
     def _is_gone(self, record: Path) -> bool:
         """Whether who is to leave ``record`` has ended, as far as can be known."""
         with contextlib.suppress(OSError):
-            return has_ended(record.with_name(record.name.replace(".record-", ".writer-")).read_text())
+            return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
         return False
 
     def wait_until_complete(self, timeout: float) -> None:

@@ -23,6 +23,7 @@ from passes.choices import dims_over
 from passes.collectives import _library
 from passes.errors import UnsupportedError
 from passes.infer import META, call
+from passes.known import memory_of, written_by
 from passes.rules.algebra import argument
 
 aten = torch.ops.aten
@@ -46,6 +47,7 @@ class Hits:
     leaves_out: int | None = None
     seen: int = 0
     left_early: bool = False
+    changed: bool = False  # masks, since it was asked which of them are true anywhere
     turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
@@ -55,7 +57,12 @@ class Hits:
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` where a loop was left before its last turn."""
+        """Raise :class:`UnsupportedError` where a loop was left before its last turn, or its masks were changed."""
+        if self.changed:
+            raise UnsupportedError(
+                "a loop goes through the experts that some row had chosen before the masks were changed in place: "
+                "change a copy of them, or write it as one that goes through all (for i in range(num_experts))"
+            )
         if self.left_early:
             raise UnsupportedError(
                 "a loop through the experts that some row has chosen is left before its end: which turns it has "
@@ -76,10 +83,15 @@ def hits_traced(hits: Hits) -> Iterator[None]:
         yield
 
 
-def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int) -> Iterator[Tensor]:
+def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node) -> Iterator[Tensor]:
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracker = mode.tracer.tensor_tracker
+    before = {tensor: tracker[tensor] for tensor in masks}
+    for mask in masks:  # from here on the trace reads it by way of a mark
+        tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
+    marks = [tracker[mask] for mask in masks]
     hits.seen += 1
-    for mask in masks:
-        _mark(mask, dim)
     done = False
     try:
         for number in range(masks[0].shape[dim]):
@@ -89,6 +101,16 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int) -> Iterator[Ten
         done = True
     finally:
         hits.left_early |= not done
+    held = [slot.proxy.node for slot in (*before.values(), *marks)]
+    hits.changed |= _is_written(first, {memory_of(node) for node in held})
+    for mask, slot in before.items():
+        tracker[mask] = slot
+
+
+def _is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
+    """Whether an operator from ``first`` on writes to one of these."""
+    nodes = list(first.graph.nodes)
+    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
 
 class _Indexed(TorchFunctionMode):
@@ -131,9 +153,9 @@ def _is_turns(mask: Any) -> bool:
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
-def _table(value: Tensor) -> tuple[list[Tensor], int] | None:
+def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
     """The masks of which ``value`` lists those that are true anywhere, in whatever types there are of them, and the dim
-    that counts them; ``None``: it does not."""
+    that counts them, and the operator that first looks at them; ``None``: it does not."""
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     if mode is None or slot is None:
@@ -146,10 +168,11 @@ def _table(value: Tensor) -> tuple[list[Tensor], int] | None:
         node = _before(node.args[0], _CASTS)
     if node.target not in _OVER:
         return None
+    first = node
     while node.target in _OVER:
         if argument(node, "keepdim", False):
             return None
-        over, adds = dims_over(node), adds or node.target is aten.sum.dim_IntList
+        first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
         if _before(node, _CASTS).target in _OVER:
@@ -161,16 +184,7 @@ def _table(value: Tensor) -> tuple[list[Tensor], int] | None:
         node = node.args[0]
         alike.add(node)
     masks = [tensor for tensor, held in mode.tracer.tensor_tracker.items() if held.proxy.node in alike]
-    return (masks, dim) if masks else None
-
-
-def _mark(mask: Tensor, dim: int) -> None:
-    """From here on the trace reads ``mask`` by way of a mark."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    if get_proxy_slot(mask, mode.tracer).proxy.node.target is not HITS:
-        marked = HITS(mask, dim)
-        mode.tracer.tensor_tracker[mask] = get_proxy_slot(marked, mode.tracer)
+    return (masks, dim, first) if masks else None
 
 
 def _is_count(node: Any) -> bool:

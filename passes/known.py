@@ -118,8 +118,8 @@ def _needed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
-        for target in _written(node):
-            writers.setdefault(_base(target), []).append(node)
+        for target in written_by(node):
+            writers.setdefault(memory_of(target), []).append(node)
     needed, left, count = set[fx.Node](), list(wanted), 0
     while left:
         node = left.pop()
@@ -132,7 +132,7 @@ def _needed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
         if count > _MOST_NUMBERS:
             return None
         needed.add(node)
-        left += [*node.all_input_nodes, *writers.get(_base(node), [])]
+        left += [*node.all_input_nodes, *writers.get(memory_of(node), [])]
     return sorted(needed, key=order.__getitem__)
 
 
@@ -146,7 +146,8 @@ def _is_fixed(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in overload.tags
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operator of a trace writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     arguments = node.target._schema.arguments
@@ -155,7 +156,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [value for value in writes if isinstance(value, fx.Node)]
 
 
-def _base(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """The value in whose memory ``node`` may lie."""
     while node.all_input_nodes:
         schema = getattr(node.target, "_schema", None)

@@ -128,6 +128,36 @@ def test_turns_that_do_more_are_refused(loop: Loop):
         normalize(capture(model, (x,)))
 
 
+def changed_before(self: Mixture, x: Tensor) -> Tensor:
+    """An expert that nobody had chosen gets rows, and no turn."""
+    shares, masks = masks_of(self, x)
+    hits, y = masks.sum((1, 2)).nonzero().flatten(), torch.zeros_like(x)
+    masks[2] = masks[1]
+    for i in hits:
+        place, row = torch.where(masks[i])
+        y = y.index_add(0, row, self.experts[i](x[row]) * shares[row, place, None])
+    return y
+
+
+def changed_within(self: Mixture, x: Tensor) -> Tensor:
+    """A turn changes the masks of others by way of the table that they are views of."""
+    shares, chosen = self.choose(x)
+    table, y = F.one_hot(chosen, E), torch.zeros_like(x)
+    masks = table.permute(2, 1, 0)
+    for i in masks.sum((1, 2)).nonzero().flatten():
+        place, row = torch.where(masks[i])
+        y = y.index_add(0, row, self.experts[i](x[row]) * shares[row, place, None])
+        table[..., 3] = table[..., 1]
+    return y
+
+
+@pytest.mark.parametrize("loop", [changed_before, changed_within])
+def test_masks_that_change_after_it_was_asked_who_is_hit_are_refused(loop: Loop):
+    model, x = built(loop)
+    with pytest.raises(UnsupportedError, match="before the masks were changed in place"):
+        capture(model, (x,))
+
+
 def left(self: Mixture, x: Tensor) -> Tensor:
     shares, masks = masks_of(self, x)
     y = torch.zeros_like(x)

@@ -22,7 +22,7 @@ from passes.export import leaf_paths, source_of
 from passes.hits import HITS, empty_mask, is_turn
 from passes.infer import META
 from passes.selected import SelectedRows
-from passes.selected_rules import Unselectable
+from passes.selected_places import Unselectable
 from passes.unused import drop_unused
 
 _KINDS: dict[InputKind, StateKind] = {
@@ -94,7 +94,7 @@ def assemble(
                 f"the model holds {spec.target!r}, which is not a tensor ({spec.kind.name}): pass it as an argument"
             )
     classes: dict[str, str] = {}
-    selected = SelectedRows(graph)
+    selected = SelectedRows(graph, nodes)
     for node in nodes:
         if node.target is HITS:
             env[node] = env[node.args[0]]

@@ -11,7 +11,7 @@ Requires: nodes of an exported program, in order. Provides: the same operators w
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from passes.infer import META, call
 from passes.numbers import Numbers
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
-from passes.selected_rules import SPECIAL, Counted, Place, Rows, Size, Unselectable
+from passes.selected_places import Counted, Place, Rows, Size, Unselectable
+from passes.selected_rules import SPECIAL
 
 aten = torch.ops.aten
 
 _SOURCES = {aten.index.Tensor, aten.where.default, aten.nonzero.default, aten.nonzero_numpy.default,
             aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
+_IN_ORDER = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
          aten.linear.default, aten.einsum.default}  # fmt: skip
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
@@ -45,10 +47,11 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Appends operators on selected rows to ``graph``."""
+    """Appends operators on selected rows to ``graph``; those of ``nodes`` that are among them are to be copied."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self.graph = graph
+        self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
         self.rows: dict[fx.Node, Rows] = {}
         self.places: dict[fx.Node, Place] = {}  # coordinates of a mask's ones
         self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
@@ -211,6 +214,12 @@ class SelectedRows:
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
         return next(iter(found))
+
+
+def _reads_in_order(node: fx.Node) -> bool:
+    """Whether ``node`` tells selected rows apart by their number."""
+    given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
+    return any(_is_open(n.meta.get("val")) for n in given)
 
 
 def _is_open(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -494,3 +495,80 @@ def test_experts_of_loops_are_spread_over_ranks(name: str, axes: dict[str, int])
     plan = partition(model, Topology.local(4), (x,), constraints=Constraints(**axes))
     assert plan.mesh["ep"] == axes["ep"]
     assert plan.verify(model, (x,)).ok
+
+
+def places_first(self: Mixture, x: Tensor) -> Tensor:
+    """As Hugging Face has them: ``[experts, places, tokens]``."""
+    shares, chosen = self.choose(x)
+    y, masks = torch.zeros_like(x), F.one_hot(chosen, E).permute(2, 1, 0)
+    for i, expert in enumerate(self.experts):
+        place, row = torch.where(masks[i])
+        y.index_add_(0, row, expert(x[row]) * shares[row, place, None])
+    return y
+
+
+def by_mask(self: Mixture, x: Tensor) -> Tensor:
+    """Rows read and written by a mask that is turned over."""
+    shares, chosen = self.choose(x)
+    wide, masks = x[None].expand(K, -1, -1), F.one_hot(chosen, E).permute(2, 1, 0).bool()
+    y = torch.zeros_like(wide)
+    for i, expert in enumerate(self.experts):
+        y[masks[i]] = expert(wide[masks[i]]) * shares.t()[masks[i]][:, None]
+    return y.sum(0)
+
+
+def added_by_mask(self: Mixture, x: Tensor) -> Tensor:
+    shares, chosen = self.choose(x)
+    y, masks = torch.zeros(K, *x.shape, dtype=x.dtype), F.one_hot(chosen, E).permute(2, 1, 0).bool()
+    for i, expert in enumerate(self.experts):
+        place, row = torch.where(masks[i])
+        y[place, row] += expert(x[row]) * shares[row, place, None]
+    return y.sum(0)
+
+
+@pytest.mark.parametrize("loop", [places_first, by_mask, added_by_mask])
+def test_rows_lie_by_token_however_the_masks_are_turned(loop: Loop):
+    """A token's rows stay together, so that what is cut by tokens has rows that are cut by tokens."""
+    model, x = built(loop)
+    captured = normalize(capture(model, (x,)))
+    found = targets(captured.graph)
+    assert found.count("partition.expert_mm.default") == 3
+    (keys,) = {n.args[2] for n in captured.graph.nodes if n.target is torch.ops.partition.expert_mm.default}
+    while keys.target is torch.ops.aten.reshape.default:
+        (keys,) = keys.all_input_nodes
+    assert keys.target is operator.getitem, "the places of topk as they are"
+    check_equal(captured, model, x)
+
+
+def test_rows_that_are_cut_in_order_stay_in_it():
+    """Where rows are told apart by their number, they are in the order of the mask, which the model has chosen."""
+
+    def cut(self: Mixture, x: Tensor) -> Tensor:
+        shares, chosen = self.choose(x)
+        y, masks = torch.zeros_like(x), F.one_hot(chosen, E).permute(2, 1, 0)
+        for i, expert in enumerate(self.experts):
+            place, row = torch.where(masks[i])
+            y.index_add_(0, row, expert(x[row]) * shares[row, place, None])
+        mask = masks[0].bool()
+        taken = torch.zeros(K, *x.shape, dtype=x.dtype).masked_scatter(mask[..., None], (2 * x)[torch.where(mask)[1]])
+        return y + taken[0] - 3 * taken[1]
+
+    model, x = built(cut)
+    check_equal(normalize(capture(model, (x,))), model, x)
+
+
+def test_rows_that_lie_by_token_need_not_be_gathered():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = Mixture(places_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixture(x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Layer(), torch.randn(4, 5, H)
+    plan = partition(model, Topology.local(2), (x,), constraints=Constraints(dp=2, ep=2))
+    assert plan.verify(model, (x,)).ok
+    made = {node["target"] for block in plan.program.blocks.values() for node in block.nodes if "target" in node}
+    assert "partition.dispatch.default" in made and "partition.all_gather.default" not in made

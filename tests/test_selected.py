@@ -190,12 +190,21 @@ def test_a_mask_that_selects_nothing_and_one_that_selects_all():
         assert plan.verify(model, (sign * x.abs(),)).ok
 
 
+def put_apart(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Places whose dims do not lie beside each other."""
+    rows, columns = torch.where(mask)
+    out = h.new_zeros(4, 6, 6)
+    out[rows, :, columns] = model.then(h[rows, columns])[:, :6]
+    return out
+
+
 REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a row of its own": lambda model, h, mask: h[mask][0],
     "running sum": lambda model, h, mask: h[mask].cumsum(0),
     "largest": lambda model, h, mask: h[mask].amax(0),
     "number": lambda model, h, mask: h / h[mask].shape[0],
     "number, computed with": lambda model, h, mask: h / (h[mask].shape[0] * 2 + 1),
+    "places apart": put_apart,
     "two masks": lambda model, h, mask: torch.cat([h[mask], h[~mask]]),
 }
 

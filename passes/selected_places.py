@@ -1,0 +1,319 @@
+"""Operators that select rows by their places or put them back there, with every row kept and a mask beside it.
+
+Requires and provides: see ``passes/selected.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.choices import choice_of, chosen_by_any, is_distinct
+from passes.infer import META
+
+if TYPE_CHECKING:
+    from passes.selected import SelectedRows
+
+aten = torch.ops.aten
+_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
+ITEMS = {aten.item.default, aten._local_scalar_dense.default}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Dim ``dim`` of a value has all rows; those of which ``mask`` (bool, one per row) is true are the model's."""
+
+    mask: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinate ``dim`` of the ones of ``mask``, of truth values of ``shape``, which are those of ``condition``."""
+
+    mask: fx.Node
+    dim: int
+    shape: tuple[int, ...]
+    condition: fx.Node
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of rows that ``mask`` selects, where the model asks for a size."""
+
+    mask: fx.Node
+
+    def __int__(self) -> int:
+        return int(self.mask.meta["val"].shape[0])
+
+
+class Counted:
+    """What is computed of such a number, which only what is asserted of it may read."""
+
+
+class Unselectable(Exception):
+    """An operator that cannot work on rows with a mask beside them."""
+
+
+def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
+    if condition in build.rows:
+        raise Unselectable
+    found = _pairs(build, condition) or _ones(build, condition, build.mask_of(condition))
+    if as_tuple:
+        return tuple(found)
+    table = build.call(aten.stack.default, found, -1)
+    build.rows[table] = build.rows[found[0]]
+    if len(found) == 1:
+        build.places[table] = build.places[found[0]]
+    return table
+
+
+def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
+    """The coordinates of the ones of ``condition``, one by one; ``mask``: the same, flat."""
+    shape = tuple(condition.meta["val"].shape)
+    inner = number = int(mask.meta["val"].shape[0])
+    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    found = []
+    for i, size in enumerate(shape):
+        inner //= size
+        place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
+        place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
+        found.append(place if place is not every else build.call(aten.clone.default, every))
+        build.places[found[-1]] = Place(mask, i, shape, condition)
+    build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
+    return found
+
+
+def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
+    """The same where numbers were chosen and ``condition`` asks for one of them, in the order of the numbers: the
+    choices of a token lie together however the condition is turned, as what is cut by tokens has them. Of a place that
+    any of several numbers chooses, one of each number that chooses it: they are all different, so that every place
+    comes once, and in the same order. Empty: it asks for something else, or in that order already."""
+    found, along = chosen_by_any(condition), list[int]()
+    if found is not None:
+        along = list(range(condition.meta["val"].dim()))
+    choice = choice_of(condition) if found is None and not build.in_order else None
+    if choice is not None and choice.dims != tuple(sorted(choice.dims)):
+        found, along = (choice.of, choice.number), list(choice.dims)
+    if found is None:
+        return []
+    key = build.key(condition)
+    if key not in build.pairs:
+        numbers, number = found
+        shape = list(numbers.meta["val"].shape)
+        if choice is None:  # places in the shape of the condition
+            shape = [*condition.meta["val"].shape, shape[-1]]
+        mask = build.mask_of(build.call(aten.eq.Scalar, numbers, number))
+        if shape != list(numbers.meta["val"].shape):
+            numbers = build.call(aten.reshape.default, numbers, shape)
+        ones = _ones(build, build.call(aten.eq.Scalar, numbers, number), mask)
+        build.pairs[key] = [ones[d] for d in along]
+    return build.pairs[key]
+
+
+def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    first, index = given[0]
+    if index.meta["val"].dtype == torch.bool and index not in build.rows:
+        if len(given) != 1 or x in build.rows:
+            raise Unselectable
+        pairs = _pairs(build, index)
+        if pairs:
+            return take_rows(build, x, [*indices[:first], *pairs])
+        mask = build.mask_of(index)
+        shape = list(x.meta["val"].shape)
+        covered = index.meta["val"].dim()
+        flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
+        made = build.call(aten.reshape.default, x, flat)
+        build.rows[made] = Rows(mask, first)
+        made = build.harmless(made)
+        if first == 0:
+            build.read[made] = x, (mask,)
+        return made
+    if x not in build.rows and not any(i in build.rows for _, i in given):
+        return None
+    if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+        raise Unselectable
+    rows = build.same(*(i for _, i in given))
+    if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
+        raise Unselectable
+    spread = _spread(build, x, first, [i for _, i in given])
+    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guarded(build, indices))
+    build.rows[made] = Rows(rows.mask, first)
+    made = build.harmless(made)
+    if first == 0:
+        build.read[made] = x, tuple(i for _, i in given)
+    return made
+
+
+def _guarded(build: SelectedRows, indices: Any) -> list[Any]:
+    """Indices that there are, also in rows that are not selected."""
+    return [build.harmless(i, 0) if i in build.rows else i for i in indices]
+
+
+def _coordinates(
+    build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
+) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of the mask whose coordinates ``indices`` are, and which they are, if they cover dims of ``x`` from
+    ``first`` on: then each row has its own place, which needs no index. Empty: they do not."""
+    places = [build.places.get(i) for i in indices]
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
+        return (), []
+    covered, along = known[0].shape, [place.dim for place in known]
+    fits = [covered[i] for i in along] == list(x.meta["val"].shape[first : first + len(along)])
+    return (covered, along) if fits and len(along) == len(set(along)) else ((), [])
+
+
+def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
+    """``x`` at every place of a mask of which ``indices`` are coordinates; ``None``: they are not."""
+    covered, along = _coordinates(build, x, first, indices)
+    if not along:
+        return None
+    sizes = list(x.meta["val"].shape)
+    before, after = sizes[:first], sizes[first + len(along) :]
+    if along != sorted(along):
+        moved = [first + along.index(i) for i in sorted(along)]
+        x = build.call(aten.permute.default, x, [*range(first), *moved, *range(first + len(along), len(sizes))])
+    alone = [size if i in along else 1 for i, size in enumerate(covered)]
+    value = build.call(aten.reshape.default, x, [*before, *alone, *after])
+    value = build.call(aten.expand.default, value, [*before, *covered, *after])
+    return build.call(aten.reshape.default, value, [*before, math.prod(covered), *after])
+
+
+def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    rows = build.rows.get(values)
+    first, index = given[0]
+    if rows is None or x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+        raise Unselectable
+    if index.meta["val"].dtype == torch.bool:
+        pairs = _pairs(build, index)
+        if pairs:
+            return put_rows(build, x, [*indices[:first], *pairs], values, accumulate)
+        mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
+    else:
+        mask = build.same(*(i for _, i in given)).mask
+        covered, along = _coordinates(build, x, first, [i for _, i in given])
+        whole = bool(along) and along == list(range(len(covered))) and first == 0
+    if rows.mask is not mask or rows.dim != first:
+        raise Unselectable
+    by = [mask] if index.meta["val"].dtype == torch.bool else [i for _, i in given]
+    more = _more(build, x, by, values) if whole and first == 0 and not accumulate else None
+    if more is not None:
+        values, accumulate = more, True
+    shape = list(x.meta["val"].shape)
+    if accumulate and not whole:
+        added = None if index.meta["val"].dtype == torch.bool else _at_places(build, x, first, by, values)
+        if added is not None:
+            return build.call(aten.add.Tensor, x, added)
+        return build.call(aten.index_put.default, x, _guarded(build, indices), build.zeroed(values), True)
+    if not whole:
+        put_once = _put_once(build, x, by, values) if first == 0 else None
+        if put_once is not None:
+            return put_once
+    if not whole or tuple(shape[first : first + len(covered)]) != covered:
+        raise Unselectable
+    put = build.zeroed(values) if accumulate else values
+    rest = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + len(covered) :]]
+    put = build.call(aten.reshape.default, build.call(aten.expand.default, put, rest), shape)
+    if accumulate:
+        return build.call(aten.add.Tensor, x, put)
+    chosen = build.call(
+        aten.reshape.default, mask, [1] * first + list(covered) + [1] * (len(shape) - first - len(covered))
+    )
+    return build.call(aten.where.self, chosen, put, x)
+
+
+def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
+    if x in build.rows or build.same(index).mask is not build.same(source).mask:
+        raise Unselectable
+    dim %= x.meta["val"].dim()
+    if build.same(source).dim != dim:
+        raise Unselectable
+    added = _at_places(build, x, dim, [index], source)
+    if added is None:
+        return build.call(aten.index_add.default, x, dim, build.harmless(index, 0), build.zeroed(source), **kwargs)
+    return build.call(aten.add.Tensor, x, added, **kwargs)
+
+
+def _at_places(
+    build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
+) -> fx.Node | None:
+    """What the rows of ``source`` add up to at each place of ``x``; ``None`` where an index is needed to tell.
+    ``chosen``: only places are looked at that some row is of."""
+    covered, along = _coordinates(build, x, first, indices)
+    sizes = list(source.meta["val"].shape)
+    if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
+        return None
+    others = [first + i for i in range(len(covered)) if i not in along]
+    source = source if chosen and not others else build.zeroed(source)
+    apart = build.call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
+    dtype = source.meta["val"].dtype
+    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # which a sum would widen
+    total = build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
+    return _turned(build, total, first, along)
+
+
+def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False) -> fx.Node:
+    """``value``, whose dims from ``first`` on are the coordinates ``along`` in their own order, with them as given; or
+    ``back``."""
+    if along == sorted(along):
+        return value
+    order = [sorted(along).index(i) for i in along]
+    order = [order.index(i) for i in range(len(order))] if back else order
+    order = [*range(first), *(first + i for i in order), *range(first + len(along), value.meta["val"].dim())]
+    args: Any = value.args
+    if value.target is aten.permute.default and [args[1][i] for i in order] == list(range(len(order))):
+        source: fx.Node = args[0]  # where a loop left it
+        return source
+    return build.call(aten.permute.default, value, order)
+
+
+def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """``x[indices] = values`` where no place is selected twice; ``None``: it is not that."""
+    covered, along = _coordinates(build, x, 0, indices)
+    if not along:
+        return None
+    place = build.places[indices[0]]
+    left = [d for d in range(len(covered)) if d not in along]
+    if len(left) > 1 or (left and not _at_most_one(place.condition, left[0])):
+        return None
+    more = _more(build, x, indices, values)
+    if more is not None:
+        added = _at_places(build, x, 0, indices, more)
+        return None if added is None else build.call(aten.add.Tensor, x, added)
+    order = sorted(along)  # in which all is chosen that a loop puts, one after the other
+    straight = _turned(build, x, 0, along, back=True)
+    put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
+    if put is None:
+        return None
+    chosen = build.call(aten.reshape.default, place.mask, list(covered))
+    chosen = build.call(aten.any.dim, chosen, left[0]) if left else chosen
+    sizes = chosen.meta["val"].shape
+    chosen = build.call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
+    return _turned(build, build.call(aten.where.self, chosen, put, straight), 0, along)
+
+
+def _at_most_one(condition: fx.Node, dim: int) -> bool:
+    """Whether truth values are true once at most along ``dim``."""
+    choice = choice_of(condition)
+    if choice is not None:
+        return is_distinct(choice.of, choice.dims[dim])
+    both = condition.all_input_nodes if condition.target in _BOTH else []
+    shape = condition.meta["val"].shape
+    return any(_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
+
+
+def _more(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """What ``values`` are more than ``x[indices]``, if they are a sum with it: then that is added."""
+    args: Any = values.args
+    if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
+        return None
+    found = [b for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
+    rows = build.rows.get(found[0]) if found else None
+    return found[0] if rows is not None and rows.dim == 0 else None

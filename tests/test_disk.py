@@ -463,7 +463,7 @@ def train(program: Program, folder: Path, disk: Path, first: int = 0, last: int 
     [
         (("dp4", "optimizer", "zero3"), ("dp2 pp2", "optimizer", "zero1"), (True, True)),
         (("dp2 tp2",), ("dp4", "optimizer", "zero2"), (False, True)),
-        (("dp2 pp2", ALL, "zero3"), ("dp2 tp2",), (True, False)),
+        pytest.param(("dp2 pp2", ALL, "zero3"), ("dp2 tp2",), (True, False), marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_do_not_say_where_states_were(saved: Any, loaded: Any, disks: tuple[bool, bool], tmp_path: Path):

@@ -182,7 +182,11 @@ def test_other_rows_that_the_data_select_are_not_gone_through():
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("mixtral", dict(dp=2, ep=2)), ("qwen3_moe", dict(dp=2, tp=2, ep=4, etp=1))]
+    ("name", "axes"),
+    [
+        ("mixtral", dict(dp=2, ep=2)),
+        pytest.param("qwen3_moe", dict(dp=2, tp=2, ep=4, etp=1), marks=pytest.mark.slow),
+    ],
 )
 def test_a_published_model_with_its_plainest_experts(name: str, axes: dict[str, int]):
     config = AutoConfig.for_model(

@@ -457,7 +457,7 @@ def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
 
 @pytest.mark.parametrize(
     ("name", "ahead", "nodes", "every"),
-    [("llama", False, 1, 8), ("llama", True, 1, 40), ("experts", True, 1, 60), ("experts", False, 2, 50)],
+    [("llama", False, 1, 8), ("llama", True, 1, 60), ("experts", True, 1, 120), ("experts", False, 2, 100)],
 )
 def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: int):
     """The certificate rests on this: every point's bounds hold for what the evaluator makes of it."""
@@ -491,7 +491,7 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
     these take for granted that it is good enough."""
     topology = Topology.preset("dgx-h100")
     refused = solved_too = 0
-    for memory in (200_000, 700_000, 1_500_000, 2_500_000):
+    for memory in (200_000, 700_000, 1_500_000):
         kinds = {
             kind: device.model_copy(update={"memory": memory, "reserved": 0, "communicator": 0})
             for kind, device in topology.types.items()
@@ -520,7 +520,7 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
             assert bound is None or max(bound) <= least, point
             refused += bound is None
             solved_too += solved is not None
-    assert refused >= 5 <= solved_too
+    assert refused >= 3 <= solved_too
 
 
 @pytest.mark.parametrize("overlap", [None, False])
@@ -629,14 +629,14 @@ def test_what_does_not_fit_is_not_tried_with_more_states():
 
 def test_a_time_limit_returns_the_best_so_far_with_its_gap():
     model, inputs = small_experts(8)
-    topology = Topology.preset("dgx-h100", 2)
-    proven = partition(model, topology, inputs, global_batch=64, estimate_only=True)
-    hurried = partition(model, topology, inputs, global_batch=64, time_limit_s=1e-9)
+    topology = Topology.preset("dgx-h100")
+    proven = partition(model, topology, inputs, global_batch=16, estimate_only=True)
+    hurried = partition(model, topology, inputs, global_batch=16, time_limit_s=1e-9)
     assert proven.certificate.gap == 0
     assert hurried.certificate.gap > 0
     assert hurried.certificate.bound <= proven.certificate.objective <= hurried.certificate.objective
     with pytest.raises(TimeLimitError) as late:  # with no layout to compare with, nothing is known yet
-        partition(model, topology, inputs, global_batch=64, time_limit_s=1e-9, estimate_only=True)
+        partition(model, topology, inputs, global_batch=16, time_limit_s=1e-9, estimate_only=True)
     assert "the time limit passed" in str(late.value)
     assert late.value.advise is None
 

@@ -188,7 +188,7 @@ def test_five_steps_are_those_of_one_process(mesh: str, sharding: str, recompute
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (("dp4", "zero3"), ("dp2 pp2", "zero2")),
+        pytest.param(("dp4", "zero3"), ("dp2 pp2", "zero2"), marks=pytest.mark.slow),
         (("dp2 pp2", "zero1"), ("dp4", "hybrid3")),
         pytest.param(("dp2 tp2", "zero0"), ("dp4", "zero3"), marks=pytest.mark.slow),
         pytest.param(("dp4", "hybrid2"), ("dp2 tp2", "zero0"), marks=pytest.mark.slow),

@@ -22,6 +22,7 @@ from passes.assemble import SELECTS, Captured
 from passes.choices import choice_of, num_choices
 from passes.columns import Column, Columns
 from passes.errors import PartitionError
+from passes.loop_weights import Weights
 from passes.loops import LINEAR, RESHAPES, SCALED, Loop, is_opposite, loops_at
 from passes.merged import Added, Mask, Merged, Packed, Placed, Rows, Several, Stack
 from passes.numbers import Numbers
@@ -67,11 +68,11 @@ class _Merging:
         self.packing = Packing(captured)
         self.build = Builder(captured.graph, head)
         self.columns = Columns(self.build, loop, numbers)
+        self.weights = Weights(self.packing, self.build, loop)
         self.head, self.loop, self.numbers = head, loop, numbers
         self.num_rows = val(loop.of).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
         self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
-        self.weighs = False  # whether any parameter is read
         self.keys: fx.Node | None = None
         covers = num_choices(loop.of)
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
@@ -114,7 +115,7 @@ class _Merging:
         """Whether nothing else reads what is done to the experts' rows, or their parameters; and there are some."""
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
-        return self.weighs and all(u in users for n in read for u in n.users)
+        return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge(self, nodes: tuple[fx.Node, ...]) -> Any:
         """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
@@ -145,7 +146,7 @@ class _Merging:
             )
         self.inner.update(nodes)
         if isinstance(args[0], Stack | Packed) and len(given) == 1:
-            return self._turned(first, args, kwargs)
+            return self.weights.turned(first, args, kwargs)
         if first.target is aten.masked_fill.Scalar and isinstance(args[1], Mask):
             return self._filled(first, args[0], args[1])
         if any(isinstance(a, Mask | Placed | Column | Several) for a in given):
@@ -155,6 +156,11 @@ class _Merging:
         if any(isinstance(a, Added) for a in given):
             return self._linear(first, args, kwargs)
         return self._by_row(first, args, kwargs)
+
+    def _sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+        made = self.weights.sliced(nodes)
+        self.inner.update(nodes if made is not None else ())
+        return made
 
     def _arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of ``nodes``, merged."""
@@ -245,42 +251,10 @@ class _Merging:
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
         return self.keys
 
-    # -- parameters -------------------------------------------------------------------------------------------------
-
-    def _sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
-        """Each expert's part of a state of all, in order."""
-        source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
-        captured, first = self.packing.captured, self.loop.first
-        if source is None or captured.placeholders.get(source.name) not in captured.states:
-            return None
-        if [(n.target, *n.args) for n in nodes] != [(aten.select.int, source, 0, first + i) for i in range(len(nodes))]:
-            return None
-        self.inner.update(nodes)
-        if shape(source)[0] == len(nodes):
-            return Packed(source)
-        return Packed(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
-
-    def _of_all(self, stack: Stack | Packed) -> fx.Node:
-        self.weighs = True
-        return stack.node if isinstance(stack, Packed) else self.packing.pack(stack.nodes)
-
-    def _turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
-        """A parameter with its dims in another order, or of another type."""
-        whole, rank, rest = self._of_all(args[0]), len(shape(node)), list(args[1:])
-        if node.target is aten.t.default and rank == len(rest) + 2:
-            return Packed(self.build(aten.transpose.int, whole, 1, 2))
-        if node.target is aten.transpose.int:
-            rest = [d % rank + 1 for d in rest]
-        elif node.target is aten.permute.default:
-            rest = [[0, *(d % rank + 1 for d in rest[0])]]
-        elif node.target is not aten.to.dtype:
-            raise Different
-        return Packed(self.build(node.target, whole, *rest, **kwargs))
-
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _product(self, node: fx.Node, args: Sequence[Any]) -> Rows:
-        x, weight = args[0], self._of_all(args[1])
+        x, weight = args[0], self.weights.of_all(args[1])
         if not isinstance(x, Rows) or len(args) != 2 or len(shape(weight)) != 3:
             raise Different
         sizes = shape(x.node)
@@ -310,7 +284,7 @@ class _Merging:
         operands = [a.node if isinstance(a, Rows) else a for a in args]
         for i, argument in enumerate(args):
             if isinstance(argument, Stack | Packed):
-                operands[i] = self._looked_up(node, argument, rows[0])
+                operands[i] = self.weights.by_row(node, argument, rows[0], self._expert)
         made = self.build(node.target, *operands, **kwargs)
         if not _is_like(made, node):
             raise Different
@@ -357,18 +331,6 @@ class _Merging:
         self.inner.update(nodes)
         index: Any = nodes[0].args[1]
         return Rows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
-
-    def _looked_up(self, node: fx.Node, stack: Stack | Packed, rows: Rows) -> fx.Node:
-        """For each row its expert's parameter, where an operator reads elements that stand beside each other."""
-        assert isinstance(node.target, torch._ops.OpOverload)
-        whole = self._of_all(stack)
-        own = shape(whole)[1:]
-        after = len(shape(node)) - 1 - rows.dim  # dims behind the rows
-        if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
-            raise Different
-        found = self.build(aten.index_select.default, whole, 0, self._expert())
-        kept = own[max(0, len(own) - after) :]
-        return self.build(aten.reshape.default, found, [self.num_rows, *[1] * (after - len(kept)), *kept])
 
 
 def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:

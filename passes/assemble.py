@@ -5,7 +5,7 @@ Requires: a program from ``passes/functionalize.py``. Provides: a :class:`Captur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
-from passes.hits import HITS, empty_mask, is_turn
+from passes.guards import Emptied
+from passes.hits import empty_mask, is_turn
 from passes.infer import META
+from passes.marks import MARKS
 from passes.selected import SelectedRows
 from passes.selected_places import Unselectable
 from passes.unused import drop_unused
@@ -62,7 +64,12 @@ class Captured:
 
 
 def assemble(
-    program: ExportedProgram, canonical: Mapping[str, str], with_loss: bool, *, empty_turns: int | None = None
+    program: ExportedProgram,
+    canonical: Mapping[str, str],
+    with_loss: bool,
+    *,
+    empty_turns: int | None = None,
+    decided: Collection[int] = (),
 ) -> Captured:
     """The program as one graph; ``canonical``: for every name of a state the one that it goes by. ``empty_turns``: with
     the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit."""
@@ -95,11 +102,12 @@ def assemble(
             )
     classes: dict[str, str] = {}
     selected = SelectedRows(graph, nodes)
+    emptied = Emptied(nodes, empty_turns, decided) if empty_turns is not None else ()
     for node in nodes:
-        if node.target is HITS:
-            env[node] = env[node.args[0]]
-        elif empty_turns is not None and is_turn(node, empty_turns):
+        if empty_turns is not None and (is_turn(node, empty_turns) or node in emptied):
             env[node] = empty_mask(graph, node, _place(node, classes))
+        elif node.target in MARKS:
+            env[node] = env[node.args[0]]
         elif node.op == "call_function" and selected.concerns(node, env):
             env[node] = _select(selected, node, env, classes)
         elif node.op == "call_function":

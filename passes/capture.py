@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import State, TensorSpec
-from passes.errors import InputsError, UnsupportedError
+from passes.errors import CaptureError, InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin
 from passes.functionalize import flatten_program
@@ -94,11 +95,11 @@ def capture(
         canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
         with hooks_refused() if objective == "train" else nullcontext():
             train = objective == "train"
-            captured = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
+            captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
             pairs = []
             for parity, empty in enumerate(captured.turns):
-                twin = _as_new(twin, model, dtype, leaves_out=parity)
-                pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)]
+                twin = _as_new(twin, model, dtype, hits.leaving_out(parity))
+                pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
             captured = captured.with_(turns=tuple(pairs))
         notes += _decided(captured, {canonical[name] for name in twin.asked})
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
@@ -131,21 +132,26 @@ def _trace(
     loss: Callable[[Any], Tensor] | None,
     canonical: Mapping[str, str],
     train: bool,
-) -> Captured:
-    """The twin's graph: of layers that are alike one is traced, or all where that fails."""
+) -> tuple[Captured, Hits]:
+    """The twin's graph, and what was found on the way: of layers that are alike one is traced, or all where that
+    fails."""
     if loss is not None:
         _append_loss(twin.module, loss)
 
-    def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> Captured:
-        twin.hits.check()
-        captured = finish(assemble(program, canonical, loss is not None))
-        if twin.hits.seen and twin.hits.leaves_out is None:
-            empty = (finish(assemble(program, canonical, loss is not None, empty_turns=parity)) for parity in range(2))
-            captured = captured.with_(turns=tuple(empty))
-        return captured
+    def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> tuple[Captured, Hits]:
+        hits = twin.hits
+        hits.check()
+
+        def captured(parity: int | None) -> Captured:
+            decided = hits.guards.decided if hits.guards is not None else ()
+            return finish(assemble(program, canonical, loss is not None, empty_turns=parity, decided=decided))
+
+        whole = captured(hits.leaves_out if hits.guards is not None else None)
+        pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
+        return whole.with_(turns=tuple(pairs)), hits
 
     repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
-    while repeats.groups:
+    while repeats.groups and twin.hits.guards is None:
         away = repeats.away
         try:
             with repeats.tracing():
@@ -158,7 +164,7 @@ def _trace(
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = _as_new(twin, model, dtype, leaves_out=twin.hits.leaves_out)
+        twin = _as_new(twin, model, dtype, twin.hits.anew())
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)
@@ -166,12 +172,24 @@ def _trace(
             repeats = left.put_away(twin.module) if away is not None else left
         else:  # the weights that were put away may have been missed
             repeats = left if away is not None else Repeats([])
-    return made(twin, flatten_program(export(twin, args, kwargs, train=train)), lambda captured: captured)
+    try:
+        program = export(twin, args, kwargs, train=train)
+    except CaptureError as error:
+        if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
+            raise
+        twin = _as_new(twin, model, dtype, twin.hits.guarded())
+        if loss is not None:
+            _append_loss(twin.module, loss)
+        try:
+            program = export(twin, args, kwargs, train=train, diagnose=False)
+        except Exception:  # another decision stands in the way, which has been told
+            raise error from error.__cause__
+    return made(twin, flatten_program(program), lambda captured: captured)
 
 
-def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, leaves_out: int | None) -> Twin:
-    """Another twin for the same trace, as if forward had not run. ``leaves_out``: see :class:`passes.hits.Hits`."""
-    return replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked, hits=Hits(leaves_out))
+def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
+    """Another twin, as if forward had not run."""
+    return replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked, hits=hits)
 
 
 def _restored(

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.marks import MARKS
 from passes.rules.algebra import argument
 
 aten = torch.ops.aten
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.contiguous.default)
+ALIKE = (
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+)  # the same numbers, or truth values
+CASTS = (*ALIKE, *MARKS)
 _RANKED: dict[Any, int] = {  # which of their results are places along a dim, each once
     aten.topk.default: 1,
     aten.sort.default: 1,
@@ -24,6 +33,8 @@ _RANKED: dict[Any, int] = {  # which of their results are places along a dim, ea
 }
 _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
 RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+SHAPED = (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default)
+_MOVED = (*CASTS, *SHAPED, aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
 _OVER = (aten.any.dim, aten.sum.dim_IntList)  # dims of truth values, or of counts
 _WIDE = (torch.int32, torch.int64)  # in which numbers of places stay what they are
 _PLACES = (aten.argsort.default, aten.argsort.stable)
@@ -55,7 +66,7 @@ def choice_of(node: Any) -> Choice | None:
     args: Any = node.args
     if node.target is aten.eq.Scalar and isinstance(args[1], int) and _has(args[0], args[1]):
         return Choice(args[0], tuple(range(_rank(args[0]))), args[1])
-    if _is_nonzero(node) or node.target in _CASTS:
+    if _is_nonzero(node) or node.target in CASTS:
         return None if _rank(node) == 0 else choice_of(args[0])
     if node.target is aten.select.int:
         return _slice(args[0], args[1], args[2])
@@ -67,16 +78,16 @@ def choice_of(node: Any) -> Choice | None:
 def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
     """Numbers and one of them: ``node`` is true where it is among those of a place, which are all different and lie in
     their last dim. ``None``: it is something else."""
-    while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*_CASTS, *RESHAPES)):
+    while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
     found, along = None, list[int]()
     if isinstance(node, fx.Node) and node.target in _OVER:
         found, along = choice_of(node.args[0]), dims_over(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
-        while whole.target in _CASTS:  # of counts that are 0 or 1, if they are of what this looks for
+        while whole.target in CASTS:  # of counts that are 0 or 1, if they are of what this looks for
             whole = whole.args[0]
-        classes = _classes(whole.args[0]) if whole.target in _OVER else None
+        classes = classes_of(whole.args[0]) if whole.target in _OVER else None
         if classes is not None and len(dims_over(whole)) == 1 and not argument(whole, "keepdim", False):
             dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, dims_over(whole)[0]
             left = [d for d in dims if d != over]
@@ -99,11 +110,31 @@ def _is_widened(node: Any, dim: Any) -> bool:
     return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _rank(node) == 0
 
 
+def is_count(node: Any) -> bool:
+    """Whether no number is below zero."""
+    if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
+        return True
+    if node.target in _MOVED:
+        return is_count(node.args[0])
+    return node.target is aten.mul.Tensor and all(isinstance(o, fx.Node) and is_count(o) for o in node.args)
+
+
+def numbers_of(node: fx.Node) -> fx.Node:
+    """Whole numbers before they were marked and given other shapes and types."""
+    while True:
+        before = node
+        node = uncast(node)
+        if node.target in SHAPED:
+            node = node.args[0]  # type: ignore[assignment]
+        if node is before:
+            return node
+
+
 def is_distinct(of: fx.Node, dim: int) -> bool:
     """Whether the numbers along ``dim`` are all different: places in the order of what stood there."""
-    node: Any = _uncast(of)
+    node: Any = uncast(of)
     while node.target in RESHAPES and dim % _rank(of) == _rank(of) - 1 and _keeps_last(node):
-        of, dim, node = node.args[0], -1, _uncast(node.args[0])
+        of, dim, node = node.args[0], -1, uncast(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
         along = argument(node.args[0], "dim", -1)
     elif node.target in _PLACES:
@@ -115,9 +146,9 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 
 def num_choices(of: fx.Node) -> int | None:
     """How many places there were to choose from; ``None``: this is not a choice of places."""
-    node: Any = _uncast(of)
+    node: Any = uncast(of)
     while node.target in (*RESHAPES, aten.permute.default):
-        node = _uncast(node.args[0])
+        node = uncast(node.args[0])
     if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
         node = node.args[0]
     elif node.target not in (*_PLACES, aten.argmax.default, aten.argmin.default):
@@ -127,13 +158,13 @@ def num_choices(of: fx.Node) -> int | None:
 
 
 def _slice(whole: fx.Node, dim: int, index: int) -> Choice | None:
-    classes = _classes(whole)
+    classes = classes_of(whole)
     if classes is None or dim % _rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
     return Choice(classes.of, classes.dims, index)
 
 
-def _classes(node: Any) -> _Classes | None:
+def classes_of(node: Any) -> _Classes | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
@@ -147,10 +178,10 @@ def _classes(node: Any) -> _Classes | None:
             if source is not None and apart and _counts(counted) == node.meta["val"].shape[-1]:
                 return _Classes(source, rank - 1, tuple(range(rank - 1)))
         return None
-    if _is_nonzero(node) or node.target in _CASTS:
-        return _classes(args[0])
+    if _is_nonzero(node) or node.target in CASTS:
+        return classes_of(args[0])
     if node.target in (aten.permute.default, aten.transpose.int):
-        inner = _classes(args[0])
+        inner = classes_of(args[0])
         if inner is None:
             return None
         order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swapped(rank, *args[1:])
@@ -176,7 +207,7 @@ def _widened(node: Any) -> fx.Node | None:
 
 def _counts(node: Any) -> int | None:
     """How many numbers 0, 1, .. ``node`` has, if it has these and no other dim that matters."""
-    node = _uncast(node) if isinstance(node, fx.Node) else node
+    node = uncast(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
         aten.view.default,
@@ -196,9 +227,9 @@ def _is_nonzero(node: fx.Node) -> bool:
     return bool(compared and node.args[1] in (0, False) and not _floats(node.args[0]))
 
 
-def _uncast(node: fx.Node) -> fx.Node:
+def uncast(node: fx.Node) -> fx.Node:
     """The same numbers, of another type at most: not truth values of them, nor what wraps around."""
-    while node.target in _CASTS and node.meta["val"].dtype in _WIDE:
+    while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -9,7 +9,7 @@ the odd ones: for that the masks that decide are marked by ``partition::hits``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,23 +19,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from passes.choices import dims_over
-from passes.collectives import _library
+from passes.choices import ALIKE, SHAPED, dims_over, is_count
 from passes.errors import UnsupportedError
+from passes.guards import LISTING, Guards, guards_traced
 from passes.infer import META, call
-from passes.known import memory_of, written_by
+from passes.known import is_written, memory_of
+from passes.marks import HITS
 from passes.rules.algebra import argument
 
 aten = torch.ops.aten
-_library.define("hits(Tensor mask, int dim) -> Tensor")
-torch.library.impl("partition::hits", "CompositeExplicitAutograd", lambda mask, dim: mask.clone(), lib=_library)
-torch.library.register_fake("partition::hits", lambda mask, dim: torch.empty_like(mask), lib=_library)
-HITS = torch.ops.partition.hits.default
-_SHAPED = (aten.squeeze.default, aten.squeeze.dim, aten.flatten.using_ints, aten.view.default, aten.reshape.default,
-           aten.alias.default)  # fmt: skip
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.alias.default, aten.clone.default, aten.detach.default)
-_MOVED = (*_CASTS, *_SHAPED, aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.select.int)
-_LISTING = {torch.where, torch.nonzero, Tensor.nonzero}
 _ABOVE = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
@@ -49,6 +41,24 @@ class Hits:
     left_early: bool = False
     changed: bool = False  # masks, since it was asked which of them are true anywhere
     turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
+    guards: Guards | None = None  # where decisions are traced as well
+
+    @property
+    def found(self) -> bool:
+        """Whether what was traced has to be shown to be the model."""
+        return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
+
+    def anew(self) -> Hits:
+        """For the same trace once more."""
+        return Hits(self.leaves_out, guards=self.guards and Guards(self.leaves_out))
+
+    def guarded(self) -> Hits:
+        """For the same trace, decisions included."""
+        return Hits(self.leaves_out, guards=Guards(self.leaves_out))
+
+    def leaving_out(self, parity: int) -> Hits:
+        """For the same trace without the even turns (0) or the odd ones (1)."""
+        return Hits(parity, guards=self.guards and Guards(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
         """What forward has for the turn of an expert; ``listed``: with a dim of size 1."""
@@ -58,10 +68,10 @@ class Hits:
 
     def check(self) -> None:
         """Raise :class:`UnsupportedError` where a loop was left before its last turn, or its masks were changed."""
-        if self.changed:
+        if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
-                "a loop goes through the experts that some row had chosen before the masks were changed in place: "
-                "change a copy of them, or write it as one that goes through all (for i in range(num_experts))"
+                "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
+                "them, or write the loop as one that goes through all (for i in range(num_experts))"
             )
         if self.left_early:
             raise UnsupportedError(
@@ -79,7 +89,8 @@ def hits_traced(hits: Hits) -> Iterator[None]:
         found = _table(self)
         return plain(self) if found is None else _turns(hits, self.dim(), *found)
 
-    with mock.patch.object(Tensor, "__iter__", turns), _Indexed(hits):
+    guarded = nullcontext() if hits.guards is None else guards_traced(hits.guards)
+    with mock.patch.object(Tensor, "__iter__", turns), _Indexed(hits), guarded:
         yield
 
 
@@ -102,15 +113,9 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node)
     finally:
         hits.left_early |= not done
     held = [slot.proxy.node for slot in (*before.values(), *marks)]
-    hits.changed |= _is_written(first, {memory_of(node) for node in held})
+    hits.changed |= is_written(first, {memory_of(node) for node in held})
     for mask, slot in before.items():
         tracker[mask] = slot
-
-
-def _is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
-    """Whether an operator from ``first`` on writes to one of these."""
-    nodes = list(first.graph.nodes)
-    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
 
 class _Indexed(TorchFunctionMode):
@@ -135,7 +140,7 @@ class _Indexed(TorchFunctionMode):
                 numbers = [self._number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
         made = func(*args, **kwargs or {})
-        if func in _LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
+        if func in LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
             rows = (made[0] if isinstance(made, tuple) else made).shape[0]
             torch._check(rows != 0)  # the turn is of an expert that some row has chosen
         return made
@@ -149,7 +154,7 @@ def _is_turns(mask: Any) -> bool:
     """Whether ``mask`` is that of one turn."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(mask, mode.tracer, None) if mode is not None and isinstance(mask, Tensor) else None
-    node = None if slot is None else _before(slot.proxy.node, (*_CASTS, *_SHAPED, aten.unsqueeze.default))
+    node = None if slot is None else _before(slot.proxy.node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
@@ -160,12 +165,12 @@ def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
     slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     if mode is None or slot is None:
         return None
-    node = _before(slot.proxy.node, _SHAPED)
+    node = _before(slot.proxy.node, (*SHAPED, aten.alias.default))
     if node.target is not aten.nonzero.default or node.args[0].meta["val"].dim() != 1:
         return None
-    node, dim, adds = _before(node.args[0], _CASTS), 0, False
+    node, dim, adds = _before(node.args[0], ALIKE), 0, False
     if node.target in _ABOVE and node.args[1] == 0:
-        node = _before(node.args[0], _CASTS)
+        node = _before(node.args[0], ALIKE)
     if node.target not in _OVER:
         return None
     first = node
@@ -175,25 +180,16 @@ def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
         first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
-        if _before(node, _CASTS).target in _OVER:
-            node = _before(node, _CASTS)
-    if adds and not _is_count(node):
+        if _before(node, ALIKE).target in _OVER:
+            node = _before(node, ALIKE)
+    if adds and not is_count(node):
         return None
     alike = {node}
-    while node.target in _CASTS:
+    while node.target in ALIKE:
         node = node.args[0]
         alike.add(node)
     masks = [tensor for tensor, held in mode.tracer.tensor_tracker.items() if held.proxy.node in alike]
     return (masks, dim, first) if masks else None
-
-
-def _is_count(node: Any) -> bool:
-    """Whether no number is below zero."""
-    if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
-        return True
-    if node.target in (*_MOVED, HITS):
-        return _is_count(node.args[0])
-    return node.target is aten.mul.Tensor and all(isinstance(o, fx.Node) and _is_count(o) for o in node.args)
 
 
 def _before(node: Any, targets: tuple[Any, ...]) -> Any:

@@ -169,6 +169,12 @@ def memory_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
+    """Whether an operator from ``first`` on writes to one of these."""
+    nodes = list(first.graph.nodes)
+    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
+
+
 def _run(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
     values: dict[fx.Node, Any] = {}
     for node in nodes:

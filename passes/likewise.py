@@ -1,4 +1,4 @@
-"""Whether turns of a loop that a trace took besides come to nothing. See ``passes/hits.py``.
+"""Whether turns of a loop that a trace took besides come to nothing. See ``passes/hits.py`` and ``passes/guards.py``.
 
 The trace went through all experts, where the model goes through those that some row has chosen. Of it there are two
 more graphs: the same with the masks of every other expert empty, and that of a trace which left out their turns. In
@@ -38,9 +38,9 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
         outputs.append(list(map(Numbers(alike), last.args[0])))
     if outputs[0] != outputs[1]:
         raise UnsupportedError(
-            "a loop goes through the experts that some row has chosen, and a turn does more than to add to its rows, "
-            "so that a loop through all of them, which a plan needs, is not the same; write it as one that goes "
-            "through all (for i in range(num_experts)), and compute what depends on which were chosen from their masks"
+            "forward leaves out the experts that no row has chosen, and a turn does more than to add to its rows, so "
+            "that a loop through all of them, which a plan needs, is not the same; write it as one that goes through "
+            "all (for i in range(num_experts)), and compute what depends on which were chosen from their masks"
         )
 
 

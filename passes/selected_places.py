@@ -301,6 +301,8 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
     """Whether truth values are true once at most along ``dim``."""
+    if condition.target is aten.full.default:
+        return not condition.args[1]
     choice = choice_of(condition)
     if choice is not None:
         return is_distinct(choice.of, choice.dims[dim])

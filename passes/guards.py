@@ -1,0 +1,286 @@
+"""Decisions by whether some row has chosen an expert, taken as if some had.
+
+``if mask.any():``, ``if rows.numel() == 0: continue`` pass over experts without rows, which no trace can know. Inside
+:func:`guards_traced` they find rows. What the model then would not do comes to nothing where no rows are; that it does
+is shown afterwards (``passes/likewise.py``), from traces in which every other expert has none: for that the masks and
+numbers that decide are marked by ``partition::hit``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import SymBool, SymInt, Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from passes.choices import (
+    ALIKE,
+    CASTS,
+    SHAPED,
+    choice_of,
+    chosen_by_any,
+    classes_of,
+    dims_over,
+    is_count,
+    num_choices,
+    numbers_of,
+)
+from passes.known import is_written, memory_of
+from passes.marks import HIT
+from passes.numbers import Numbers
+from passes.rules.algebra import argument
+
+aten = torch.ops.aten
+LISTING = frozenset({torch.where, torch.nonzero, Tensor.nonzero})
+_ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_COUNTING = frozenset({torch.bincount, Tensor.bincount})
+_SAME = (*CASTS, *SHAPED)
+_COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
+_SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
+_NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
+_MANY = 1 << 20  # rows
+
+
+@dataclass
+class Guards:
+    """What a trace found of such decisions. ``leaves_out``: the experts that have no rows, even ones (0) or odd (1)."""
+
+    leaves_out: int | None = None
+    seen: int = 0
+    changed: bool = False  # masks, since their rows were counted
+    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # what is marked, and its mark
+    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # by symbol: rows, listing, expert
+    decided: set[int] = field(default_factory=set)  # listings by which it was decided
+    num_listings: int = 0
+
+    def listing(self) -> int:
+        self.num_listings += 1
+        return self.num_listings
+
+    def has_rows(self, number: int, listing: int) -> bool:
+        """The answer that a decision gets."""
+        self.seen += 1
+        self.decided.add(listing)
+        return number % 2 != self.leaves_out
+
+    def count(self, rows: Any, listing: int, number: int) -> None:
+        """It may be decided by how many rows there are."""
+        if isinstance(rows, SymInt):
+            self.counted[rows.node.expr] = rows, listing, number
+
+    def decides(self, question: Any) -> bool:
+        """Answer what is asked of a number of rows, if it is whether there are any."""
+        symbols = [s for s in question.free_symbols if s in self.counted]
+        if len(symbols) != 1 or len(question.free_symbols) != 1:
+            return False
+        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MANY)]
+        if len(set(answers[1:])) != 1 or answers[0] == answers[1]:
+            return False
+        rows, listing, number = self.counted[symbols[0]]
+        torch._check(rows > 0 if self.has_rows(number, listing) else rows == 0)
+        return True
+
+    def look_back(self) -> None:
+        """At the end of a trace: whether what is marked was changed in place."""
+        self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
+        self.marked = []
+
+
+@contextmanager
+def guards_traced(guards: Guards) -> Iterator[None]:
+    """Inside, such decisions can be traced; ``guards`` takes what was found."""
+    plain: Callable[[SymBool], bool] = SymBool.__bool__
+
+    def decided(self: SymBool) -> bool:
+        try:
+            return plain(self)
+        except GuardOnDataDependentSymNode:
+            if not guards.decides(self.node.expr):
+                raise
+            return plain(self)
+
+    with mock.patch.object(SymBool, "__bool__", decided), _Guarded(guards):
+        yield
+    guards.look_back()
+
+
+class _Guarded(TorchFunctionMode):
+    """What lists rows, counts them, and asks whether there are any."""
+
+    def __init__(self, guards: Guards) -> None:
+        super().__init__()
+        self.guards = guards
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if get_proxy_mode() is None:
+            return func(*args, **kwargs)
+        if func in LISTING and len(args) == 1:
+            return self._listed(func, args[0], kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            return self._listed(lambda mask: func(args[0], mask), args[1], {})
+        if func in _COUNTING:
+            made = _counts(*args, **kwargs)
+            return func(*args, **kwargs) if made is None else made
+        if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
+            asked = _asked(_node_of(args[0]))
+            if asked is not None:
+                return asked.some == self.guards.has_rows(asked.number, self._marked(asked))
+        made = func(*args, **kwargs)
+        asked = _asked(_node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        if asked is not None and asked.some:
+            self.guards.count(made, self._marked(asked), asked.number)
+        return made
+
+    def _listed(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Rows of a mask."""
+        number = _number_of(_node_of(mask))
+        if number is None:
+            return func(mask, **kwargs)
+        listing = self.guards.listing()
+        made = func(HIT(mask, number, listing, False), **kwargs)
+        self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
+        return made
+
+    def _marked(self, asked: _Asked) -> int:
+        """A listing, as which from here on the trace reads the mask that is asked about, and the numbers that were
+        chosen, by way of marks."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
+        for tensor, held in list(tracker.items()):
+            node = held.proxy.node
+            numbers = asked.of is not None and _is_chosen(node, asked.of)
+            if numbers or node is asked.mask:
+                mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
+                self.guards.marked.append((node, mark.proxy.node))
+                tracker[tensor] = mark
+        return listing
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Whether, or how many, rows have chosen the expert ``number``; ``some``: ``True`` where there are any. ``mask``
+    says where, or among the numbers ``of`` its own are; or both."""
+
+    number: int
+    some: bool
+    mask: fx.Node | None
+    of: fx.Node | None
+
+
+def _node_of(value: Any) -> fx.Node | None:
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    return None if slot is None else slot.proxy.node
+
+
+def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """How often each number comes, of places of which there are no more than are counted; ``None``: they may be."""
+    node = _node_of(numbers)
+    places = None if node is None else num_choices(numbers_of(node))
+    if weights is not None or places is None or places > minlength:
+        return None
+    every = torch.arange(minlength, device=numbers.device, dtype=numbers.dtype)
+    return (numbers.unsqueeze(-1) == every).sum(0)
+
+
+def _asked(node: Any) -> _Asked | None:
+    """What ``node`` says; ``None``: another thing."""
+    some = True
+    while isinstance(node, fx.Node):
+        args: Any = node.args
+        if node.target in _COUNTS:
+            mask = args[0]
+            while mask.target in ALIKE:
+                mask = mask.args[0]
+            number, chosen = _number_of(mask), _chosen(mask)
+            return None if number is None else _Asked(number, some, mask, chosen and numbers_of(chosen[0]))
+        if node.target is aten.select.int:
+            return _of_table(args[0], args[1], args[2], some)
+        if node.target is operator.getitem and args[0].target is aten.unbind.int:
+            return _of_table(args[0].args[0], argument(args[0], "dim", 0), args[1], some)
+        if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
+            some = not some
+        elif node.target not in _SAME and not (node.target in _SOME and args[1] == 0):
+            return None
+        node = args[0]
+    return None
+
+
+def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
+    """Of counts of all experts, the element ``index``."""
+    while node.target in CASTS:
+        node = node.args[0]
+    if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
+        return None
+    table: Any = node.args[0]
+    while table.target in ALIKE:
+        table = table.args[0]
+    classes, over = classes_of(table), dims_over(node)
+    left = [d for d in range(table.meta["val"].dim()) if d not in over]
+    if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
+        return None
+    return _Asked(index, some, None, numbers_of(classes.of))
+
+
+def _number_of(node: Any) -> int | None:
+    """The expert of which ``node`` says where it was chosen."""
+    found = _chosen(node)
+    if found is not None:
+        return found[1]
+    while isinstance(node, fx.Node) and node.target in _SAME:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.select.int or not is_count(node):
+        return None
+    whole, dim, index = node.args
+    return index % whole.meta["val"].shape[dim] if isinstance(index, int) else None  # type: ignore[union-attr]
+
+
+def _chosen(node: Any) -> tuple[fx.Node, int] | None:
+    """Numbers that were chosen, and the one for which ``node`` is true where it, or any of a place, is."""
+    choice = choice_of(node)
+    return chosen_by_any(node) if choice is None else (choice.of, choice.number)
+
+
+def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
+    """Whether ``node`` is the numbers ``of``, or has their marks."""
+    while node.target is HIT:
+        node = node.args[0]  # type: ignore[assignment]
+    return node is of
+
+
+class Emptied:
+    """Which nodes say where experts were chosen that no row has, as it is decided: those with even numbers (``parity``
+    0), or odd ones (1). ``nodes``: of an exported graph; ``decided``: listings by which that was."""
+
+    def __init__(self, nodes: Iterable[fx.Node], parity: int, decided: Collection[int]) -> None:
+        self.parity, self.decided, self._same = parity, decided, Numbers()
+        self._chosen = set[tuple[int, int]]()  # numbers that were chosen, and the one that was asked for
+        for node in nodes:
+            args: Any = node.args
+            if node.target is HIT and args[2] in decided:
+                found = (args[0], args[1]) if args[3] else _chosen(args[0])
+                if found is not None:
+                    self._chosen.add((self._same(numbers_of(found[0])), args[1]))
+
+    def __contains__(self, node: fx.Node) -> bool:
+        args: Any = node.args
+        if not isinstance(node.meta.get("val"), Tensor):
+            return False
+        if node.target is HIT and not args[3]:
+            return args[2] in self.decided and args[1] % 2 == self.parity
+        found = _chosen(node) if self._chosen and node.op == "call_function" else None
+        if found is None or found[1] % 2 != self.parity:
+            return False
+        return (self._same(numbers_of(found[0])), found[1]) in self._chosen

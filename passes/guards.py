@@ -161,7 +161,7 @@ class _Guarded(TorchFunctionMode):
         for tensor, held in list(tracker.items()):
             node = held.proxy.node
             numbers = asked.of is not None and _is_chosen(node, asked.of)
-            if numbers or node is asked.mask:
+            if numbers or node in asked.masks:
                 mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
                 self.guards.marked.append((node, mark.proxy.node))
                 tracker[tensor] = mark
@@ -170,12 +170,12 @@ class _Guarded(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Whether, or how many, rows have chosen the expert ``number``; ``some``: ``True`` where there are any. ``mask``
-    says where, or among the numbers ``of`` its own are; or both."""
+    """Whether, or how many, rows have chosen the expert ``number``; ``some``: ``True`` where there are any. ``masks``
+    (one, in several types) say where, or among the numbers ``of`` its own are; or both."""
 
     number: int
     some: bool
-    mask: fx.Node | None
+    masks: tuple[fx.Node, ...]
     of: fx.Node | None
 
 
@@ -201,11 +201,11 @@ def _asked(node: Any) -> _Asked | None:
     while isinstance(node, fx.Node):
         args: Any = node.args
         if node.target in _COUNTS:
-            mask = args[0]
-            while mask.target in ALIKE:
-                mask = mask.args[0]
-            number, chosen = _number_of(mask), _chosen(mask)
-            return None if number is None else _Asked(number, some, mask, chosen and numbers_of(chosen[0]))
+            masks = [args[0]]
+            while masks[-1].target in ALIKE:
+                masks.append(masks[-1].args[0])
+            number, chosen = _number_of(masks[-1]), _chosen(masks[-1])
+            return None if number is None else _Asked(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
         if node.target is aten.select.int:
             return _of_table(args[0], args[1], args[2], some)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
@@ -231,7 +231,7 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
         return None
-    return _Asked(index, some, None, numbers_of(classes.of))
+    return _Asked(index, some, (), numbers_of(classes.of))
 
 
 def _number_of(node: Any) -> int | None:
@@ -267,6 +267,7 @@ class Emptied:
     def __init__(self, nodes: Iterable[fx.Node], parity: int, decided: Collection[int]) -> None:
         self.parity, self.decided, self._same = parity, decided, Numbers()
         self._chosen = set[tuple[int, int]]()  # numbers that were chosen, and the one that was asked for
+        self._known = set[fx.Node]()
         for node in nodes:
             args: Any = node.args
             if node.target is HIT and args[2] in decided:
@@ -275,12 +276,15 @@ class Emptied:
                     self._chosen.add((self._same(numbers_of(found[0])), args[1]))
 
     def __contains__(self, node: fx.Node) -> bool:
+        """Asked of each node in order."""
         args: Any = node.args
-        if not isinstance(node.meta.get("val"), Tensor):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             return False
-        if node.target is HIT and not args[3]:
-            return args[2] in self.decided and args[1] % 2 == self.parity
-        found = _chosen(node) if self._chosen and node.op == "call_function" else None
-        if found is None or found[1] % 2 != self.parity:
-            return False
-        return (self._same(numbers_of(found[0])), found[1]) in self._chosen
+        found = _chosen(node)
+        if found is not None:
+            tells = found[1] % 2 == self.parity and (self._same(numbers_of(found[0])), found[1]) in self._chosen
+        else:
+            tells = node.target is HIT and not args[3] and args[2] in self.decided and args[1] % 2 == self.parity
+        if tells:
+            self._known.add(node)
+        return tells and args[0] not in self._known  # or it is of what is empty already

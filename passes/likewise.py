@@ -23,7 +23,8 @@ from passes.unused import drop_unused
 aten = torch.ops.aten
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.clone.default}
 _KEEP_TRUE = {*RESHAPES, *_CASTS}
-_KEEP_FALSE = {*_KEEP_TRUE, aten.ne.Scalar, aten.gt.Scalar}
+_KEEP_FALSE = {*_KEEP_TRUE, aten.ne.Scalar, aten.gt.Scalar, aten.any.default, aten.any.dim, aten.any.dims,
+               aten.sum.default, aten.sum.dim_IntList}  # fmt: skip
 _KEEP_ZERO = (LINEAR | _CASTS) - {aten.mul.Tensor}
 _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_put.default: 2}  # where what is added is
 

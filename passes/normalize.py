@@ -8,9 +8,10 @@ rewrite is exact up to the order of sums.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from passes.blocks import State, TensorSpec
@@ -43,7 +44,7 @@ def normalize(captured: Captured) -> Captured:
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
             check_turns(_normalized(empty).graph, _normalized(left_out).graph)
-        normal = stack_experts(route_loops(_normalized(captured)))
+        normal = stack_experts(_unflattened(route_loops(_normalized(captured))))
     except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
         refuse(captured.graph)
         raise
@@ -65,16 +66,26 @@ def _normalized(captured: Captured) -> Captured:
     drop_constant_masks(graph, constants)
     unsort(graph)
     ungather(graph)
+    return _renamed(captured, graph, moved)
+
+
+def _unflattened(captured: Captured) -> Captured:
+    """With dims as they are sharded, and places of rows that are no expert's by operators."""
+    graph = captured.graph
     unflatten(graph)
-    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
-        graph, last, _ = rewrite(graph, PLACES)
-        moved = {old: last[new] for old, new in moved.items() if new in last}
+    if not any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+        return captured
+    graph, moved, _ = rewrite(graph, PLACES)
+    return _renamed(captured, graph, moved)
+
+
+def _renamed(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
+    """``captured`` with another graph; ``moved``: the names in it of what was in its own."""
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     updates = {state: moved[node] for state, node in captured.updates.items()}
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
-    captured = captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
-    return captured
+    return captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

@@ -117,7 +117,34 @@ def crowded(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
-PASSING = [no_rows, places_first, anywhere, asked_twice, of_tokens, rows_of_mask, counted, listed, crowded]
+def over_samples(self: Mixture, x: Tensor) -> Tensor:
+    """Rows are read by flat masks, and written by those of samples and positions."""
+    scores = self.router(x).view(2, 5, E)
+    best, chosen = scores.topk(K)
+    shares = torch.full_like(scores, float("-inf")).scatter(-1, chosen, best).softmax(-1).view(-1, E)
+    y = torch.zeros(2, 5, x.size(-1), dtype=x.dtype)
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(-1)
+        flat = mask.view(-1)
+        if flat.any():
+            y[mask] += expert(x[flat]) * shares[flat, i].unsqueeze(1)
+    return y.view_as(x)
+
+
+def written_over(self: Mixture, x: Tensor) -> Tensor:
+    """One expert for each position, whose rows take the place of the input's."""
+    x = x.view(2, 5, -1)
+    y, masks = x.clone(), F.one_hot(self.router(x).argmax(-1), E)
+    for i, expert in enumerate(self.experts):
+        rows = masks[:, :, i].bool()
+        if not torch.any(rows):
+            continue
+        y[rows] = expert(x[rows])
+    return y.view(10, -1)
+
+
+PASSING = [no_rows, places_first, anywhere, asked_twice, of_tokens, rows_of_mask, counted, listed, crowded,
+           over_samples, written_over]  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", PASSING)

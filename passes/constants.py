@@ -21,7 +21,7 @@ LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
 
 @dataclass(frozen=True)
 class Term:
-    """``compare(a, b)``, broadcast; size 1 wherever it does not change."""
+    """``compare(a, b)``, broadcast; size 1 wherever it does not change; of int64, or float64."""
 
     compare: str
     a: Tensor
@@ -158,9 +158,14 @@ def _compare(node: fx.Node, a: Any, b: Any) -> Value:
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
         return _pointwise(node, *given)
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
-    rank = val(node).dim()
-    a, b = (x.reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
+    rank, kind = val(node).dim(), torch.result_type(a, b)
+    a, b = (_counted(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
     return (Term(name, a, b),)
+
+
+def _counted(x: Tensor) -> Tensor:
+    """``x`` in a type in which differences and signs are what they are of numbers."""
+    return x.double() if x.is_floating_point() else x.long()
 
 
 def _terms(value: Any) -> tuple[Term, ...]:

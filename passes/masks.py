@@ -7,6 +7,7 @@ causal one becomes ``is_causal``, one that shows everything is dropped; windows,
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -90,12 +91,13 @@ def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
 
 def _limit(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
     """The band that one term shows: places of keys against places of queries, both counted by ones."""
-    if over_keys.numel() < 2 or over_queries.numel() < 2 or over_keys.dtype == torch.bool:
+    if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
     step = int(over_keys[1] - over_keys[0])
     if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (over_keys, over_queries)):
         return None
-    limit = int(over_queries[0] - over_keys[0]) - strict  # step * (key - query) is at most this
+    between = float(over_queries[0] - over_keys[0])  # step * (key - query) is at most, or less than, this
+    limit = math.ceil(between) - 1 if strict else math.floor(between)
     return Band(None, limit) if step == 1 else Band(limit, None)
 
 

@@ -63,6 +63,7 @@ class BoundCall:
     """A call with its states and functions.
 
     ``watched`` is told of every result that the model returns or that is its loss: ``(microbatch, name, value)``.
+    ``leaving``: states whose memory is given away between calls.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BoundCall:
         sinks: Mapping[str, Sink],
         watched: Mapping[str, Callable[[int, str, Tensor], None]],
         staying: Collection[str] = (),
+        leaving: Collection[str] = (),
     ) -> None:
         stage = binder.rank.stage
         self.call: CallData = stage.calls[index]
@@ -81,6 +83,7 @@ class BoundCall:
         self.env = env
         self.moment = binder.moment
         self.states = [states[s] for s in self.call.states]
+        self.leaving = [states[s] for s in self.call.states if s in leaving]
         self.inputs = self.call.inputs
         self.outputs = self.call.outputs
         self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
@@ -114,6 +117,8 @@ class BoundCall:
         if self.recomputed:
             self.env.saved[microbatch, self.index] = arguments.copy()
         results = self.run_forward(arguments, ())
+        if self.leaving:
+            results = (*_apart(results[: len(self.outputs)], self.leaving), *results[len(self.outputs) :])
         values.update(zip(self.outputs, results, strict=False))
         if self.has_backward and not self.recomputed:
             self.env.saved[microbatch, self.index] = list(results[len(self.outputs) :])
@@ -165,3 +170,17 @@ class BoundCall:
         for value, gradient in zip(self.grad_inputs, results, strict=False):
             if gradient is not None:
                 self.env.add_gradient(microbatch, value, gradient)
+
+
+def _apart(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` in memory that is not the states'; what is repeated by its strides stays so."""
+    theirs = {address(state) for state in states}
+    return [_copied(x) if address(x) in theirs else x for x in results]
+
+
+def _copied(x: Tensor) -> Tensor:
+    once = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    return once.clone().expand(x.shape)

@@ -76,8 +76,9 @@ class Executor:
             watched[self.program.loss] = self._add_loss
         watched |= dict.fromkeys(self.updates.added, self.updates.add)
         staying = staying_values(rank.stage)
+        leaving = {s for held in (sharded, hosted) if held is not None for s in held.leaving}
         self.calls = [
-            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying)
+            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying, leaving)
             for i in range(len(rank.stage.calls))
         ]
         self.actions = self._compile()

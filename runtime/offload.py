@@ -187,7 +187,7 @@ class HostParameters:
 
     ``shards``: what the device has of each (a piece, where ranks share it, of ``sharded``). Where the program offloads
     parameters, the device has them between FETCH and FREE only, pieces between FETCH and the end of their GATHER.
-    ``whole``: the tensors that calls read of what comes and goes.
+    ``whole``: the tensors that calls read of what comes and goes, which are those ``leaving``.
     """
 
     def __init__(
@@ -211,6 +211,7 @@ class HostParameters:
                 self._rooms[name] = Room(Piece(masters[name].numel(), 1, 0), shape, dtype, copier.device)
                 self._rooms[name].give()
         self.whole = {name: room.tensor for name, room in self._rooms.items()}
+        self.leaving = self.whole.keys()
         self._shards = {**shards, **self.whole}
         # What changes its type on the way does so here, once a step: a copy that also converts does not run beside.
         self._short = {

@@ -149,7 +149,8 @@ class GatheredBucket:
 class ShardedParameters:
     """A rank's sharded parameters. ``held``: what :func:`runtime.state.load_states` gave, whose pieces are copied.
 
-    ``pieces``: this rank's piece of each, which an optimizer updates; ``whole``: the tensors that calls read.
+    ``pieces``: this rank's piece of each, which an optimizer updates; ``whole``: the tensors that calls read;
+    ``leaving``: of which of them the memory is given away between calls.
     """
 
     def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -161,3 +162,4 @@ class ShardedParameters:
                 self.buckets[number] = GatheredBucket(rank, number, group, held, keep, hosted)
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}
+        self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}

@@ -325,6 +325,35 @@ def test_additive_causal_masks(mask: Callable[[int], Tensor]):
     assert attention(mask, 1 << 15, 1 << 15) == CAUSAL
 
 
+def by_numbers(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], Tensor]:
+    return lambda n: compare(torch.arange(n)[:, None], torch.arange(n)[None])
+
+
+BETWEEN = {
+    "both sides of 5": (by_numbers(lambda q, k: (k > q - 5 / 2) & (k < q + 5 / 2)), (2, 2)),
+    "up to 5 halves away": (by_numbers(lambda q, k: (k >= q - 5 / 2) & (k <= q + 5 / 2)), (2, 2)),
+    "half a place before": (by_numbers(lambda q, k: (k > q - 2) & (k < q - 0.5 + 1)), (1, 0)),
+    "places in bytes": (by_numbers(lambda q, k: (q % 128).to(torch.uint8) <= (k % 128).to(torch.uint8)), (0, -1)),
+    "none before a place": (by_numbers(lambda q, k: (q >= 9) <= (k >= 9)), None),
+}
+
+
+@pytest.mark.parametrize("look", [1 << 22, 64], ids=["by number", "by rows and columns"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_windows_that_end_between_places(name: str, look: int, monkeypatch: pytest.MonkeyPatch):
+    """Of long sequences, whose masks are not looked at number by number, as of short ones."""
+    monkeypatch.setattr("passes.constants.LIMIT", look)
+    mask, expected = BETWEEN[name]
+
+    def function(x: Tensor) -> Tensor:
+        return 2 * F.scaled_dot_product_attention(x, x, x, attn_mask=mask(16))
+
+    captured = normal_form(function, torch.empty(2, 2, 16, 8, device="meta"))
+    (node,) = [n for n in captured.graph.nodes if "attention" in str(n.target)]
+    assert ("band" in str(node.target)) == (expected is not None)
+    assert expected is None or node.args[3:5] == expected
+
+
 def test_packed_masks_of_large_batches():
     """Rows and places together are more than is looked at number by number."""
 

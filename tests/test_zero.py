@@ -23,6 +23,7 @@ from partitioner.outline import outline
 from partitioner.reference import run_reference
 from partitioner.timing import PlanDurations
 from partitioner.verify import compare, relative_error
+from runtime.calls import _copied
 from runtime.checkpoint.boxes import Piece
 from runtime.checkpoint.storage import ShardReader
 from runtime.engine import Engine
@@ -241,6 +242,50 @@ def test_a_frozen_model_is_gathered_for_inference():
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+class Queries(nn.Module):
+    """Parts of parameters that other layers read: one repeated for all samples, and one for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.mixes = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(4, 8, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        places = self.places[:4].expand(x.shape[0], -1, -1)
+        for layer, mix in zip(self.layers, self.mixes.unbind(0), strict=True):
+            x = torch.tanh(layer(x + places)) + x @ mix
+        return nn.functional.mse_loss(x, y), places
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [dict(dp=2, zero=3), dict(dp=2, pp=2, zero=3, recompute="full"), dict(pp=2, offload="parameters")],
+    ids=str,
+)
+def test_parts_of_parameters_that_other_calls_read_outlive_them(pinned: dict[str, Any]):
+    """A view of what was gathered would be of memory that has been given away."""
+    torch.manual_seed(0)
+    model, inputs = Queries(), {n: torch.randn(8, 4, 8) for n in "xy"}
+    fixed = dict(microbatch_size=2) | {"pp": 1, "dp": 1, "tp": 1} | pinned
+    plan = partition(
+        model,
+        Topology.local(fixed["pp"] * fixed["dp"]),
+        inputs,
+        loss=lambda out: out[0],
+        constraints=Constraints(**fixed),
+    )
+    report = plan.verify(model, inputs, lambda out: out[0])
+    assert report.ok, str(report)
+    assert "output 1" in report.errors
+
+
+def test_a_part_that_is_repeated_is_copied_once():
+    part = torch.randn(1, 6).expand(4, 5, 6)
+    copy = _copied(part)
+    assert torch.equal(copy, part) and copy.untyped_storage().nbytes() == 6 * 4
+    assert copy.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
 
 
 def test_every_element_is_on_one_rank_and_counts_once():

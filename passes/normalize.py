@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from passes.blocks import State, TensorSpec
@@ -62,10 +62,14 @@ def _normalized(captured: Captured) -> Captured:
     moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
+    results = _results(graph)
     drop_constant_masks(graph, constants)
     unsort(graph)
     ungather(graph)
     unflatten(graph)
+    became = dict(zip(results, _results(graph), strict=True))
+    moved = {old: became.get(new, new) for old, new in moved.items()}
+    graph.output_node().args = (tuple(dict.fromkeys(graph.output_node().args[0])),)  # type: ignore[arg-type]
     if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
         graph, last, _ = rewrite(graph, PLACES)
         moved = {old: last[new] for old, new in moved.items() if new in last}
@@ -75,6 +79,10 @@ def _normalized(captured: Captured) -> Captured:
     placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
     captured = captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
     return captured
+
+
+def _results(graph: fx.Graph) -> list[str]:
+    return [n.name for n in graph.output_node().args[0]]  # type: ignore[union-attr]
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

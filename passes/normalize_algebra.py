@@ -88,7 +88,7 @@ def total(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool)
 def count(x: fx.Node, dims: Sequence[int] | None) -> int:
     """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
     sizes = shape(x)
-    return math.prod(sizes[d] for d in dims) if dims else math.prod(sizes)
+    return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
 
 
 def mean(
@@ -157,6 +157,8 @@ def batch_norm(
     *_: Any,
 ) -> Any:
     """Per channel: by the running statistics, or by those of the batch."""
+    if len(shape(x)) < 2:  # of no elements
+        return KEEP
     if training or running_mean is None or running_var is None:
         return _normalized(build, x, weight, bias, *_moments(build, x, _per_channel(x), 0.0, True), eps)
     return _normalized(build, x, weight, bias, _channel(build, running_var, x), _channel(build, running_mean, x), eps)

@@ -159,6 +159,11 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     ),
     "batch norm": (lambda x: F.batch_norm(x, x[0], x[1].exp(), x[2], x[3], eps=0.1), []),
     "instance norm": (lambda x: F.instance_norm(x[None]), []),
+    "mean of a number": (lambda x: (x[0, 0].mean(0, keepdim=True), x[0, 0].var(0, unbiased=False)), []),
+    "batch norm's statistics": (
+        lambda x: torch.ops.aten._native_batch_norm_legit.no_stats(x, x[0], x[1], True, 0.1, 0.1),
+        ["select.int", "select.int", "_native_batch_norm_legit.no_stats", "getitem", "getitem", "getitem"],
+    ),
     "casts": (lambda x: x.to(torch.float64).double().to("cpu"), []),
     "copies": (lambda x: x.clone().contiguous().view(4, 4), []),
     "views": (lambda x: x.view(2, -1).flatten().unflatten(0, (1, 16)), ["reshape.default"]),
@@ -226,6 +231,17 @@ def test_what_is_kept_beside_what_is_written_has_a_gradient(name: str):
     assert torch.autograd.gradcheck(
         lambda x: tuple(run_graph(captured.graph, [*states, x])), numbers(4, 4).requires_grad_()
     )
+
+
+def test_a_result_that_is_rewritten_stays_the_result():
+    """Flat around a product, as torch's attention ends."""
+    captured = normal_form(lambda x, w: torch.mm(x.reshape(4, 4), w).reshape(2, 2, 4), numbers(2, 2, 4), numbers(4, 4))
+    assert operators(captured) == ["t.default", "linear.default"]
+    assert [o.value for o in captured.outputs] == [n.name for n in captured.graph.output_node().args[0]]
+
+
+def test_a_norm_of_nothing_stays():
+    assert "batch_norm.default" in assert_same(lambda x: F.batch_norm(x, x, x), numbers(0))
 
 
 @pytest.mark.parametrize("name", REWRITES)

@@ -39,7 +39,10 @@ def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
 
 
 def dims_of(node: fx.Node) -> tuple[int, ...]:
-    return as_dims(argument(node, "dim"), len(shape(operands_of(node)[0])))
+    given, sizes = argument(node, "dim"), shape(operands_of(node)[0])
+    if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
+        return ()  # to some operators no dims are none, to others all
+    return as_dims(given, len(sizes))
 
 
 def _numel(node: fx.Node) -> int:
@@ -127,10 +130,9 @@ def cumsum(node: fx.Node) -> OpFactors:
 
 @family("topk")
 def topk(node: fx.Node) -> OpFactors:
-    (dim,) = dims_of(node)
-    names = NAMES[: len(shape(operands_of(node)[0]))]
-    found = [n if d != dim else "found" for d, n in enumerate(names)]
-    return named(node, [names], [found, found], whole=frozenset((names[dim], "found")))
+    names, along = NAMES[: len(shape(operands_of(node)[0]))], factors_along(node)
+    found = [n if n not in along else "found" for n in names]
+    return named(node, [names], [found, found], whole=along | {"found"})
 
 
 @family("mean")

@@ -29,6 +29,7 @@ from passes.statistics import spell_out
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 _CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
+_NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+)")
 _TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
@@ -61,6 +62,12 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
             if changed:
                 raise UnsupportedError(
                     f"forward changes {changed[1]!r}, a tensor that is no buffer; register it (register_buffer)"
+                ) from error
+            writer = _NO_FUNCTION.match(str(error))
+            if writer:
+                raise UnsupportedError(
+                    f"forward writes in place by {writer[1]}::{writer[2]}, of which torch knows no form that writes "
+                    f"nothing; call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
                 ) from error
             if inliner.transforms is None:
                 raise

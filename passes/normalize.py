@@ -9,6 +9,7 @@ rewrite is exact up to the order of sums.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -82,7 +83,8 @@ def _normalized(captured: Captured) -> Captured:
 
 
 def _results(graph: fx.Graph) -> list[str]:
-    return [n.name for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+    nodes: Any = graph.output_node().args[0]
+    return [node.name for node in nodes]
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:

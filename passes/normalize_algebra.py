@@ -26,7 +26,10 @@ def _scaled(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 def add_product(product: Any) -> Rule:
     """``beta * c + alpha * product(a, b)``."""
 
-    def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
+    def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        whole_numbers = not val(c).dtype.is_floating_point and not val(c).dtype.is_complex
+        if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
+            return KEEP  # torch rounds the factors
         result = _scaled(build, build(product, a, b), alpha)
         # beta = 0 leaves c out, whatever numbers it has
         return result if beta == 0 else build(aten.add.Tensor, result, _scaled(build, c, beta))

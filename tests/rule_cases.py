@@ -362,6 +362,7 @@ CREATION = [
     case("arange", 8, device=META),
     case("arange.start_step", 3, 27, 3, device=META),
     case("arange.start", 2, 10, dtype=torch.float64, device=META),
+    case("arange.start_step", 2.1, -5.9, -1.0, dtype=torch.int64, device=META),
     case("tril_indices", 4, 4, device=META),
 ]
 CASES = [

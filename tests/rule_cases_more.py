@@ -91,6 +91,9 @@ INDEXING = [
     case("index_reduce", f(4, 6), 0, places(4, 2), positive(2, 6), "amax"),
 ]
 REDUCTION = [
+    *(case("amin", i(9, 4, 6).to(kind), [1], grad=False) for kind in (torch.uint8, torch.int64, torch.bool)),
+    *(case("logsumexp", i(3, 4, 6).to(kind), [1], grad=False) for kind in (torch.int64, torch.bool)),
+    case("logsumexp", torch.complex(f(4, 6), f(4, 6)), [1]),
     *(
         case(name, f(4, 6), f(4, 6), -1, torch.float64)
         for name in ("_softmax_backward_data", "_log_softmax_backward_data")

@@ -211,6 +211,11 @@ def test_memory_beside_the_operand_is_refused():
         normal_form(lambda x: x[:2].as_strided((4, 4), (4, 1)), numbers(4, 4))
 
 
+def test_what_torch_cannot_make_functional_is_refused():
+    with pytest.raises(UnsupportedError, match=r"in place by aten::polygamma_"):
+        normal_form(lambda x: x.clone().polygamma_(1), numbers(4))
+
+
 def test_sparse_tensors_are_refused():
     places = torch.tensor([[0, 1], [2, 3]])
     with pytest.raises(UnsupportedError, match=r"layout torch\.sparse_coo; expected dense ones: write a product"):
@@ -238,6 +243,12 @@ def test_a_result_that_is_rewritten_stays_the_result():
     captured = normal_form(lambda x, w: torch.mm(x.reshape(4, 4), w).reshape(2, 2, 4), numbers(2, 2, 4), numbers(4, 4))
     assert operators(captured) == ["t.default", "linear.default"]
     assert [o.value for o in captured.outputs] == [n.name for n in captured.graph.output_node().args[0]]
+
+
+def test_factors_of_whole_numbers_are_rounded():
+    x = torch.arange(16).reshape(4, 4)
+    assert assert_same(lambda x: torch.addmv(x[0], x, x[1], beta=0.5, alpha=1.7), x)[-1] == "addmv.default"
+    assert "addmv.default" not in assert_same(lambda x: torch.addmv(x[0], x, x[1], beta=3, alpha=2), x)
 
 
 def test_a_norm_of_nothing_stays():

@@ -149,7 +149,8 @@ def divided_by_ranks(local: Local) -> fx.Node:
 @family("amax", "amin")
 def amax(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the largest of the ranks' largest, where no gradient has to find its way back."""
-    if node.meta.get("grad", True):
+    ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # the smallest is less the largest
+    if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
     lowering = Lowering(_largest_of_ranks, REPLICATED, (("all_reduce_max", _numel(node)),), sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
@@ -166,6 +167,8 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 @family("logsumexp")
 def logsumexp(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
+        return over_whole_dims(node)  # complex numbers have no largest, others no infinity
     sent = (("all_reduce_max", _numel(node)), ("all_reduce", _numel(node)))
     lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))

@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
+from passes.hidden import Memory
 from passes.inplace import remove_inplace
 from passes.statistics import spell_out
 
@@ -117,7 +118,7 @@ class _Inliner:
     def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
         self.trainable = trainable
-        self.needs_grad: set[fx.Node] = set()
+        self.memory = Memory()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
@@ -128,8 +129,9 @@ class _Inliner:
             if node.op == "placeholder":
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
-                    self.needs_grad.add(env[node])
+                    self.memory.marks(env[node])
         results = self.body(program.graph_module, env, grad=True)
+        fx.node.map_arg(results, self.memory.reads)
         self.graph.output(results)
         return self.graph
 
@@ -185,12 +187,11 @@ class _Inliner:
     def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
             value = env[n]
-            return self.without_grad(value, node) if not grad and value in self.needs_grad else value
+            return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
 
         made = self.graph.node_copy(node, operand)
         made.target = _PURE.get(node.target, node.target)
-        if made.target is not aten.detach.default and any(n in self.needs_grad for n in made.all_input_nodes):
-            self.needs_grad.add(made)
+        self.memory.follows(made)
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
@@ -199,6 +200,7 @@ class _Inliner:
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
             self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
+            self.memory.stands_for(self.detached[value], value)
         return self.detached[value]
 
 

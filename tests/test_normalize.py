@@ -164,6 +164,26 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
         lambda x: torch.ops.aten._native_batch_norm_legit.no_stats(x, x[0], x[1], True, 0.1, 0.1),
         ["select.int", "select.int", "_native_batch_norm_legit.no_stats", "getitem", "getitem", "getitem"],
     ),
+    "filled places": (
+        lambda x: x.index_fill(-1, torch.tensor([0, 2, 0]), x[0, 0] * 2),
+        [
+            "select.int",
+            "select.int",
+            "mul.Tensor",
+            "full.default",
+            "index_fill.int_Scalar",
+            "reshape.default",
+            "where.self",
+        ],
+    ),
+    "filled rows": (
+        lambda x: x.index_put([torch.tensor([True, False, True, False])], x[1:2] * 2),
+        ["slice.Tensor", "mul.Tensor", "reshape.default", "reshape.default", "where.self"],
+    ),
+    "added rows": (
+        lambda x: x.index_put([torch.tensor([True, False, True, False])], x[1] * 2, accumulate=True),
+        ["select.int", "mul.Tensor", "reshape.default", "where.ScalarOther", "add.Tensor"],
+    ),
     "casts": (lambda x: x.to(torch.float64).double().to("cpu"), []),
     "copies": (lambda x: x.clone().contiguous().view(4, 4), []),
     "views": (lambda x: x.view(2, -1).flatten().unflatten(0, (1, 16)), ["reshape.default"]),
@@ -227,7 +247,10 @@ def test_places_that_are_written_twice_are_refused():
         normal_form(lambda x: torch.as_strided_scatter(x, x[:2, :2], (2, 2), (1, 1)), numbers(4, 4))
 
 
-@pytest.mark.parametrize("name", ["written strides", "diagonal", "filled diagonal", "complex pieces"])
+WRITTEN = ["written strides", "filled diagonal", "filled places", "filled rows", "added rows"]
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "diagonal", "complex pieces"])
 def test_what_is_kept_beside_what_is_written_has_a_gradient(name: str):
     captured = normal_form(REWRITES[name][0], numbers(4, 4))
     assert all(has_rule(n.target) for n in captured.graph.nodes if n.op == "call_function" and n.target is not getitem)

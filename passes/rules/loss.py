@@ -76,9 +76,9 @@ def margin_loss(node: fx.Node) -> OpFactors:
     """A number for each sample, of all its classes; or, of all samples, their sum or mean."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(shape(scores))]
-    if not names:
+    if len(names) < 2:
         return everything_whole(node)
-    samples = [names[0]] if len(names) > 1 and argument(node, "reduction") == _NONE else []
+    samples = [names[0]] if argument(node, "reduction") == _NONE else []
     results = [samples, *(names for _ in results_of(node)[1:])]
     patterns = [names, names[: len(shape(target))], *([names[-1]] for _ in weight)]
     return named(node, patterns, results, whole=frozenset(names) - frozenset(samples))

@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
-from passes.hidden import Memory
+from passes.hidden import Memory, does_nothing
 from passes.inplace import remove_inplace
 from passes.statistics import spell_out
 
@@ -31,6 +31,7 @@ aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 _CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
 _NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+)")
+_CAUSE = re.compile(r"\n.*", re.DOTALL)
 _TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
@@ -69,6 +70,11 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
                 raise UnsupportedError(
                     f"forward writes in place by {writer[1]}::{writer[2]}, of which torch knows no form that writes "
                     f"nothing; call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
+                ) from error
+            if inliner.transforms is None and "functionalization" in str(error):
+                raise UnsupportedError(
+                    f"what forward writes in place cannot be made functional: {_CAUSE.sub('', str(error)).strip()}; "
+                    "change a copy (clone()) instead"
                 ) from error
             if inliner.transforms is None:
                 raise
@@ -157,7 +163,7 @@ class _Inliner:
             return self.copy(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
-        if _returns_itself(node):
+        if _returns_itself(node) or (not grad and does_nothing(node)):
             return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
         return self.copy(node, env, grad)

@@ -8,6 +8,7 @@ tensor may be written to, but not be read afterwards.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,32 @@ from passes.errors import UnsupportedError
 from passes.export import source_of
 
 aten = torch.ops.aten
+
+
+# Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
+# its gradient even where gradients are off.
+_NOTHING: dict[Any, Callable[..., bool]] = {
+    aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
+    aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
+    aten.type_as.default: lambda x, other: x.dtype == other.dtype,
+    aten.dropout.default: lambda x, p, train: p == 0 or not train,
+    aten.real.default: lambda x: not x.is_complex(),
+    aten.conj.default: lambda x: not x.is_complex(),
+    aten.resolve_conj.default: lambda x: not x.is_complex(),
+    aten.resolve_neg.default: lambda x: not x.is_complex(),
+    aten.atleast_1d.default: lambda x: x.dim() >= 1,
+    aten.atleast_2d.default: lambda x: x.dim() >= 2,
+    aten.atleast_3d.default: lambda x: x.dim() >= 3,
+}
+
+
+def does_nothing(node: fx.Node) -> bool:
+    """Whether an operator returns its operand itself."""
+    condition = _NOTHING.get(node.target)
+    if condition is None:
+        return False
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return isinstance(args[0], Tensor) and condition(*args, **kwargs)
 
 
 class Memory:
@@ -96,8 +123,8 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or node.target is aten.detach_.default:
-        return []
+    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
+        return []  # shapes alone
     given: dict[str, Any] = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in names if isinstance(given.get(name), fx.Node)]

@@ -91,6 +91,12 @@ def of_another_type(y: Tensor) -> Tensor:
     return y.sin()
 
 
+def the_same_tensor(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        same, row, copy = y.contiguous(), y[0].flatten(), y.t().contiguous()
+    return same.sin() * row * copy
+
+
 def read_without_gradients(y: Tensor) -> Tensor:
     z = torch.zeros_like(y)
     z[:, 0] = y[:, 1]
@@ -108,7 +114,18 @@ def test_what_is_read_after_a_hidden_write_is_refused(function: Function):
         capture(Model(function), (torch.ones(4, 4, dtype=torch.float64),))
 
 
-@pytest.mark.parametrize("function", [a_copy, not_read_again, one_of_two, of_another_type, read_without_gradients])
+def test_what_overlaps_itself_is_refused():
+    def summed(y: Tensor) -> Tensor:
+        y.unfold(0, 2, 1).add_(1)
+        return y
+
+    with pytest.raises(UnsupportedError, match=r"cannot be made functional: .* internal overlap"):
+        capture(Model(summed), (torch.ones(4, 4, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize(
+    "function", [a_copy, not_read_again, one_of_two, of_another_type, the_same_tensor, read_without_gradients]
+)
 def test_what_is_not_read_again_is_exact(function: Function):
     model, x = Model(function), torch.ones(4, 4, dtype=torch.float64)
     captured = capture(model, (x,))

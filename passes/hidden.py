@@ -26,7 +26,16 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
     aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
     aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
     aten.type_as.default: lambda x, other: x.dtype == other.dtype,
-    aten.dropout.default: lambda x, p, train: p == 0 or not train,
+    **dict.fromkeys(
+        (
+            aten.dropout.default,
+            aten.feature_dropout.default,
+            aten.alpha_dropout.default,
+            aten.feature_alpha_dropout.default,
+        ),
+        lambda x, p, train: p == 0 or not train,
+    ),
+    aten.positive.default: lambda x: True,
     aten.real.default: lambda x: not x.is_complex(),
     aten.conj.default: lambda x: not x.is_complex(),
     aten.resolve_conj.default: lambda x: not x.is_complex(),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.capture import capture
@@ -92,9 +93,11 @@ def of_another_type(y: Tensor) -> Tensor:
 
 
 def the_same_tensor(y: Tensor) -> Tensor:
+    diagonal, rows = y.diagonal(), y * 2
     with torch.no_grad():
-        same, row, copy = y.contiguous(), y[0].flatten(), y.t().contiguous()
-    return same.sin() * row * copy
+        same, too, also = diagonal.flatten(), +y, F.dropout(rows, 0.5, training=False)
+        view, copy = y.squeeze(), y.t().contiguous()
+    return same * too.sin() * also * view * copy
 
 
 def read_without_gradients(y: Tensor) -> Tensor:

@@ -23,12 +23,15 @@ from torch.export.graph_signature import InputKind
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
+from passes.hidden import Memory, does_nothing
 from passes.inplace import remove_inplace
 from passes.statistics import spell_out
 
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 _CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
+_NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+)")
+_CAUSE = re.compile(r"\n.*", re.DOTALL)
 _TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
@@ -61,6 +64,17 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
             if changed:
                 raise UnsupportedError(
                     f"forward changes {changed[1]!r}, a tensor that is no buffer; register it (register_buffer)"
+                ) from error
+            writer = _NO_FUNCTION.match(str(error))
+            if writer:
+                raise UnsupportedError(
+                    f"forward writes in place by {writer[1]}::{writer[2]}, of which torch knows no form that writes "
+                    f"nothing; call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
+                ) from error
+            if inliner.transforms is None and "functionalization" in str(error):
+                raise UnsupportedError(
+                    f"what forward writes in place cannot be made functional: {_CAUSE.sub('', str(error)).strip()}; "
+                    "change a copy (clone()) instead"
                 ) from error
             if inliner.transforms is None:
                 raise
@@ -110,7 +124,7 @@ class _Inliner:
     def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
         self.trainable = trainable
-        self.needs_grad: set[fx.Node] = set()
+        self.memory = Memory()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
@@ -121,8 +135,9 @@ class _Inliner:
             if node.op == "placeholder":
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
-                    self.needs_grad.add(env[node])
+                    self.memory.marks(env[node])
         results = self.body(program.graph_module, env, grad=True)
+        fx.node.map_arg(results, self.memory.reads)
         self.graph.output(results)
         return self.graph
 
@@ -148,7 +163,7 @@ class _Inliner:
             return self.copy(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
-        if _returns_itself(node):
+        if _returns_itself(node) or (not grad and does_nothing(node)):
             return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
         return self.copy(node, env, grad)
@@ -178,12 +193,11 @@ class _Inliner:
     def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
             value = env[n]
-            return self.without_grad(value, node) if not grad and value in self.needs_grad else value
+            return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
 
         made = self.graph.node_copy(node, operand)
         made.target = _PURE.get(node.target, node.target)
-        if made.target is not aten.detach.default and any(n in self.needs_grad for n in made.all_input_nodes):
-            self.needs_grad.add(made)
+        self.memory.follows(made)
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
@@ -192,6 +206,7 @@ class _Inliner:
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
             self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
+            self.memory.stands_for(self.detached[value], value)
         return self.detached[value]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -63,20 +64,36 @@ def _normalized(captured: Captured) -> Captured:
     moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
+    results = _results(graph)
     drop_constant_masks(graph, constants)
     unsort(graph)
     ungather(graph)
-    return _renamed(captured, graph, moved)
+    became = _became(graph, results)
+    return _renamed(captured, graph, {old: became.get(new, new) for old, new in moved.items()})
 
 
 def _unflattened(captured: Captured) -> Captured:
     """With dims as they are sharded, and places of rows that are no expert's by operators."""
-    graph = captured.graph
+    graph, results = captured.graph, _results(captured.graph)
     unflatten(graph)
-    if not any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
-        return captured
-    graph, moved, _ = rewrite(graph, PLACES)
+    moved = _became(graph, results)
+    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+        graph, last, _ = rewrite(graph, PLACES)
+        moved = {old: last[new] for old, new in moved.items()}
     return _renamed(captured, graph, moved)
+
+
+def _results(graph: fx.Graph) -> list[str]:
+    nodes: Any = graph.output_node().args[0]
+    return [node.name for node in nodes]
+
+
+def _became(graph: fx.Graph, results: list[str]) -> dict[str, str]:
+    """By the names that results had the names that they have; each is a result once."""
+    output: Any = graph.output_node()
+    found = dict(zip(results, _results(graph), strict=True))
+    output.args = (tuple(dict.fromkeys(output.args[0])),)
+    return found
 
 
 def _renamed(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:

@@ -26,7 +26,10 @@ def _scaled(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 def add_product(product: Any) -> Rule:
     """``beta * c + alpha * product(a, b)``."""
 
-    def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
+    def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        whole_numbers = not val(c).dtype.is_floating_point and not val(c).dtype.is_complex
+        if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
+            return KEEP  # torch rounds the factors
         result = _scaled(build, build(product, a, b), alpha)
         # beta = 0 leaves c out, whatever numbers it has
         return result if beta == 0 else build(aten.add.Tensor, result, _scaled(build, c, beta))
@@ -88,7 +91,7 @@ def total(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool)
 def count(x: fx.Node, dims: Sequence[int] | None) -> int:
     """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
     sizes = shape(x)
-    return math.prod(sizes[d] for d in dims) if dims else math.prod(sizes)
+    return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
 
 
 def mean(
@@ -157,6 +160,8 @@ def batch_norm(
     *_: Any,
 ) -> Any:
     """Per channel: by the running statistics, or by those of the batch."""
+    if len(shape(x)) < 2:  # of no elements
+        return KEEP
     if training or running_mean is None or running_var is None:
         return _normalized(build, x, weight, bias, *_moments(build, x, _per_channel(x), 0.0, True), eps)
     return _normalized(build, x, weight, bias, _channel(build, running_var, x), _channel(build, running_mean, x), eps)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.infer import META
+from passes.normalize_shapes import to_dtype
 from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
 _VIEWS = (aten.expand.default, aten.repeat.default, aten.expand_as.default, aten.broadcast_to.default)
@@ -24,6 +26,17 @@ def scatter_add(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx
 
 def scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
     return _written(build, aten.index_copy.default, x, dim, index, source)
+
+
+def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
+    """A choice: the operator's own gradient counts the places that recur, of which only the data tell how many."""
+    if not shape(x):
+        return KEEP
+    rank, size = len(shape(x)), shape(x)[dim]
+    none = build(aten.full.default, [size], False, dtype=torch.bool, device=META)
+    mask = build(aten.index_fill.int_Scalar, none, 0, index, True)
+    mask = build(aten.reshape.default, mask, [size if d == dim % rank else 1 for d in range(rank)])
+    return build(aten.where.self, mask, to_dtype(build, value, val(x).dtype), x)
 
 
 def _written(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
@@ -51,4 +64,5 @@ INDICES: dict[Any, Rule] = {
     aten.gather.default: gather,
     aten.scatter_add.default: scatter_add,
     aten.scatter.src: scatter,
+    aten.index_fill.int_Tensor: index_fill,
 }

@@ -56,12 +56,19 @@ def _counted(node: fx.Node, rank: int) -> tuple[int, int] | None:
 def index_put(
     build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
 ) -> Any:
-    """One value wherever a mask of the leading dims is true."""
+    """One value wherever a mask of the leading dims is true, be it a number or of the dims behind."""
     mask = indices[0] if len(indices) == 1 else None
-    if accumulate or mask is None or val(mask).dtype != torch.bool or math.prod(shape(value)) != 1:
+    if mask is None or val(mask).dtype != torch.bool:
         return KEEP
-    mask = build(aten.reshape.default, mask, shape(mask) + [1] * (len(shape(x)) - len(shape(mask))))
-    return build(aten.where.self, mask, build(aten.reshape.default, value, []), x)
+    behind, sizes = len(shape(x)) - len(shape(mask)), shape(value)
+    if len(sizes) > behind and math.prod(sizes[: len(sizes) - behind]) != 1:
+        return KEEP
+    mask = build(aten.reshape.default, mask, shape(mask) + [1] * behind)
+    if len(sizes) > behind:
+        value = build(aten.reshape.default, value, sizes[len(sizes) - behind :])
+    if accumulate:
+        return build(aten.add.Tensor, x, build(aten.where.ScalarOther, mask, value, 0))
+    return build(aten.where.self, mask, value, x)
 
 
 PLACES: dict[Any, Rule] = {aten.index.Tensor: index, aten.index_put.default: index_put}

@@ -100,8 +100,14 @@ def _replace(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule 
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         made = rule(build, *args, **kwargs)
-        if made is not KEEP:
+        if made is not KEEP and not _lacks(made, node):
             return made
     copied = build.graph.node_copy(node, env.__getitem__)
     copied.meta = dict(node.meta)
     return copied
+
+
+def _lacks(made: Any, node: fx.Node) -> bool:
+    """Whether a rule has left out a result that is read."""
+    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
+    return any(made[i] is None for i in read)

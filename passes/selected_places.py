@@ -60,7 +60,7 @@ class Unselectable(Exception):
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
-    if condition in build.rows:
+    if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
     found = _pairs(build, condition) or _ones(build, condition, build.mask_of(condition))
     if as_tuple:

@@ -29,6 +29,8 @@ _MAKES_DIFFERENT = (
 )
 # What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
 _WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+# What may make nothing new to look at where the ranks share the new elements, one each.
+_EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
 _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
@@ -65,7 +67,7 @@ def _makes_elements(node: fx.Node) -> bool:
         return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _tensors(n.meta["val"])]
     name = str(node.target)
-    if not sizes or ".new_" in name or "_like" in name:
+    if not sizes or ".new_" in name or "_like" in name or name.startswith(_EXPANDS):
         return True
     constants = any(isinstance(a, int) for a in pytree.tree_leaves((node.args, node.kwargs)))
     return constants and max((v.numel() for v in _tensors(node.meta["val"])), default=0) > max(sizes)

@@ -91,6 +91,9 @@ INDEXING = [
     case("index_reduce", f(4, 6), 0, places(4, 2), positive(2, 6), "amax"),
 ]
 REDUCTION = [
+    *(case("amin", i(9, 4, 6).to(kind), [1], grad=False) for kind in (torch.uint8, torch.int64, torch.bool)),
+    *(case("logsumexp", i(3, 4, 6).to(kind), [1], grad=False) for kind in (torch.int64, torch.bool)),
+    case("logsumexp", torch.complex(f(4, 6), f(4, 6)), [1]),
     *(
         case(name, f(4, 6), f(4, 6), -1, torch.float64)
         for name in ("_softmax_backward_data", "_log_softmax_backward_data")
@@ -191,7 +194,30 @@ LINALG = [
     case("cholesky_solve", f(4, 3, 5), torch.linalg.cholesky(_matrices(4))),
     case("linalg_lu_solve", *torch.linalg.lu_factor(_matrices(4)), f(4, 3, 5)),
 ]  # fmt: skip
+# Nothing to shard, or dims that only look as if there were: tensors of no dims or elements, no dims to reduce.
+DEGENERATE = [
+    case("mm", f(0, 4), f(4, 8)),
+    case("mm", f(4, 0), f(0, 8)),
+    case("cdist", f(0, 4), f(6, 4)),
+    case("bilinear", f(0, 4), f(0, 6), f(2, 4, 6)),
+    case("softmax.int", f(), 0),
+    case("log_softmax.int", f(), -1),
+    case("topk", f(), 1),
+    case("all.dims", i(2, 4, 6).bool(), [], grad=False),
+    case("cosine_similarity", f(), f(), 0),
+    case("prelu", f(), f(1)),
+    case("transpose.int", f(), 0, -1),
+    case("repeat", f(4, 6), [2, 0, 1]),
+    case("repeat_interleave.self_int", f(4, 6), 0, 1),
+    case("tensor_split.indices", f(4, 8), [6, 2], 1),
+    # a cast that rounds is linear in nothing
+    case("sum.dim_IntList", f(4, 6) * 3, [1], dtype=torch.int64, grad=False),
+    case("cumsum", f(4, 6) * 3, 1, dtype=torch.int64, grad=False),
+]
+
+
 MORE: dict[str, list[Any]] = {
+    "degenerate": DEGENERATE,
     "linalg": LINALG,
     "pointwise": POINTWISE,
     "contraction": CONTRACTION,

@@ -118,6 +118,14 @@ def test_what_differs_from_rank_to_rank():
     assert over_dp["add_tensor_1"] == "different"
 
 
+def test_an_expanded_value_may_be_a_part():
+    """Of two elements each of two ranks has one: the local operator does nothing."""
+    g = Graph("expanded", {}, {"x": (2, 4, 1)})
+    expanded = g(torch.ops.aten.expand.default, g["x"], [2, 4, 1])
+    graph = g.block(g(ops.all_gather.default, expanded, 2, "tp", 2, "slice")).graph
+    assert misuse(graph, sameness(graph, {}, "tp", 2), "tp") is None
+
+
 def test_a_whole_value_is_not_added_up_nor_a_part_cut():
     g = Graph("twice", {}, {"x": (2, 4), "part": (2, 4)})
     again = g(ops.all_reduce.default, g["x"], "tp", 2, "copy")

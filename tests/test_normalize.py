@@ -159,6 +159,31 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     ),
     "batch norm": (lambda x: F.batch_norm(x, x[0], x[1].exp(), x[2], x[3], eps=0.1), []),
     "instance norm": (lambda x: F.instance_norm(x[None]), []),
+    "mean of a number": (lambda x: (x[0, 0].mean(0, keepdim=True), x[0, 0].var(0, unbiased=False)), []),
+    "batch norm's statistics": (
+        lambda x: torch.ops.aten._native_batch_norm_legit.no_stats(x, x[0], x[1], True, 0.1, 0.1),
+        ["select.int", "select.int", "_native_batch_norm_legit.no_stats", "getitem", "getitem", "getitem"],
+    ),
+    "filled places": (
+        lambda x: x.index_fill(-1, torch.tensor([0, 2, 0]), x[0, 0] * 2),
+        [
+            "select.int",
+            "select.int",
+            "mul.Tensor",
+            "full.default",
+            "index_fill.int_Scalar",
+            "reshape.default",
+            "where.self",
+        ],
+    ),
+    "filled rows": (
+        lambda x: x.index_put([torch.tensor([True, False, True, False])], x[1:2] * 2),
+        ["slice.Tensor", "mul.Tensor", "reshape.default", "reshape.default", "where.self"],
+    ),
+    "added rows": (
+        lambda x: x.index_put([torch.tensor([True, False, True, False])], x[1] * 2, accumulate=True),
+        ["select.int", "mul.Tensor", "reshape.default", "where.ScalarOther", "add.Tensor"],
+    ),
     "casts": (lambda x: x.to(torch.float64).double().to("cpu"), []),
     "copies": (lambda x: x.clone().contiguous().view(4, 4), []),
     "views": (lambda x: x.view(2, -1).flatten().unflatten(0, (1, 16)), ["reshape.default"]),
@@ -206,6 +231,11 @@ def test_memory_beside_the_operand_is_refused():
         normal_form(lambda x: x[:2].as_strided((4, 4), (4, 1)), numbers(4, 4))
 
 
+def test_what_torch_cannot_make_functional_is_refused():
+    with pytest.raises(UnsupportedError, match=r"in place by aten::polygamma_"):
+        normal_form(lambda x: x.clone().polygamma_(1), numbers(4))
+
+
 def test_sparse_tensors_are_refused():
     places = torch.tensor([[0, 1], [2, 3]])
     with pytest.raises(UnsupportedError, match=r"layout torch\.sparse_coo; expected dense ones: write a product"):
@@ -217,7 +247,10 @@ def test_places_that_are_written_twice_are_refused():
         normal_form(lambda x: torch.as_strided_scatter(x, x[:2, :2], (2, 2), (1, 1)), numbers(4, 4))
 
 
-@pytest.mark.parametrize("name", ["written strides", "diagonal", "filled diagonal", "complex pieces"])
+WRITTEN = ["written strides", "filled diagonal", "filled places", "filled rows", "added rows"]
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "diagonal", "complex pieces"])
 def test_what_is_kept_beside_what_is_written_has_a_gradient(name: str):
     captured = normal_form(REWRITES[name][0], numbers(4, 4))
     assert all(has_rule(n.target) for n in captured.graph.nodes if n.op == "call_function" and n.target is not getitem)
@@ -226,6 +259,23 @@ def test_what_is_kept_beside_what_is_written_has_a_gradient(name: str):
     assert torch.autograd.gradcheck(
         lambda x: tuple(run_graph(captured.graph, [*states, x])), numbers(4, 4).requires_grad_()
     )
+
+
+def test_a_result_that_is_rewritten_stays_the_result():
+    """Flat around a product, as torch's attention ends."""
+    captured = normal_form(lambda x, w: torch.mm(x.reshape(4, 4), w).reshape(2, 2, 4), numbers(2, 2, 4), numbers(4, 4))
+    assert operators(captured) == ["t.default", "linear.default"]
+    assert [o.value for o in captured.outputs] == [n.name for n in captured.graph.output_node().args[0]]
+
+
+def test_factors_of_whole_numbers_are_rounded():
+    x = torch.arange(16).reshape(4, 4)
+    assert assert_same(lambda x: torch.addmv(x[0], x, x[1], beta=0.5, alpha=1.7), x)[-1] == "addmv.default"
+    assert "addmv.default" not in assert_same(lambda x: torch.addmv(x[0], x, x[1], beta=3, alpha=2), x)
+
+
+def test_a_norm_of_nothing_stays():
+    assert "batch_norm.default" in assert_same(lambda x: F.batch_norm(x, x, x), numbers(0))
 
 
 @pytest.mark.parametrize("name", REWRITES)

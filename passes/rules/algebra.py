@@ -248,7 +248,9 @@ def as_dim(dim: int, rank: int) -> int:
 
 
 def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """The dims that an argument names: one, several, or all for ``None`` and ``[]``."""
+    """The dims that an argument names: one, several, or all for ``None`` and ``[]``; a number has none to name."""
+    if not rank:
+        return ()
     if dims is None or (not isinstance(dims, int) and not dims):
         return tuple(range(rank))
     return tuple(d + rank if d < 0 else d for d in ((dims,) if isinstance(dims, int) else dims))

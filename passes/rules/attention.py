@@ -45,13 +45,19 @@ def attention(node: fx.Node) -> OpFactors:
         return everything_whole(node)
     query, key, value, *mask = operands_of(node)
     rank = len(shape(query))
+    if any(len(shape(o)) != rank for o in (key, value)):
+        return everything_whole(node)
     batch: list[tuple[str, ...]] = [(n,) for n in NAMES[: rank - 2]]
     kv_batch = list(batch)
-    sizes = dict(zip(NAMES, shape(query)[: rank - 2], strict=False))
-    heads, kv_heads = (shape(query)[-3], shape(key)[-3]) if rank > 2 else (1, 1)
-    if heads != kv_heads and rank > 2:
-        sizes.update({batch[-1][0]: kv_heads, "rep": heads // kv_heads})
-        batch[-1] = (*batch[-1], "rep")
+    fronts = [shape(o)[: rank - 2] for o in (query, key, value)]
+    sizes = {n: max(dims) for n, *dims in zip(NAMES, *fronts, strict=False)}  # dims of size 1 broadcast
+    if argument(node, "enable_gqa") and rank > 2:
+        heads, kv_heads, value_heads = (front[-1] for front in fronts)
+        if kv_heads != value_heads:
+            return everything_whole(node)
+        if heads != kv_heads:
+            sizes.update({batch[-1][0]: kv_heads, "rep": heads // kv_heads})
+            batch[-1] = (*batch[-1], "rep")
     sizes.update(q=shape(query)[-2], k=shape(key)[-2], d=shape(query)[-1], v=shape(value)[-1])
     whole = {"k", "d", "v"} | ({"q"} if argument(node, "is_causal") else set())
     patterns = [[*batch, ("q",), ("d",)], [*kv_batch, ("k",), ("d",)], [*kv_batch, ("k",), ("v",)]]

@@ -49,6 +49,8 @@ def arange(node: fx.Node) -> OpFactors:
 def _local_arange(local: Local) -> fx.Node:
     val = local.node.meta["val"]
     start, step = argument(local.node, "start", 0), argument(local.node, "step", 1)
+    if not val.dtype.is_floating_point:  # torch rounds them before it counts
+        start, step = int(start), int(step)
     options = {**local.node.kwargs, "dtype": val.dtype}
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     layout = local.strategy.results[0]

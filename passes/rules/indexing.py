@@ -60,6 +60,13 @@ def _embedding_sharded(local: Local) -> fx.Node:
     return local.call(aten.masked_fill.Scalar, found, local.call(aten.unsqueeze.default, elsewhere, -1), 0.0)
 
 
+def alike(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
+    """The factors of dims besides ``dim``: those of one size in all operands. A shorter one, be it of size 1, is not
+    broadcast: it reads or writes the first places alone, which are the first rank's."""
+    sizes = zip(*(shape(o) for o in operands), strict=True)
+    return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
+
+
 @family("gather", "take_along_dim")
 def gather(node: fx.Node) -> OpFactors | None:
     """Along a sharded dim: each rank picks what it has and gives zeros for the rest, a partial sum."""
@@ -68,11 +75,14 @@ def gather(node: fx.Node) -> OpFactors | None:
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
         return None
     dim = as_dim(dim, rank)
-    names = NAMES[:rank]
-    picked = [n if d != dim else "picked" for d, n in enumerate(names)]
-    lower = {names[dim]: Lowering(_gather_sharded, PARTIAL)} if node.target == aten.gather.default else {}
-    whole = frozenset() if lower else frozenset((names[dim],))
-    return named(node, [names, picked], [picked], whole=whole, linear=FIRST, lower=lower)
+    if node.target == aten.gather.default:
+        names = alike(operands_of(node), dim)
+        lower = {NAMES[dim]: Lowering(_gather_sharded, PARTIAL)}
+    else:  # it broadcasts
+        names, lower = list(NAMES[:rank]), {}
+    source, picked = ([n if d != dim else along for d, n in enumerate(names)] for along in (NAMES[dim], "picked"))
+    whole = frozenset() if lower else frozenset((NAMES[dim],))
+    return named(node, [source, picked], [picked], whole=whole, linear=FIRST, lower=lower)
 
 
 def _gather_sharded(local: Local) -> fx.Node:
@@ -86,12 +96,13 @@ def _gather_sharded(local: Local) -> fx.Node:
 @family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
     """Places of a dim; a sharded one as in :func:`gather`."""
-    x, _ = operands_of(node)
+    x, index = operands_of(node)
     dim = as_dim(argument(node, "dim"), len(shape(x)))
     names = NAMES[: len(shape(x))]
     picked = [n if d != dim else "picked" for d, n in enumerate(names)]
-    lower = {names[dim]: Lowering(_select_sharded, PARTIAL)}
-    return named(node, [names, ["picked"]], [picked], linear=FIRST, lower=lower)
+    lower = {NAMES[dim]: Lowering(_select_sharded, PARTIAL)} if names else {}
+    one_or_many = ["picked"][: len(shape(index))]
+    return named(node, [names, one_or_many], [picked], linear=FIRST, lower=lower)
 
 
 def _select_sharded(local: Local) -> fx.Node:
@@ -172,10 +183,9 @@ def scatter(node: fx.Node) -> OpFactors:
     """The dim of the index is whole, others pass through where all sizes agree."""
     operands = operands_of(node)
     rank = len(shape(operands[0]))
-    if rank == 0:
+    if rank == 0 or any(len(shape(o)) != rank for o in operands):
         return everything_whole(node)
-    dim = as_dim(argument(node, "dim"), rank)
-    names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
+    names = alike(operands, as_dim(argument(node, "dim"), rank))
     sums = argument(node, "reduce") is None and len(operands) == 3
     return named(node, [names for _ in operands], [names], linear=(frozenset((0, 2)),) if sums else ())
 
@@ -183,9 +193,13 @@ def scatter(node: fx.Node) -> OpFactors:
 @family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
     """Whole rows at the places of a dim, which is whole."""
-    x, _, *source = operands_of(node)
+    x, index, *source = operands_of(node)
     dim = as_dim(argument(node, "dim"), len(shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(shape(x))])]
     sums = bool(source) and argument(node, "reduce") is None and bool(shape(source[0]))
-    operands: list[Sequence[str | None]] = [names, [None], *(names[: len(shape(s))] for s in source)]
+    operands: list[Sequence[str | None]] = [
+        names,
+        [None] * len(shape(index)),
+        *(names[: len(shape(s))] for s in source),
+    ]
     return named(node, operands, [names], linear=(frozenset((0, 2)),) if sums else ())

@@ -12,6 +12,8 @@ from passes.rules.algebra import (
     Lowering,
     OpFactors,
     argument,
+    as_dim,
+    everything_whole,
     named,
     operands_of,
     results_of,
@@ -74,7 +76,9 @@ def margin_loss(node: fx.Node) -> OpFactors:
     """A number for each sample, of all its classes; or, of all samples, their sum or mean."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(shape(scores))]
-    samples = [names[0]] if len(names) > 1 and argument(node, "reduction") == _NONE else []
+    if len(names) < 2:
+        return everything_whole(node)
+    samples = [names[0]] if argument(node, "reduction") == _NONE else []
     results = [samples, *(names for _ in results_of(node)[1:])]
     patterns = [names, names[: len(shape(target))], *([names[-1]] for _ in weight)]
     return named(node, patterns, results, whole=frozenset(names) - frozenset(samples))
@@ -83,8 +87,8 @@ def margin_loss(node: fx.Node) -> OpFactors:
 @family("cosine_similarity")
 def cosine_similarity(node: fx.Node) -> OpFactors:
     rank = max(len(shape(o)) for o in operands_of(node))
-    dim = argument(node, "dim") % rank
+    dim = as_dim(argument(node, "dim"), rank)
     names = NAMES[:rank]
     patterns = [names[rank - len(shape(o)) :] for o in operands_of(node)]
     left = [n for d, n in enumerate(names) if d != dim]
-    return named(node, patterns, [left], whole=frozenset((names[dim],)))
+    return named(node, patterns, [left], whole=frozenset(names) - frozenset(left))

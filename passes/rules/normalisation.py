@@ -12,6 +12,7 @@ from passes.rules.algebra import (
     argument,
     as_dim,
     each,
+    everything_whole,
     named,
     operands_of,
     results_of,
@@ -73,6 +74,8 @@ def _local_native_group_norm(local: Local) -> fx.Node:
 def batch_norm(node: fx.Node) -> OpFactors:
     """Over samples and places in training, by given statistics otherwise; channels are independent of each other."""
     x, *channelwise = operands_of(node)
+    if len(shape(x)) < 2:
+        return everything_whole(node)
     names: list[str | None] = ["b", "c", *NAMES[: len(shape(x)) - 2]]
     training = argument(node, "training", "no_training" not in str(node.target))
     patterns = [names if r.dim() == len(names) else _statistics(r.shape) for r in results_of(node)]

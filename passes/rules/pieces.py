@@ -38,12 +38,14 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 @family("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
-def split(node: fx.Node) -> OpFactors:
+def split(node: fx.Node) -> OpFactors | None:
     """The pieces of a dim: it is sharded piece by piece, ``S(d, sizes)``, and each piece is ``S(d)``."""
     (x,) = operands_of(node)
     dim = as_dim(argument(node, "dim", 0), len(shape(x)))
     names = NAMES[: len(shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
+    if sum(sizes) != shape(x)[dim]:
+        return None  # borders in no order: pieces that overlap
     spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_starts(sizes)))
     pieces = [_unless_empty(names, dim, s) for s in sizes]
     return named(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)

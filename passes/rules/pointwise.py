@@ -122,6 +122,8 @@ def dropout(node: fx.Node) -> OpFactors:
 def prelu(node: fx.Node) -> OpFactors:
     """One slope for all, or one for each element of dim 1."""
     x, weight = operands_of(node)
+    if not shape(x):
+        return everything_whole(node)
     names = NAMES[: len(shape(x))]
     slopes = names if len(shape(weight)) == len(names) else names[1 : 1 + len(shape(weight))]
     return named(node, [names, slopes], [names])

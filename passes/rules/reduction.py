@@ -39,7 +39,10 @@ def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
 
 
 def dims_of(node: fx.Node) -> tuple[int, ...]:
-    return as_dims(argument(node, "dim"), len(shape(operands_of(node)[0])))
+    given, sizes = argument(node, "dim"), shape(operands_of(node)[0])
+    if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
+        return ()  # to some operators no dims are none, to others all
+    return as_dims(given, len(sizes))
 
 
 def _numel(node: fx.Node) -> int:
@@ -127,10 +130,9 @@ def cumsum(node: fx.Node) -> OpFactors:
 
 @family("topk")
 def topk(node: fx.Node) -> OpFactors:
-    (dim,) = dims_of(node)
-    names = NAMES[: len(shape(operands_of(node)[0]))]
-    found = [n if d != dim else "found" for d, n in enumerate(names)]
-    return named(node, [names], [found, found], whole=frozenset((names[dim], "found")))
+    names, along = NAMES[: len(shape(operands_of(node)[0]))], factors_along(node)
+    found = [n if n not in along else "found" for n in names]
+    return named(node, [names], [found, found], whole=along | {"found"})
 
 
 @family("mean")
@@ -147,7 +149,8 @@ def divided_by_ranks(local: Local) -> fx.Node:
 @family("amax", "amin")
 def amax(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the largest of the ranks' largest, where no gradient has to find its way back."""
-    if node.meta.get("grad", True):
+    ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # the smallest is less the largest
+    if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
     lowering = Lowering(_largest_of_ranks, REPLICATED, (("all_reduce_max", _numel(node)),), sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
@@ -164,6 +167,8 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 @family("logsumexp")
 def logsumexp(node: fx.Node) -> OpFactors:
     """Over a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
+        return over_whole_dims(node)  # complex numbers have no largest, others no infinity
     sent = (("all_reduce_max", _numel(node)), ("all_reduce", _numel(node)))
     lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))

@@ -16,6 +16,7 @@ from passes.rules.algebra import (
     OpFactors,
     argument,
     as_dim,
+    everything_whole,
     named,
     operands_of,
     shape,
@@ -89,8 +90,8 @@ class _Side:
 
 @family(
     "_reshape_alias", "_unsafe_view", "flatten", "ravel", "reshape", "squeeze", "squeeze_copy", "unflatten",
-    "unsqueeze", "unsqueeze_copy", "view", "view_copy", "reshape_as", "view_as", "atleast_1d", "atleast_2d",
-    "atleast_3d",
+    "unsqueeze", "unsqueeze_copy", "view", "view_copy", "reshape_as", "view_as", "atleast_1d.default",
+    "atleast_2d.default", "atleast_3d.default",
 )  # fmt: skip
 def reshaped(node: fx.Node) -> OpFactors | None:
     source, *shape_only = operands_of(node)
@@ -138,7 +139,8 @@ def transpose(node: fx.Node) -> OpFactors:
     rank = len(shape(operands_of(node)[0]))
     a, b = argument(node, "dim0", argument(node, "axis0")), argument(node, "dim1", argument(node, "axis1"))
     order = list(range(rank))
-    order[a], order[b] = order[b], order[a]
+    if order:
+        order[a], order[b] = order[b], order[a]
     return _permuted(node, order)
 
 
@@ -181,6 +183,8 @@ def repeat(node: fx.Node) -> OpFactors:
     """A dim repeated r times is (r d); the operand lacks r."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
+    if 0 in result:
+        return everything_whole(node)
     padded = (1,) * (len(result) - len(shape(x))) + shape(x)
     sizes: dict[str, int] = {}
     operand: list[tuple[str, ...]] = []
@@ -207,6 +211,8 @@ def _local_repeat(local: Local) -> fx.Node:
 def repeat_interleave(node: fx.Node) -> OpFactors:
     """A dim of elements that are each repeated r times is (d r)."""
     (x,) = operands_of(node)
+    if 0 in tuple(node.meta["val"].shape):
+        return everything_whole(node)
     times, dim = argument(node, "repeats"), argument(node, "dim")
     names = NAMES[: len(shape(x))]
     found = named(node, [names], [(None,) * len(node.meta["val"].shape)], linear=FIRST)

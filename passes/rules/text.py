@@ -78,7 +78,7 @@ class TextRule:
                     known *= sizes.get(f, 1)
                 if len(unknown) > 1:
                     rest.append((factors, size))
-                elif size % known or (not unknown and size != known):
+                elif (not known or size % known) if unknown else size != known:
                     raise self._error(where, f"({' '.join(factors)}) cannot be both {known} and {size}")
                 elif unknown:
                     sizes[unknown[0]] = size // known

@@ -1,0 +1,144 @@
+"""Which tensors of a flat graph share memory, which carry gradients, and what is written behind a gradient's back.
+
+``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the numbers of ``y`` and leave its gradient as
+it was. A graph of pure operators says what is computed and differentiates that: it would stop the gradient. Such a
+tensor may be written to, but not be read afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.errors import UnsupportedError
+from passes.export import source_of
+
+aten = torch.ops.aten
+
+
+# Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
+# its gradient even where gradients are off.
+_NOTHING: dict[Any, Callable[..., bool]] = {
+    aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
+    aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
+    aten.type_as.default: lambda x, other: x.dtype == other.dtype,
+    **dict.fromkeys(
+        (
+            aten.dropout.default,
+            aten.feature_dropout.default,
+            aten.alpha_dropout.default,
+            aten.feature_alpha_dropout.default,
+        ),
+        lambda x, p, train: p == 0 or not train,
+    ),
+    aten.positive.default: lambda x: True,
+    aten.real.default: lambda x: not x.is_complex(),
+    aten.conj.default: lambda x: not x.is_complex(),
+    aten.resolve_conj.default: lambda x: not x.is_complex(),
+    aten.resolve_neg.default: lambda x: not x.is_complex(),
+    aten.atleast_1d.default: lambda x: x.dim() >= 1,
+    aten.atleast_2d.default: lambda x: x.dim() >= 2,
+    aten.atleast_3d.default: lambda x: x.dim() >= 3,
+}
+
+
+def does_nothing(node: fx.Node) -> bool:
+    """Whether an operator returns its operand itself."""
+    condition = _NOTHING.get(node.target)
+    if condition is None:
+        return False
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return isinstance(args[0], Tensor) and condition(*args, **kwargs)
+
+
+class Memory:
+    """Follows nodes in their order; the keys of all tables are nodes."""
+
+    def __init__(self) -> None:
+        self._memory: dict[fx.Node, fx.Node] = {}  # the first node of the same memory
+        self._history: dict[fx.Node, fx.Node] = {}  # the same, but what is detached begins anew
+        self._grad: dict[fx.Node, set[fx.Node]] = {}  # memory -> its histories with a gradient
+        self._without: dict[fx.Node, fx.Node] = {}  # what stands for a node where gradients are off -> that node
+        self._hidden: dict[fx.Node, fx.Node] = {}  # memory -> what wrote to it behind a gradient's back
+
+    def needs_grad(self, node: fx.Node) -> bool:
+        """Whether ``node`` has a gradient by now; a write to a view of it may have brought one."""
+        return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
+
+    def marks(self, node: fx.Node) -> None:
+        """``node`` has a gradient from now on, and so have its views."""
+        self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
+
+    def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
+        """``detached`` was appended, to be ``node`` to operators where gradients are off."""
+        self._without[detached] = node
+        self.follows(detached)
+
+    def follows(self, made: fx.Node) -> None:
+        """``made`` was appended.
+
+        Raises :class:`UnsupportedError` where it reads what was written behind its gradient's back.
+        """
+        target, source = made.target, made.args[0] if made.args else None
+        detaches = target in (aten.detach.default, aten.detach_.default)
+        for operand in () if detaches else made.all_input_nodes:
+            self.reads(operand)
+        brings = not detaches and any(self.needs_grad(n) for n in made.all_input_nodes)
+        pieces = target is operator.getitem and source in self._memory
+        if isinstance(source, fx.Node) and (pieces or _is_alias(made, source)):
+            self._memory[made] = self._memory.get(source, source)
+            if _is_in_place(target):
+                source = self._without.get(source, source)  # it returns the very tensor
+            if not detaches:
+                self._history[made] = self._history.get(source, source)
+        for written in _written(made):
+            if brings and _is_in_place(target):
+                self.marks(written)
+            memory = self._memory.get(written, written)
+            if not self.needs_grad(written) and self._grad.get(memory):
+                self._hidden.setdefault(memory, made)
+        if brings:
+            self.marks(made)
+
+    def reads(self, node: fx.Node) -> None:
+        """Raises :class:`UnsupportedError` if ``node`` was written behind its gradient's back."""
+        writer = self._hidden.get(self._memory.get(node, node))
+        if writer is not None and self.needs_grad(node):
+            name = str(writer.target).removeprefix("aten.").partition(".")[0]
+            line = source_of(writer.meta.get("stack_trace")) or "under torch.no_grad() or after detach()"
+            raise UnsupportedError(
+                f"forward changes a tensor in place behind the back of its gradient ({name}, {line}) and reads it "
+                "afterwards; change a copy, or write what is meant: y = y + (changed - y).detach() for other numbers "
+                "under the old gradient, y = changed without torch.no_grad() for the gradient of the change"
+            )
+
+
+def _is_alias(made: fx.Node, source: fx.Node) -> bool:
+    """Whether ``made`` has the memory of ``source``, its first argument, as far as the operator's schema tells."""
+    schema = getattr(made.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return False
+    return _dtype(made) is None or _dtype(made) == _dtype(source)  # ``to`` another type copies
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
+        return []  # shapes alone
+    given: dict[str, Any] = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in names if isinstance(given.get(name), fx.Node)]
+
+
+def _is_in_place(target: Any) -> bool:
+    """Whether what is written has the operator's gradient; the statistics that a norm keeps have none."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")

@@ -221,12 +221,6 @@ def _constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
         name = str(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR and name in read:
             value = program.constants[name]
-            if isinstance(value, FakeTensor) and name.startswith("lifted_tensor"):
-                raise UnsupportedError(
-                    "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
-                    "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
-                    "pass it as an input"
-                )
             if value.is_meta or isinstance(value, FakeTensor):
                 raise UnsupportedError(
                     f"the tensor {name!r} that the model holds has no numbers: build the model on a real device, "

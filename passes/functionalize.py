@@ -43,6 +43,7 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
 
     Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
     """
+    _check_followed(program)
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
     functional = not spell_out(graph) and inliner.transforms is None
@@ -83,6 +84,21 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
                 f"traced anew ({type(error).__name__}): write what it computes with plain operators on tensors"
             ) from error
     return decomposed
+
+
+def _check_followed(program: ExportedProgram) -> None:
+    """Raise :class:`UnsupportedError` where a value of forward stands in the program as a constant without numbers,
+    on which torch goes down when it is written to."""
+    used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.target)
+        lifted = spec.kind is InputKind.CONSTANT_TENSOR and name.startswith("lifted_tensor") and spec.arg.name in used
+        if lifted and isinstance(program.constants[name], FakeTensor):
+            raise UnsupportedError(
+                "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
+                "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
+                "pass it as an input"
+            )
 
 
 def _untie_buffers(program: ExportedProgram) -> None:

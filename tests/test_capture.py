@@ -201,6 +201,13 @@ class Differentiating(nn.Linear):
         return torch.autograd.grad(super().forward(input).tanh().sum(), input, create_graph=True)[0].sum()
 
 
+class WritingData(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        made.data.clamp_(0)
+        return made.sum()
+
+
 ERRORS = [
     ("no inputs", LINEAR, None, {}, InputsError, r"pass inputs=.*forward takes \(input\)"),
     ("too many", LINEAR, (X, X), {}, InputsError, r"too many positional arguments.*2 positional"),
@@ -214,6 +221,7 @@ ERRORS = [
     ("lock", Locked(), (X,), {}, CaptureError, "cannot be copied.*lock"),
     ("selection", Selecting(), (X,), {}, UnsupportedError, r"index.Tensor \(the model, .*depends on tensors' numbers"),
     ("gradient", Differentiating(4, 1), (X,), {}, UnsupportedError, r"torch.export does not follow.*autograd.grad"),
+    ("written data", WritingData(4, 1), (X,), {}, UnsupportedError, r"torch.export does not follow.*\.data inside"),
     ("argument", Changing(4, 4), (X,), {}, UnsupportedError, "changes its argument 'x' in place"),
 ]
 

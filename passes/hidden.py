@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
+from passes.known import written_by
 
 aten = torch.ops.aten
 
@@ -131,12 +132,9 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
-        return []  # shapes alone
-    given: dict[str, Any] = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [given[name] for name in names if isinstance(given.get(name), fx.Node)]
+    """What an operator writes to; where it changes shapes alone, nothing."""
+    shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+    return [] if shapes_alone else written_by(node)
 
 
 def _is_in_place(target: Any) -> bool:

@@ -99,8 +99,16 @@ def deeper(case: Case, layers: int) -> nn.Module:
     return auto(made).eval()
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("precision", [None, "bf16"])
+CAST = ("gemma2", "t5-untied")  # families that are traced in another precision as well, besides the long tests
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, None) for name in CASES),
+        *(pytest.param(name, "bf16", marks=() if name in CAST else pytest.mark.slow) for name in CASES),
+    ],
+)
 def test_families_are_traced_alike(name: str, precision: str | None, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
     both(monkeypatch, case.build(), case.inputs(4), loss=case.loss, precision=precision)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
-from passes.guards import Emptied
+from passes.guards import emptied
 from passes.hits import empty_mask, is_turn
 from passes.infer import META
 from passes.marks import MARKS
@@ -102,9 +102,9 @@ def assemble(
             )
     classes: dict[str, str] = {}
     selected = SelectedRows(graph, nodes)
-    emptied = Emptied(nodes, empty_turns, decided) if empty_turns is not None else ()
+    empty = emptied(nodes, empty_turns, decided) if empty_turns is not None else ()
     for node in nodes:
-        if empty_turns is not None and (is_turn(node, empty_turns) or node in emptied):
+        if empty_turns is not None and (is_turn(node, empty_turns) or node in empty):
             env[node] = empty_mask(graph, node, _place(node, classes))
         elif node.target in MARKS:
             env[node] = env[node.args[0]]

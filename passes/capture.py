@@ -164,7 +164,7 @@ def _trace(
         except Exception:  # the shortcut's or the model's own: the full trace will tell
             pass
         refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = _as_new(twin, model, dtype, twin.hits.anew())
+        twin = _as_new(twin, model, dtype, twin.hits.leaving_out(twin.hits.leaves_out))
         if loss is not None:
             _append_loss(twin.module, loss)
         left = Repeats.of(twin.module).without(given_up)

@@ -110,6 +110,13 @@ def _is_widened(node: Any, dim: Any) -> bool:
     return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _rank(node) == 0
 
 
+def before(node: Any, targets: tuple[Any, ...]) -> Any:
+    """What ``node`` was before operators of ``targets``."""
+    while node.target in targets:
+        node = node.args[0]
+    return node
+
+
 def is_count(node: Any) -> bool:
     """Whether no number is below zero."""
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:

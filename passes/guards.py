@@ -9,7 +9,7 @@ numbers that decide are marked by ``partition::hit``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from passes.choices import (
     ALIKE,
     CASTS,
     SHAPED,
+    before,
     choice_of,
     chosen_by_any,
     classes_of,
@@ -44,7 +45,7 @@ _ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 _COUNTING = frozenset({torch.bincount, Tensor.bincount})
 _SAME = (*CASTS, *SHAPED)
 _COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
-_SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
+SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
 _MANY = 1 << 20  # rows
 
@@ -133,18 +134,18 @@ class _Guarded(TorchFunctionMode):
             made = _counts(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
         if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
-            asked = _asked(_node_of(args[0]))
+            asked = _asked(node_of(args[0]))
             if asked is not None:
                 return asked.some == self.guards.has_rows(asked.number, self._marked(asked))
         made = func(*args, **kwargs)
-        asked = _asked(_node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        asked = _asked(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
         if asked is not None and asked.some:
             self.guards.count(made, self._marked(asked), asked.number)
         return made
 
     def _listed(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
         """Rows of a mask."""
-        number = _number_of(_node_of(mask))
+        number = _number_of(node_of(mask))
         if number is None:
             return func(mask, **kwargs)
         listing = self.guards.listing()
@@ -179,7 +180,8 @@ class _Asked:
     of: fx.Node | None
 
 
-def _node_of(value: Any) -> fx.Node | None:
+def node_of(value: Any) -> Any:
+    """The node of a value in the trace that runs; ``None``: it has none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
@@ -187,7 +189,7 @@ def _node_of(value: Any) -> fx.Node | None:
 
 def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """How often each number comes, of places of which there are no more than are counted; ``None``: they may be."""
-    node = _node_of(numbers)
+    node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
     if weights is not None or places is None or places > minlength:
         return None
@@ -212,7 +214,7 @@ def _asked(node: Any) -> _Asked | None:
             return _of_table(args[0].args[0], argument(args[0], "dim", 0), args[1], some)
         if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
             some = not some
-        elif node.target not in _SAME and not (node.target in _SOME and args[1] == 0):
+        elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
             return None
         node = args[0]
     return None
@@ -220,13 +222,10 @@ def _asked(node: Any) -> _Asked | None:
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
     """Of counts of all experts, the element ``index``."""
-    while node.target in CASTS:
-        node = node.args[0]
+    node = before(node, CASTS)
     if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
         return None
-    table: Any = node.args[0]
-    while table.target in ALIKE:
-        table = table.args[0]
+    table = before(node.args[0], ALIKE)
     classes, over = classes_of(table), dims_over(node)
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
@@ -255,36 +254,28 @@ def _chosen(node: Any) -> tuple[fx.Node, int] | None:
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
     """Whether ``node`` is the numbers ``of``, or has their marks."""
-    while node.target is HIT:
-        node = node.args[0]  # type: ignore[assignment]
-    return node is of
+    return before(node, (HIT,)) is of
 
 
-class Emptied:
-    """Which nodes say where experts were chosen that no row has, as it is decided: those with even numbers (``parity``
-    0), or odd ones (1). ``nodes``: of an exported graph; ``decided``: listings by which that was."""
+def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
+    """The first of ``nodes``, those of an exported graph, that say where experts were chosen that no row has, as it is
+    decided: those with even numbers (``parity`` 0), or odd ones (1). ``decided``: listings by which that was."""
+    marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
+    if not marks:
+        return frozenset()
+    same = Numbers()
 
-    def __init__(self, nodes: Iterable[fx.Node], parity: int, decided: Collection[int]) -> None:
-        self.parity, self.decided, self._same = parity, decided, Numbers()
-        self._chosen = set[tuple[int, int]]()  # numbers that were chosen, and the one that was asked for
-        self._known = set[fx.Node]()
-        for node in nodes:
-            args: Any = node.args
-            if node.target is HIT and args[2] in decided:
-                found = (args[0], args[1]) if args[3] else _chosen(args[0])
-                if found is not None:
-                    self._chosen.add((self._same(numbers_of(found[0])), args[1]))
+    def key(of: fx.Node, number: int) -> tuple[int, int]:
+        return same(numbers_of(of)), number
 
-    def __contains__(self, node: fx.Node) -> bool:
-        """Asked of each node in order."""
-        args: Any = node.args
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-            return False
-        found = _chosen(node)
-        if found is not None:
-            tells = found[1] % 2 == self.parity and (self._same(numbers_of(found[0])), found[1]) in self._chosen
-        else:
-            tells = node.target is HIT and not args[3] and args[2] in self.decided and args[1] % 2 == self.parity
-        if tells:
-            self._known.add(node)
-        return tells and args[0] not in self._known  # or it is of what is empty already
+    found = [(mark.args[0], mark.args[1]) if mark.args[3] else _chosen(mark.args[0]) for mark in marks]
+    asked = {key(*pair) for pair in found if pair is not None}
+    masks = {mark for mark in marks if not mark.args[3] and mark.args[1] % 2 == parity}
+    tell, first = set[Any](), set[fx.Node]()
+    for node in nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+            pair = _chosen(node)
+            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
+                tell.add(node)
+                first |= {node} if node.args[0] not in tell else set()  # or it is of what is empty already
+    return frozenset(first)

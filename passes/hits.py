@@ -19,16 +19,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from passes.choices import ALIKE, SHAPED, dims_over, is_count
+from passes.choices import ALIKE, SHAPED, before, dims_over, is_count
 from passes.errors import UnsupportedError
-from passes.guards import LISTING, Guards, guards_traced
+from passes.guards import LISTING, SOME, Guards, guards_traced, node_of
 from passes.infer import META, call
 from passes.known import is_written, memory_of
 from passes.marks import HITS
 from passes.rules.algebra import argument
 
 aten = torch.ops.aten
-_ABOVE = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 
@@ -48,16 +47,12 @@ class Hits:
         """Whether what was traced has to be shown to be the model."""
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
-    def anew(self) -> Hits:
-        """For the same trace once more."""
-        return Hits(self.leaves_out, guards=self.guards and Guards(self.leaves_out))
-
     def guarded(self) -> Hits:
         """For the same trace, decisions included."""
         return Hits(self.leaves_out, guards=Guards(self.leaves_out))
 
-    def leaving_out(self, parity: int) -> Hits:
-        """For the same trace without the even turns (0) or the odd ones (1)."""
+    def leaving_out(self, parity: int | None) -> Hits:
+        """For the same trace without the even turns (0), the odd ones (1) or none."""
         return Hits(parity, guards=self.guards and Guards(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
@@ -98,7 +93,7 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node)
     mode = get_proxy_mode()
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
-    before = {tensor: tracker[tensor] for tensor in masks}
+    slots = {tensor: tracker[tensor] for tensor in masks}
     for mask in masks:  # from here on the trace reads it by way of a mark
         tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
     marks = [tracker[mask] for mask in masks]
@@ -112,9 +107,9 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node)
         done = True
     finally:
         hits.left_early |= not done
-    held = [slot.proxy.node for slot in (*before.values(), *marks)]
+    held = [slot.proxy.node for slot in (*slots.values(), *marks)]
     hits.changed |= is_written(first, {memory_of(node) for node in held})
-    for mask, slot in before.items():
+    for mask, slot in slots.items():
         tracker[mask] = slot
 
 
@@ -152,25 +147,23 @@ class _Indexed(TorchFunctionMode):
 
 def _is_turns(mask: Any) -> bool:
     """Whether ``mask`` is that of one turn."""
-    mode = get_proxy_mode()
-    slot = get_proxy_slot(mask, mode.tracer, None) if mode is not None and isinstance(mask, Tensor) else None
-    node = None if slot is None else _before(slot.proxy.node, (*ALIKE, *SHAPED))
+    node = node_of(mask)
+    node = None if node is None else before(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
     """The masks of which ``value`` lists those that are true anywhere, in whatever types there are of them, and the dim
     that counts them, and the operator that first looks at them; ``None``: it does not."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(value, mode.tracer, None)
-    if mode is None or slot is None:
+    mode, node = get_proxy_mode(), node_of(value)
+    if mode is None or node is None:
         return None
-    node = _before(slot.proxy.node, (*SHAPED, aten.alias.default))
+    node = before(node, (*SHAPED, aten.alias.default))
     if node.target is not aten.nonzero.default or node.args[0].meta["val"].dim() != 1:
         return None
-    node, dim, adds = _before(node.args[0], ALIKE), 0, False
-    if node.target in _ABOVE and node.args[1] == 0:
-        node = _before(node.args[0], ALIKE)
+    node, dim, adds = before(node.args[0], ALIKE), 0, False
+    if node.target in SOME and node.args[1] == 0:
+        node = before(node.args[0], ALIKE)
     if node.target not in _OVER:
         return None
     first = node
@@ -180,8 +173,8 @@ def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
         first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
-        if _before(node, ALIKE).target in _OVER:
-            node = _before(node, ALIKE)
+        if before(node, ALIKE).target in _OVER:
+            node = before(node, ALIKE)
     if adds and not is_count(node):
         return None
     alike = {node}
@@ -190,12 +183,6 @@ def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
         alike.add(node)
     masks = [tensor for tensor, held in mode.tracer.tensor_tracker.items() if held.proxy.node in alike]
     return (masks, dim, first) if masks else None
-
-
-def _before(node: Any, targets: tuple[Any, ...]) -> Any:
-    while node.target in targets:
-        node = node.args[0]
-    return node
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:

@@ -120,7 +120,8 @@ class Evaluator:
                 scattered_bytes=machine.scattered_bytes(num_microbatches),
             )
             split = split_of(problem, point, proven=proven)
-            expected = estimate(problem, split, held, machine, job.flops, job.constraints)
+            order = point.schedule, point.virtual_stages if ranks else None
+            expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
             if job.constraints.offload:
                 self._check_offload(expected, machine)
             return expected.step_time, (problem, split, expected)

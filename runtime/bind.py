@@ -21,6 +21,7 @@ from passes.differentiate import Differentiated, Piece, differentiate
 from passes.serialize import block_from_data
 from passes.unused import drop_unused
 from runtime import routing
+from runtime.buffers import give_back, share_memory
 from runtime.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
 from runtime.compiled import Segment, backend_of, fuse, one_thread
 from runtime.context import ContextAttention
@@ -205,12 +206,32 @@ def _start_gather(group: Group, dim: int, x: Tensor) -> Pending:
 
 
 def _scatter(group: Group, dim: int, **_: Any) -> Binding:
-    start = partial(_start_scatter, group, dim)
-    return Started(start, start)
+    def start(x: Tensor) -> Pending:
+        return group.reduce_scatter(x, dim % x.dim())
+
+    return Started(start, partial(_spend, start))
 
 
-def _start_scatter(group: Group, dim: int, x: Tensor) -> Pending:
-    return group.reduce_scatter(x, dim % x.dim())
+class _Spending:
+    """A collective under way whose operand nobody else reads: its memory goes when that has been sent."""
+
+    __slots__ = ("operand", "pending")
+
+    def __init__(self, pending: Pending, operand: Tensor) -> None:
+        self.pending, self.operand = pending, operand
+
+    def wait(self) -> Tensor:
+        found = self.pending.wait()
+        if not share_memory(found, self.operand):
+            give_back(self.operand)
+        return found
+
+    def release(self) -> None:
+        self.pending.release()
+
+
+def _spend(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
+    return _Spending(start(x), x)
 
 
 def _reduce(group: Group, **_: Any) -> Binding:
@@ -235,7 +256,7 @@ def _exchange(group: Group, split_dim: int, concat_dim: int, **_: Any) -> Bindin
     def start(x: Tensor) -> Pending:
         return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
 
-    return Started(start, start)
+    return Started(start, partial(_spend, start))
 
 
 def _route(group: Group, num_experts: int, **_: Any) -> Binding:

@@ -29,3 +29,13 @@ def resolved(x: Tensor) -> Tensor:
 def as_real(x: Tensor) -> Tensor:
     """The same memory as real numbers: backends know no complex ones."""
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def share_memory(x: Tensor, other: Tensor) -> bool:
+    """Whether both are in the same storage."""
+    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def give_back(x: Tensor) -> None:
+    """Let go of the memory of ``x`` now, whoever still refers to it: nobody reads it any more."""
+    x.untyped_storage().resize_(0)

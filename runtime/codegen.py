@@ -189,6 +189,7 @@ class _Writer:
         for node, head in family.items():
             members.setdefault(head, []).append(node)
         place = {node: i for i, (node, wait) in enumerate(self.steps) if not wait}
+        over = place | {node: i for i, (node, wait) in enumerate(self.steps) if wait}
         outside = {n for n in (*self.returned, *self.sunk) if n is not None}
         found = set()
         for node in place:
@@ -196,7 +197,7 @@ class _Writer:
                 operand = node.all_input_nodes[0]
                 users = {u for m in members[family[operand]] for u in m.users if u.op != "output"}
                 own = family[operand].op == "call_function" and not self.is_constant(family[operand])
-                last = all(place[u] <= place[node] for u in users)
+                last = all(over[u] < place[node] for u in users - {node})
                 if own and last and not outside & set(members[family[operand]]):
                     found.add(node)
         return found

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from runtime.buffers import as_real, joined, parts_of, resolved, total
+from runtime.buffers import as_real, give_back, joined, parts_of, resolved, share_memory, total
 from runtime.errors import LaunchError
 from runtime.restarts import timeout_of_all
 from runtime.waiting import wait_for
@@ -137,12 +137,12 @@ class SoloGroup:
 class Transfer:
     """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
 
-    ``kept`` lives until the transfer ends: Gloo does not hold what it reads from. ``scratch``: ``finish`` makes a new
-    tensor of ``result``. What is not needed any more gives its memory back at once, whoever of Gloo's threads refers
-    to it for how long.
+    ``sent`` lives until the transfer ends: Gloo does not hold what it reads from. ``copied``: it is a copy that nobody
+    else has. What is not needed any more gives its memory back at once, whoever of Gloo's threads refers to it for how
+    long: what was copied, and the result where ``finish`` makes a new tensor of it.
     """
 
-    __slots__ = ("dim", "finish", "group", "kept", "result", "scratch", "works")
+    __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
 
     def __init__(
         self,
@@ -151,26 +151,28 @@ class Transfer:
         result: Tensor,
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
-        kept: object = None,
-        scratch: bool = False,
+        sent: Tensor | None = None,
+        copied: bool = False,
     ) -> None:
-        self.group, self.works, self.result, self.finish, self.dim, self.kept = group, works, result, finish, dim, kept
-        self.scratch = scratch
+        self.group, self.works, self.result, self.finish, self.dim = group, works, result, finish, dim
+        self.sent, self.copied = sent, copied
 
     def wait(self) -> Tensor:
         for work in self.works:
             wait_for(work)
-        self.kept = None
-        if self.finish is None:
-            return self.result
-        found = self.finish(self.result, self.dim)
-        if self.scratch:
-            self.release()
-            self.result, self.finish = found, None
-        return found
+        if self.sent is not None:
+            if self.copied:
+                give_back(self.sent)
+            self.sent = None
+        if self.finish is not None:
+            found, self.finish = self.finish(self.result, self.dim), None
+            if not share_memory(found, self.result):
+                self.release()
+            self.result = found
+        return self.result
 
     def release(self) -> None:
-        self.result.untyped_storage().resize_(0)
+        give_back(self.result)
 
 
 class TorchGroup:
@@ -202,14 +204,20 @@ class TorchGroup:
         parts = parts_of(resolved(x), split_dim, self.size)
         out = torch.empty_like(parts)
         return Transfer(
-            self, [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])], out, joined, concat_dim, parts
+            self,
+            [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])],
+            out,
+            joined,
+            concat_dim,
+            parts,
+            not share_memory(parts, x),
         )
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         x = resolved(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
         return Transfer(
-            self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, kept=x
+            self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, sent=x
         )
 
 
@@ -242,8 +250,8 @@ class GlooGroup(TorchGroup):
             [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])],
             out,
             total,
-            kept=parts,
-            scratch=True,
+            sent=parts,
+            copied=not share_memory(parts, x),
         )
 
 
@@ -258,7 +266,7 @@ class NcclGroup(TorchGroup):
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         parts = parts_of(resolved(x), dim, self.size)
         out = torch.empty_like(parts[0])
-        return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, kept=parts)
+        return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, sent=parts)
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from passes.gradients import accumulated_in
 from passes.serialize import dtype_of
+from runtime.buffers import give_back
 from runtime.compression import CODECS, Sender
 from runtime.groups import Group, Pending
 from runtime.levelled import exchange
@@ -100,7 +101,7 @@ class ScatteredBucket:
         else:
             self.flat.buffer.add_(arrived)
         pending.release()
-        whole.untyped_storage().resize_(0)  # at once, whoever refers to it
+        give_back(whole)
 
     def settle(self) -> None:
         """Pieces to which nothing was sent in this step are zero; what was sent has been collected."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from partitioner.cost.collectives import collective_time, moved_share
 from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
-from partitioner.profile import profile
+from partitioner.profile import profile, transfers
 from partitioner.profile.cases import SIZES, attentions, build, on_rows, products
 from partitioner.profile.fit import COLLECTIVES, fit_concurrent, fit_device, fit_level, fit_overlap
 from partitioner.profile.lines import fit_line
@@ -26,6 +27,7 @@ from partitioner.profile.samples import CollectiveSample, KernelSample, Measurem
 from partitioner.profile.text import machine_yaml
 from partitioner.topology import axis_group
 from partitioner.topology.parts import DeviceType, Level
+from runtime.groups import SoloGroup
 from runtime.pool import LocalRanks
 
 positive = st.floats(0.1, 10.0)
@@ -211,10 +213,53 @@ def test_ranks_that_share_cores_take_turns():
 
 
 def test_stages_that_wait_for_each_other_leave_cores_to_each_other():
-    mesh = dict(pp=4, dp=1, tp=1, microbatch_size=8)
-    alone, shared = _plan(None, **mesh).estimate, _plan(2.0, **mesh).estimate
-    assert shared.breakdown["contention"] == 0
-    assert shared.step_time == alone.step_time
+    """One microbatch is on one stage at a time; with several, those that compute at a time share two cores."""
+    mesh = dict(pp=4, dp=1, tp=1)
+    one, many = dict(**mesh, microbatch_size=8), dict(**mesh, microbatch_size=1)
+    alone, shared = _plan(None, **one).estimate, _plan(2.0, **one).estimate
+    updates = shared.breakdown["optimizer"]  # of all stages, at the same time
+    assert shared.breakdown["contention"] == pytest.approx(updates)
+    assert shared.step_time == pytest.approx(alone.step_time + updates)
+    alone, shared = _plan(None, **many).estimate, _plan(2.0, **many).estimate
+    assert updates < shared.breakdown["contention"] < alone.step_time
+    assert sum(shared.breakdown.values()) == pytest.approx(shared.step_time)
+
+
+class _Clock:
+    """A clock that moves by what is done: products, and a transfer that takes longer where the ranks come from one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.fresh = 0.0, True
+        monkeypatch.setattr(transfers.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(transfers.torch, "mm", self.product)
+
+    def product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.now += 1e-4
+        self.fresh = False
+
+    def transfer(self, times: int = 1) -> None:
+        self.now += times * (1e-5 if self.fresh else 3e-4)
+        self.fresh = True
+
+
+def test_a_transfer_takes_what_computation_takes_longer_with_it(monkeypatch: pytest.MonkeyPatch):
+    clock = _Clock(monkeypatch)
+    timer = transfers._Timer(SoloGroup(), torch.device("cpu"))
+
+    def collective(compute: Callable[[], None]) -> None:
+        compute()
+        clock.transfer()
+
+    def there_and_back(compute: Callable[[], None]) -> None:
+        compute()  # this rank's; its peer's comes before the answer
+        clock.transfer()
+        compute()
+        clock.transfer()
+
+    assert timer.seconds(transfers._Run(collective), 5, 0.1) == pytest.approx(3e-4)
+    assert timer.seconds(transfers._Run(there_and_back, 2), 5, 0.1) == pytest.approx(3e-4)
+    hidden = transfers._Run(lambda compute: compute() or clock.transfer(0))
+    assert timer.seconds(hidden, 5, 0.1) == 0.0
 
 
 # --- the machine at hand ----------------------------------------------------------------------------------------------

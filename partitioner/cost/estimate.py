@@ -19,8 +19,11 @@ from partitioner.cost.states import StateCost, reduction, summed, update_time
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
+from partitioner.solve.longest import Phases
 from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit
+from partitioner.solve.turns import Cores, Work, seconds_in_turns
+from partitioner.solve.virtual import phases_of
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.parts import Link
@@ -153,8 +156,11 @@ def estimate(
     machine: Machine,
     model_flops: float,
     constraints: Constraints | None = None,
+    schedule: str | ScheduleTable = "1f1b",
+    chunks: int | None = None,
 ) -> Estimate:
-    """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch.
+    """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch;
+    ``chunks``: the virtual stages of each rank, where the schedule takes different numbers of them.
 
     ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
     ``tp_communication``, ``pp_communication`` that nothing hides), ``bubble``: what it waits for the others,
@@ -180,7 +186,8 @@ def estimate(
         for s, plan in enumerate(split.stages)
         for run in plan.runs[:1]
     )
-    contention = max(0.0, _contended(problem, split, updates, machine) - split.pipeline_s - updated)
+    shared = _contended(problem, split, updates, machine, schedule, chunks)
+    contention = max(0.0, shared - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated + exchanged
     communicated = m * _communication(problem, stage)
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)  # for others; sends may run behind computation
@@ -208,28 +215,46 @@ def estimate(
     )
 
 
-def shared_time(seconds: Sequence[float], machine: Machine) -> float:
-    """The least time of work of ``seconds`` by stage, each on all of a stage's ranks, on nodes where not all devices
-    can compute at a time; 0 where they can."""
-    devices, concurrent = machine.topology.devices, machine.topology.concurrent
-    if not concurrent:
+def _cores(machine: Machine) -> Cores:
+    """The nodes where not all devices can compute at a time."""
+    devices = machine.topology.devices
+    ranks = tuple(
+        Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
+        for of_stage in stage_ranks(machine.mesh)
+    )
+    return Cores(ranks, machine.topology.concurrent)
+
+
+def _contended(
+    problem: StageProblem,
+    split: StageSplit,
+    updates: Sequence[float],
+    machine: Machine,
+    schedule: str | ScheduleTable,
+    chunks: int | None,
+) -> float:
+    """Seconds of a pipeline and its updates where ranks compete; collectives were measured as they do. 0 where they do
+    not."""
+    if not machine.topology.concurrent:
         return 0.0
-    work = dict.fromkeys(concurrent, 0.0)
-    for stage, ranks in zip(seconds, stage_ranks(machine.mesh), strict=True):
-        for device in (devices[d] for d in machine.device_of_rank[ranks.start : ranks.stop]):
-            if device.node in work:
-                work[device.node] += stage
-    return max(total / concurrent[node] for node, total in work.items())
+    cores = _cores(machine)
+    works = [_work(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
+    taken = seconds_in_turns(schedule, problem.num_microbatches, chunks, works, cores, problem.train)
+    if problem.train:
+        every = range(len(updates))
+        taken += max(update / speed for update, speed in zip(updates, cores.speeds(every), strict=True))
+    return taken
 
 
-def _contended(problem: StageProblem, split: StageSplit, updates: Sequence[float], machine: Machine) -> float:
-    """The least time of a pipeline and its updates where ranks compete; collectives were measured as they do."""
-    m = problem.num_microbatches
-    sent = [m * _communication(problem, stage) for stage in split.stages]
-    work = [m * (s.forward_s + s.backward_s + s.recompute_s) for s in split.stages]
-    after = updates if problem.train else [0.0] * len(updates)
-    shared = shared_time([w - c + u for w, c, u in zip(work, sent, after, strict=True)], machine)
-    return shared + sum(sent) / len(sent) if shared else 0.0
+def _work(problem: StageProblem, stage: int, plan: StagePlan) -> Work:
+    """What of a microbatch's time in a virtual stage its ranks compute, and what they wait."""
+    phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
+    costs = [pace.costs[place] for place in plan.places]
+    ahead = sum(c.forward_comm_s for c in costs) + pace.overhead.forward_comm_s + plan.forward_wait_s
+    back = sum(c.backward_comm_s for c in costs) + plan.transfer_s - plan.forward_wait_s if problem.train else 0.0
+    waiting = Phases(min(ahead, phases.forward), min(back, phases.inputs))
+    computing = Phases(phases.forward - waiting.forward, phases.inputs - waiting.inputs, phases.weights)
+    return Work(computing, waiting)
 
 
 def _communication(problem: StageProblem, stage: StagePlan) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -42,8 +42,3 @@ def _block(run: Callable[[], object], count: int, device: torch.device) -> float
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile of times by the wall clock: what else runs on the machine only ever adds to them."""
-    return sorted(seconds)[len(seconds) // 4]

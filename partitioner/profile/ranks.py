@@ -1,4 +1,4 @@
-"""What every rank runs: kernels, collectives and their overlap, timed together with the others.
+"""What every rank runs: kernels, how they share cores, and their overlap with a collective, timed with the others.
 
 All functions are called on every rank at once and return plain data. What one rank waits for, all wait for: a time is
 the slowest rank's.
@@ -6,20 +6,18 @@ the slowest rank's.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.profile.cases import Case, build
-from partitioner.profile.clock import median_seconds, synchronize, undisturbed
-from partitioner.profile.samples import CollectiveSample, KernelSample, Overlap
-from runtime.groups import Communicator, Group, Link, Pending, TorchCommunicator
+from partitioner.profile.clock import median_seconds, synchronize
+from partitioner.profile.samples import KernelSample, Overlap
+from runtime.groups import Group, TorchCommunicator
 
 _OVERLAP_BYTES = 4 << 20
 _OVERLAP_SIZE = 256  # of a square product
@@ -92,108 +90,6 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
             dist.barrier()
         rows.append(row)
     return rows
-
-
-def time_collectives(
-    op: str, num_ranks: int, sizes: Sequence[int], kind: str, repeats: int, budget_s: float
-) -> list[CollectiveSample]:
-    """``op`` over groups of ``num_ranks`` neighbours, all groups at once; as the slowest rank saw it, on all ranks."""
-    device = open_device(kind)
-    world = dist.get_world_size()
-    communicator = TorchCommunicator(world, device)
-    groups = [tuple(range(s, s + num_ranks)) for s in range(0, world - num_ranks + 1, num_ranks)]
-    mine = next((g for g in groups if dist.get_rank() in g), None)
-    links = [Link(a, b, "F") for g in groups for a, b in itertools.pairwise(g) if dist.get_rank() in (a, b)]
-    communicator.prepare([mine] if mine else [], links if op == "send" else [])
-    samples = []
-    for size in sizes:
-        seconds = 0.0
-        if mine is not None:
-            run = _transfer(communicator, mine, size) if op == "send" else _collective(communicator, op, mine, size)
-            seconds = _together(run, mine, communicator, device, repeats, budget_s)
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        samples.append(CollectiveSample(op, num_ranks, 4 * _length(size, num_ranks), float(slowest)))
-    return samples
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is timed on this rank, and how many transfers it is."""
-
-    start: Callable[[], object]
-    calls: int = 1
-
-    def __call__(self) -> None:
-        self.start()
-
-
-def _nothing() -> None:
-    """This rank has no part in it."""
-
-
-def _length(num_bytes: int, size: int) -> int:
-    """Elements of four bytes that every collective over ``size`` ranks can divide; about ``num_bytes``."""
-    return max(1, num_bytes // 4 // size**3) * size**3
-
-
-def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _Run:
-    group: Group = communicator.group(ranks)
-    size = group.size
-    length = _length(num_bytes, size)
-    whole = torch.zeros(length // size, size, device=communicator.device)
-    part = torch.zeros(length // size // size, size, device=communicator.device)
-    starts: dict[str, Callable[[], Pending]] = {
-        "all_reduce": lambda: group.all_reduce(whole),
-        "all_gather": lambda: group.all_gather(part, 0),
-        "reduce_scatter": lambda: group.reduce_scatter(whole, 0),
-        "all_to_all": lambda: group.all_to_all(part, 0, 0),
-    }
-    start = starts[op]
-    return _Run(lambda: start().wait())
-
-
-def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _Run:
-    """There and back between the first two of ``ranks``: two messages."""
-    rank = dist.get_rank()
-    if rank not in ranks[:2]:
-        return _Run(_nothing, 2)
-    tensor = torch.zeros(_length(num_bytes, len(ranks)), device=communicator.device)
-    first = rank == ranks[0]
-    peer = ranks[1] if first else ranks[0]
-
-    def there_and_back() -> None:
-        for sends in (first, not first):
-            if sends:
-                communicator.send(tensor, peer, "F").wait()
-            else:
-                communicator.recv(tensor, peer, "F").wait()
-
-    return _Run(there_and_back, 2)
-
-
-def _together(
-    run: _Run, ranks: tuple[int, ...], communicator: Communicator, device: torch.device, repeats: int, budget_s: float
-) -> float:
-    """Seconds of a call, undisturbed; all ranks run the same number of calls, which the first one sets."""
-    run()
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-    slowest = float(communicator.group(ranks).all_reduce(took, maximum=True).wait())
-    count = max(1, math.ceil(budget_s / repeats / max(slowest, 1e-6)))
-    blocks = []
-    for _ in range(repeats):
-        communicator.group(ranks).all_reduce(torch.zeros(1, device=device)).wait()
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        synchronize(device)
-        blocks.append((time.perf_counter() - start) / count / run.calls)
-    return undisturbed(blocks)
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:

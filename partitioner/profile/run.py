@@ -14,6 +14,7 @@ import torch
 
 from partitioner.errors import TopologyError
 from partitioner.profile import ranks as on_ranks
+from partitioner.profile import transfers
 from partitioner.profile.cases import LAUNCH, ON_ROWS, SIZES, Case, attentions, on_rows, products
 from partitioner.profile.fit import (
     COLLECTIVES,
@@ -125,11 +126,12 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort)
     def collective(op: str, over: int) -> Step:
         def step(measured: Measurements) -> None:
             found: list[list[CollectiveSample]] = pool.call(
-                on_ranks.time_collectives,
+                transfers.time_collectives,
                 op,
                 over,
                 effort.message_sizes,
                 kind,
+                active,
                 effort.repeats,
                 effort.collective_s,
                 timeout=_TIMEOUT_S,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
 
-_PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
-_KINDS = tuple(_PARTS)
+PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
+_KINDS = tuple(PARTS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True)
         before, needed = waits.before[place], waits.needed[place]
         place = needed if done[needed] > done[before] else before
     counts = np.zeros((len(phases), 3))
-    for of_kind, (kind, parts) in zip(np.reshape(often, (-1, len(_KINDS))).T, _PARTS.items(), strict=True):
+    for of_kind, (kind, parts) in zip(np.reshape(often, (-1, len(_KINDS))).T, PARTS.items(), strict=True):
         for part in parts if train or kind == "F" else ():
             counts[:, part] += of_kind
     return seconds, counts
@@ -120,7 +120,7 @@ def _ends(waits: _Waits, phases: Sequence[Phases], train: bool) -> list[float]:
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
-        seconds += [sum(of_parts[p] for p in parts) * (train or k == "F") for k, parts in _PARTS.items()]
+        seconds += [sum(of_parts[p] for p in parts) * (train or k == "F") for k, parts in PARTS.items()]
     done = [0.0]
     for before, needed, what in zip(waits.before[1:], waits.needed[1:], waits.what[1:], strict=True):
         now, there = done[before], done[needed]

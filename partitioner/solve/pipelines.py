@@ -128,12 +128,13 @@ def pipeline_seconds(
 
 
 def shortened(
-    schedule: str | ScheduleTable, p: int, m: int, v: int | None
+    schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """The timetable; of many microbatches that of fewer, with a longer one, how many more that has, and how many there
-    are in all beyond the first: between the two the steady state is all that differs."""
+    """The timetable; of so many microbatches that it has more than ``most`` actions, that of fewer, with a longer one,
+    how many more that has, and how many there are in all beyond the first: between the two the steady state is all
+    that differs."""
     per_microbatch = 3 * p * (v or 2)
-    fewer = max(4 * p, _MOST_ACTIONS // per_microbatch // 2 // p * p) + m % p
+    fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p
     if table_of(schedule) is not None or m <= fewer + p:
         return timetable(schedule, p, m, v), None
     return timetable(schedule, p, fewer, v), (timetable(schedule, p, fewer + p, v), p, m - fewer)

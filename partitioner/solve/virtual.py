@@ -204,7 +204,7 @@ def _joined(
 def _seconds(
     problem: StageProblem, split: StageSplit, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
 ) -> float:
-    phases = [_phases(problem, k, plan) for k, plan in enumerate(split.stages)]
+    phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
     return pipeline_seconds(schedule, num_ranks, problem.num_microbatches, chunks, phases, problem.train)
 
 
@@ -225,9 +225,10 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
     )
 
 
-def _phases(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """Each half of a backward is about as many products; collectives, and what is recomputed, belong to that for
-    inputs. A stage waits for values before its forward, for gradients before its backward."""
+def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
+    """What a microbatch takes in a virtual stage. Each half of a backward is about as many products; collectives, and
+    what is recomputed, belong to that for inputs. A stage waits for values before its forward, for gradients before its
+    backward."""
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.backward_s for c in costs) / 2 if problem.train else 0.0
     ahead = plan.forward_wait_s

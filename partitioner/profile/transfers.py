@@ -1,0 +1,162 @@
+"""What collectives and messages cost a program: how much longer its computation takes with one after every piece.
+
+Called back to back, a transfer finds all ranks waiting for it and its threads awake. In a program ranks come to it from
+a computation, each when its own is done, and what it needs of their cores computes no more: on ranks that share a
+machine that is several times as long. Seconds are therefore differences, of computation with and without transfers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from partitioner.profile.clock import synchronize
+from partitioner.profile.ranks import open_device
+from partitioner.profile.samples import CollectiveSample
+from runtime.groups import Communicator, Group, Link, Pending, TorchCommunicator
+
+_BETWEEN_S = 2e-3  # of computation between transfers; about what a layer's part takes
+_SIZE = {"cpu": 256, "cuda": 4096}  # of its square products
+_LEAST_SHARE = 0.1  # of the seconds of a transfer called back to back, which it takes at least
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is timed on this rank: ``calls`` transfers, each behind a computation of some rank, if ``busy`` this one."""
+
+    start: Callable[[Callable[[], None]], None]
+    calls: int = 1
+    busy: bool = True
+
+
+def time_collectives(
+    op: str, num_ranks: int, sizes: Sequence[int], kind: str, active: int, repeats: int, budget_s: float
+) -> list[CollectiveSample]:
+    """``op`` over groups of ``num_ranks`` neighbours among the first ``active`` ranks (one group at least), all groups
+    at once; as the slowest rank saw it, on all ranks."""
+    device = open_device(kind)
+    world = dist.get_world_size()
+    communicator = TorchCommunicator(world, device)
+    most = max(num_ranks, active)
+    groups = [tuple(range(s, s + num_ranks)) for s in range(0, most - num_ranks + 1, num_ranks)]
+    mine = next((g for g in groups if dist.get_rank() in g), None)
+    links = [Link(a, b, "F") for g in groups for a, b in itertools.pairwise(g) if dist.get_rank() in (a, b)]
+    communicator.prepare([mine] if mine else [], links if op == "send" else [])
+    samples = []
+    for size in sizes:
+        seconds = 0.0
+        if mine is not None:
+            run = _transfer(communicator, mine, size) if op == "send" else _collective(communicator, op, mine, size)
+            seconds = _Timer(communicator.group(mine), device).seconds(run, repeats, budget_s)
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        samples.append(CollectiveSample(op, num_ranks, 4 * _length(size, num_ranks), float(slowest)))
+    return samples
+
+
+def _length(num_bytes: int, size: int) -> int:
+    """Elements of four bytes that every collective over ``size`` ranks can divide; about ``num_bytes``."""
+    return max(1, num_bytes // 4 // size**3) * size**3
+
+
+def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _Run:
+    group: Group = communicator.group(ranks)
+    size = group.size
+    length = _length(num_bytes, size)
+    whole = torch.zeros(length // size, size, device=communicator.device)
+    part = torch.zeros(length // size // size, size, device=communicator.device)
+    starts: dict[str, Callable[[], Pending]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.all_gather(part, 0),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, 0),
+        "all_to_all": lambda: group.all_to_all(part, 0, 0),
+    }
+    start = starts[op]
+
+    def run(compute: Callable[[], None]) -> None:
+        compute()
+        start().wait()
+
+    return _Run(run)
+
+
+def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _Run:
+    """There and back between the first two of ``ranks``: two messages, each behind its sender's computation."""
+    rank = dist.get_rank()
+    tensor = torch.zeros(_length(num_bytes, len(ranks)), device=communicator.device)
+    first = rank == ranks[0]
+    peer = ranks[1] if first else ranks[0]
+
+    def there_and_back(compute: Callable[[], None]) -> None:
+        for sends in (first, not first):
+            if sends:
+                compute()
+                communicator.send(tensor, peer, "F").wait()
+            else:
+                communicator.recv(tensor, peer, "F").wait()
+
+    busy = rank in ranks[:2]
+    return _Run(there_and_back if busy else _idle, 2, busy)
+
+
+def _idle(_: Callable[[], None]) -> None:
+    """This rank has no part in it."""
+
+
+def _nothing() -> None:
+    """No computation."""
+
+
+class _Timer:
+    """Times transfers of one group; all of its ranks run the same number of calls, which the slowest one sets."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        size = _SIZE[device.type]
+        a, b = (torch.randn(size, size, device=device) for _ in range(2))
+        took = min(self._block(lambda: torch.mm(a, b), 3) for _ in range(3))
+        count = max(1, round(_BETWEEN_S / self._slowest(took)))
+
+        def compute() -> None:
+            for _ in range(count):
+                torch.mm(a, b)
+
+        self.compute = compute
+
+    def seconds(self, run: _Run, repeats: int, budget_s: float) -> float:
+        """Of a transfer: the median of differences between blocks of calls that follow each other."""
+
+        def alone() -> None:
+            if run.busy:
+                self.compute()
+
+        bare = self._block(lambda: run.start(_nothing), 2) / run.calls
+        whole = self._block(lambda: run.start(self.compute), 2)
+        count = max(1, math.ceil(budget_s / repeats / max(self._slowest(whole), 1e-6)))
+        differences = []
+        for _ in range(repeats):
+            computed = self._slowest(self._block(alone, count))
+            both = self._slowest(self._block(lambda: run.start(self.compute), count)) / run.calls
+            differences.append(both - computed)
+        return max(statistics.median(differences), _LEAST_SHARE * self._slowest(bare))
+
+    def _block(self, call: Callable[[], object], count: int) -> float:
+        """Seconds of one call, of ``count`` that the ranks begin together."""
+        self.group.all_reduce(torch.zeros(1, device=self.device)).wait()
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        synchronize(self.device)
+        return (time.perf_counter() - start) / count
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        return float(self.group.all_reduce(value, maximum=True).wait())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
 from runtime import Checkpoints, Engine, Watch
+from runtime.communicator import TorchCommunicator
 from runtime.debug import check_finite
-from runtime.groups import TorchCommunicator
 from runtime.planfile import program_of
 
 STEPS, EVERY = 8, 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.memory import peak_bytes
 from runtime import Engine, Program
-from runtime.groups import TorchCommunicator
+from runtime.communicator import TorchCommunicator
 from runtime.planfile import program_of
 
 

@@ -1,7 +1,7 @@
 """The collectives of a sharded graph, as operators with their transpose as gradient.
 
 Every operator names a mesh *axis* and the number of ranks on it, so a graph is the same on all ranks of a stage. They
-are traced, never executed: the runtime binds them to a communicator (``runtime/groups.py``).
+are traced, never executed: the runtime binds them to a communicator (``runtime/communicator.py``).
 
 ===================================  =======================  ==============================================
 operator                             backward                 reshard

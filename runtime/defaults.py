@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.communicator import TorchCommunicator
 from runtime.disk import FOLDER, Disk
 from runtime.errors import LaunchError, OffloadError
-from runtime.groups import Communicator, TorchCommunicator
+from runtime.groups import Communicator
 from runtime.masters import disk_bytes
 from runtime.planfile import disk_of
 from runtime.program import Program, RankProgram

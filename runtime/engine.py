@@ -31,11 +31,12 @@ from runtime.checkpoint.folders import recover
 from runtime.checkpoint.run import content_of, load
 from runtime.checkpoint.saving import Saver, Saving
 from runtime.checkpoint.training import Optimizers, Stateful
+from runtime.communicator import TorchCommunicator
 from runtime.defaults import default_communicator, disk_for
 from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
-from runtime.groups import Communicator, TorchCommunicator, all_ranks
+from runtime.groups import Communicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters

@@ -22,12 +22,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from runtime.bind import Library
 from runtime.collect import part_of
+from runtime.communicator import TorchCommunicator
 from runtime.defaults import default_device, one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError
 from runtime.execute import Executor
 from runtime.failures import instruction_text, is_secondary
-from runtime.groups import TorchCommunicator
 from runtime.messages import get, put
 from runtime.program import Program
 from runtime.watch.watchdog import Watch

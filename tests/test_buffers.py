@@ -16,8 +16,8 @@ from partitioner import Constraints, Plan, Topology, partition
 from passes.capture import capture
 from passes.errors import PartitionError, UnsupportedError
 from runtime import Checkpoints, Engine, LocalRanks
+from runtime.communicator import TorchCommunicator
 from runtime.debug import NonFiniteError, check_finite
-from runtime.groups import TorchCommunicator
 from runtime.program import Instruction, Program, weights_fingerprint
 from runtime.prove import ProofError, prove
 from tests.buffer_models import ALONE, TOGETHER, Across, Around, Counter, Deep, FunctionalNorm, ResNet, Steps, inputs_of

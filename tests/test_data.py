@@ -173,7 +173,7 @@ def train(
     program: Program, folder: str | None, steps: int, workers: int = 0, batch_size: int | None = None
 ) -> tuple[list[float], dict[str, Any], list[int]]:
     """Losses of ``steps`` steps from the checkpoint in ``folder``, if there is one, and one is left there."""
-    from runtime.groups import TorchCommunicator
+    from runtime.communicator import TorchCommunicator
 
     communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
     engine = Engine(program, Net(), communicator=communicator)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from partitioner import Constraints, Topology, partition
 from passes.layouts import Layout
 from runtime import DTensorError, Engine, LaunchError, LocalRanks
+from runtime.communicator import TorchCommunicator
 from runtime.dtensors import placements
-from runtime.groups import TorchCommunicator
 from runtime.parts import stacked
 from runtime.precision import with_precision
 from runtime.program import Program, shard_shape

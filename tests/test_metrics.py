@@ -16,7 +16,7 @@ from partitioner.cli import app
 from partitioner.errors import PlanError
 from partitioner.trace import compare_steps
 from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
-from runtime.groups import TorchCommunicator
+from runtime.communicator import TorchCommunicator
 from runtime.metrics import StepMetrics, batch_size
 from runtime.planfile import program_of
 from runtime.recorder import About, Spot

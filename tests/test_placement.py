@@ -47,7 +47,7 @@ from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.normalize import normalize
 from runtime import Engine, LaunchError, LocalRanks
-from runtime.groups import TorchCommunicator, processes_of
+from runtime.communicator import TorchCommunicator, processes_of
 from runtime.planfile import placement_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import check, reference

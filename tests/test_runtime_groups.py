@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.communicator import TorchCommunicator
 from runtime.errors import CommunicationError
-from runtime.groups import Communicator, Link, TorchCommunicator
+from runtime.groups import Communicator, Link
 from runtime.pool import LocalRanks
 from runtime.threads import ThreadWorld
 
@@ -140,7 +141,7 @@ def test_a_failure_releases_those_that_wait():
 ALONE = """
 import os, sys, torch, runtime
 from datetime import timedelta
-from runtime.groups import TorchCommunicator
+from runtime.communicator import TorchCommunicator
 runtime.init_process_group("gloo", timedelta(seconds=3))
 communicator = TorchCommunicator(2, torch.device("cpu"))
 communicator.prepare([(0, 1)], [])

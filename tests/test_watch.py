@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from runtime import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
+from runtime.communicator import TorchCommunicator
 from runtime.errors import Failure
 from runtime.failures import is_secondary, users_line
-from runtime.groups import TorchCommunicator
 from runtime.program import Program
 from runtime.recorder import Moment, Recorder, Recording, Spot
 from runtime.waiting import wait_for

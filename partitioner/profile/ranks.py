@@ -17,7 +17,8 @@ from torch import Tensor
 from partitioner.profile.cases import Case, build
 from partitioner.profile.clock import median_seconds, synchronize
 from partitioner.profile.samples import KernelSample, Overlap
-from runtime.groups import Group, TorchCommunicator
+from runtime.communicator import TorchCommunicator
+from runtime.groups import Group
 
 _OVERLAP_BYTES = 4 << 20
 _OVERLAP_SIZE = 256  # of a square product

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from partitioner.profile.clock import synchronize
 from partitioner.profile.ranks import open_device
 from partitioner.profile.samples import CollectiveSample
-from runtime.groups import Communicator, Group, Link, Pending, TorchCommunicator
+from runtime.communicator import TorchCommunicator
+from runtime.groups import Communicator, Group, Link, Pending
 
 _BETWEEN_S = 2e-3  # of computation between transfers; about what a layer's part takes
 _SIZE = {"cpu": 256, "cuda": 4096}  # of its square products

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import fx
 
+from runtime.backends import TorchGroup, Transfer
 from runtime.calls import BoundCall
+from runtime.communicator import TorchCommunicator
 from runtime.execute import Executor
-from runtime.groups import TorchCommunicator, TorchGroup, Transfer
 from runtime.losses import LossSum
 from runtime.transfers import Receive, Sender
 

@@ -21,9 +21,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from runtime.communicator import TorchCommunicator
 from runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from runtime.failures import is_secondary, users_line
-from runtime.groups import TorchCommunicator
 from runtime.recorder import Recorder, Recording
 from runtime.waiting import waited
 from runtime.watch.addresses import own_addresses

@@ -116,6 +116,23 @@ def test_an_operand_is_overwritten_only_where_nothing_else_reads_it(kept: bool):
         assert torch.equal(results[1], torch.full((2, 2), 2.0))
 
 
+def test_an_operand_is_not_overwritten_while_another_collective_reads_it():
+    log: list[str] = []
+    late, later = Late(log), Late(log)
+
+    def build(graph: fx.Graph, n: dict[str, fx.Node]) -> Any:
+        total = graph.call_function(aten.add.Tensor, (n["a"], n["b"]))
+        for name in ("late", "later"):
+            n[name] = graph.call_function(aten.neg.default, (total,))
+        return (graph.call_function(aten.sub.Tensor, (n["late"], n["later"])),)
+
+    graph, nodes = graph_of(build)
+    bindings = {nodes["late"]: Started(late.start, late.scratch), nodes["later"]: Started(later.start, later.scratch)}
+    (result,) = compile_graph(graph, "block", bindings, CPU).function(ones(), ())
+    assert log == ["start", "start", "wait", "wait"]
+    assert result.tolist() == [[0, 0], [0, 0]]
+
+
 def test_an_argument_is_never_overwritten():
     log: list[str] = []
     late = Late(log)

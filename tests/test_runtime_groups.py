@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.backends import GlooGroup
+from runtime.bind import _spend
 from runtime.communicator import TorchCommunicator
 from runtime.errors import CommunicationError
-from runtime.groups import Communicator, Link
+from runtime.groups import Communicator, Link, SoloGroup
 from runtime.pool import LocalRanks
 from runtime.threads import ThreadWorld
 
@@ -54,6 +56,65 @@ def expected(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
         for other in range(3):
             found[f"exchange {dim} {other}"] = torch.cat([p.chunk(2, dim)[rank] for p in parts], other)
     return found
+
+
+class Backend:
+    """A backend of two ranks that hold the same; it remembers what it was given, as a thread of Gloo's may."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def wait(self) -> None:
+        pass
+
+    def alltoall_base(self, out: Tensor, parts: Tensor, *_: object) -> Backend:
+        self.seen += [out, parts]
+        out.copy_(parts[:1].expand_as(parts))
+        return self
+
+    def broadcast(self, parts: list[Tensor], how: Any) -> Backend:
+        self.seen += parts
+        parts[0].copy_(parts[0] if how.rootRank == 0 else self.seen[-2])
+        return self
+
+
+def held(tensors: list[Tensor]) -> list[bool]:
+    return [t.untyped_storage().nbytes() > 0 for t in tensors]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_a_collective_copied_is_gone_when_it_ends(dim: int):
+    """Whoever refers to it; an operand that was sent as it is stays, and so does what the caller got."""
+    backend, x = Backend(), torch.arange(16.0).reshape(4, 4)
+    group = GlooGroup(backend)
+    part = group.reduce_scatter(x, dim).wait()
+    assert torch.equal(part, 2 * x.chunk(2, dim)[0])
+    assert held(backend.seen) == [False, dim == 0]
+    backend.seen.clear()
+    exchanged = group.all_to_all(x, dim, dim).wait()
+    assert torch.equal(exchanged, torch.cat([x.chunk(2, dim)[0]] * 2, dim))
+    assert held(backend.seen) == [dim == 0, dim == 0]
+    backend.seen.clear()
+    gathered = group.all_gather(x, dim).wait()
+    assert torch.equal(gathered, torch.cat([x, x], dim))
+    assert held(backend.seen) == [dim == 0] * 2
+    assert held([x, part, exchanged, gathered]) == [True] * 4
+
+
+def test_an_operand_that_nobody_else_reads_goes_with_the_collective():
+    x = torch.arange(16.0).reshape(4, 4)
+    assert torch.equal(
+        _spend(lambda x: GlooGroup(Backend()).reduce_scatter(x, 0), x).wait(), 2 * torch.arange(8.0).reshape(2, 4)
+    )
+    assert held([x]) == [False]
+    x = torch.arange(4.0)
+    assert torch.equal(_spend(lambda x: SoloGroup().reduce_scatter(x, 0), x).wait(), torch.arange(4.0))
 
 
 def in_order(communicator: Communicator) -> list[float]:

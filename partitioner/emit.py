@@ -104,8 +104,7 @@ def emit(
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
     kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all). ``fused_attention``, ``whole_scatter``: see :class:`Program`. ``offload``: what is in host memory.
-    ``reducing``: how gradients are added up.
+    ``dp`` (0: all). ``fused_attention``, ``whole_scatter``, ``offload``: see :class:`Program`; ``reducing`` gradients.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -236,6 +235,7 @@ def emit(
         stages=tuple(stages),
         fingerprint=weights_fingerprint(states),
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
+        initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,

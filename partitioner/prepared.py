@@ -23,6 +23,7 @@ from passes.errors import InputsError
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.groups import mean_over_groups
+from passes.initial import initial_values
 from passes.inputs import Inputs
 from passes.normalize import normalize
 from passes.reached import freeze_unreached
@@ -109,7 +110,7 @@ class PreparedModel:
         check_work(folded, train)
         folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded)))
         mark_gradients(folded, train)
-        return folded
+        return folded.with_(initial=initial_values(self.model, folded))
 
 
 def _changes(model: FoldedModel) -> Iterator[str]:

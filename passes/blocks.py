@@ -145,6 +145,7 @@ class FoldedModel:
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
     # buffer -> how much of it stays, where that value is added up over microbatches and data-parallel ranks
     keeps: dict[str, float] = field(default_factory=dict)
+    initial: dict[str, Any] = field(default_factory=dict)  # buffer -> what it holds at first: a number, or lists
 
     def with_(self, **changes: Any) -> FoldedModel:
         return replace(self, **changes)

@@ -64,7 +64,8 @@ class Engine:
     Args:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
         weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
-            reads its own slices; ``None``: small random values (then :meth:`load` a checkpoint, or train from scratch).
+            reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
+            (then :meth:`load` a checkpoint, or train from scratch).
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: of the model's random operators; the same seed gives the same masks for every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.

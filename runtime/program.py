@@ -177,6 +177,7 @@ class Program(Data):
     stages: tuple[Stage, ...]
     fingerprint: str
     constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
+    initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> a number, or nested lists: without any weights
     tree: str | None = None
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0

@@ -115,9 +115,10 @@ def _shard(
             if weights.spec(candidate) is not None:
                 part = read_shards(weights, candidate, shards)
                 return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
-    if name in program.constants:
-        whole = torch.tensor(program.constants[name], dtype=dtype)
-        return take_shards(whole.reshape(state.shape), shards).contiguous().to(device)
+    if name in program.constants or name in program.initial:
+        whole = torch.tensor(program.constants.get(name, program.initial.get(name)), dtype=dtype)
+        whole = whole.expand(state.shape) if whole.dim() == 0 else whole.reshape(state.shape)
+        return take_shards(whole, shards).contiguous().to(device)
     number = 0
     for shard in shards:
         number = number * shard.num_ranks + shard.rank
@@ -131,7 +132,8 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
 
 
 def _random(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes."""
+    """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes.
+    Zeros for buffers of which nothing is known."""
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     if len(shape) < 2:

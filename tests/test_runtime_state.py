@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from passes.layouts import Layout, take_shard
+from partitioner import Constraints, Plan, Topology, partition
+from passes.layouts import Layout, take_shard, take_shards
 from runtime import Engine, LaunchError, WeightsError, run_threads
 from runtime.program import Program
 from runtime.state import check_weights, load_states
@@ -279,3 +280,43 @@ def test_what_was_planned_frozen_cannot_be_trained():
     dict(engine.named_parameters())["head.weight"].requires_grad_(True)
     with pytest.raises(LaunchError, match=r"head\.weight was frozen when the plan was made"):
         engine.step(net_inputs())
+
+
+class Counted(nn.Module):
+    """Buffers of every kind: of one value, of few, of many, of whole numbers, of none, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("gain", torch.full((8,), 3.0))
+        self.register_buffer("slopes", torch.linspace(1, 2, 8))
+        self.register_buffer("table", torch.linspace(1, 2, 512).reshape(64, 8))
+        self.register_buffer("unsaved", torch.linspace(3, 4, 8), persistent=False)
+        self.register_buffer("limit", torch.tensor(float("inf")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)) * self.gain * self.slopes * self.unsaved + self.table[:1]
+        return self.last(y.clamp_max(self.limit)).square().mean()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_without_weights_buffers_are_as_the_model_had_them(tp: int, tmp_path: Path):
+    """Those that few numbers say; of others nothing is known. Read from a file, since that is how plans travel."""
+    model = Counted()
+    pinned = Constraints(pp=1, dp=1, tp=tp)
+    plan = partition(model, Topology.local(tp), (torch.randn(8, 8),), constraints=pinned)
+    program = Plan.load(plan.save(tmp_path / "plan.json")).program
+    held = on_every_rank(program, lambda world: Engine(program, None, communicator=world).state_dict())
+    expected = dict(model.named_buffers())
+    for rank, states in enumerate(held):
+        for name, buffer in expected.items():
+            shards = program.rank(rank).shards(name)
+            part = take_shards(buffer, shards)
+            assert torch.equal(states[name], torch.zeros_like(part) if name == "table" else part), name
+
+
+def test_a_model_without_values_says_nothing_of_its_buffers():
+    with torch.device("meta"):
+        model = Counted()
+    plan = partition(model, Topology.local(1), (torch.randn(8, 8, device="meta"),))
+    assert plan.program.initial == {}

@@ -25,7 +25,7 @@ from partitioner.finish import planned_only
 from partitioner.job import Job
 from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
 from partitioner.requests import check_request
-from partitioner.solve.points import Point, points
+from partitioner.solve.points import Point, points, several_stages
 from partitioner.topology import Topology
 from partitioner.variants import Asked, Variant, variants
 from passes.errors import PartitionError
@@ -150,7 +150,7 @@ class _Search:
             job = self._job(variant, pins)
             _check(job)
             bounds, least = self._bound(job), self._bound(_roomiest(job))
-            choices = self._choices(job, bounds)
+            choices = self._choices(job, bounds, pins)
         except PartitionError:
             return []
         changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
@@ -166,11 +166,14 @@ class _Search:
         room = max(d.usable for d in job.topology.devices)
         return [choice for choice in ranked if least.state_bytes(choice[2]) <= room]
 
-    def _choices(self, job: Job, bounds: ModelBounds) -> list[Point]:
+    def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
-        choices = points(space_of(job, bounds))
+        space = space_of(job, bounds)
+        choices = points(space)
         free = job.constraints.schedule is None and not job.constraints.ahead
         plain = [p for p in choices if p.schedule == "1f1b"] if free else []
+        if "virtual_stages" in given_up and job.train:
+            plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
         least = min(point.zero for point in choices)
         return [p for p in plain or choices if self.short_of_memory or p.zero == least]
 
@@ -206,7 +209,7 @@ class _Search:
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             bounds = self._bound(_roomiest(job))
-            choices = self._choices(job, bounds)
+            choices = self._choices(job, bounds, ())
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)

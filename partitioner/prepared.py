@@ -108,18 +108,19 @@ class PreparedModel:
         train = self.objective == "train"
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
-        folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded)))
+        folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded, self.model)))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
 
 
-def _changes(model: FoldedModel) -> Iterator[str]:
+def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
     """What to know of a model that changes itself where it is only asked."""
     if model.updates:
         names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
+        training = isinstance(asked, nn.Module) and asked.training
         yield (
-            f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does: "
-            "model.eval() first, if that is not meant"
+            f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
+            + (": model.eval() first, if that is not meant" if training else "")
         )
 
 

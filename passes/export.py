@@ -15,13 +15,14 @@ import importlib
 import io
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
+from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
@@ -144,7 +146,7 @@ def export(
         contained, written = _in_containers(twin.module), writes_traced(twin.module)
         with (
             _quiet(),
-            _lines_of_helpers(),
+            _lines_noted(),
             own,
             casts,
             contained,
@@ -198,18 +200,38 @@ def _in_containers(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lines_of_helpers() -> Iterator[None]:
-    """Operators keep the lines of the user's functions that forward calls; torch.export keeps forward's alone."""
-
-    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        first = next((i for i, frame in enumerate(frames) if frame.name in _ENTRIES), len(frames))
-        return traceback.StackSummary.from_list([f for f in frames[first:] if is_users(f.filename)])
-
-    if not hasattr(TracerBase, "_filter_traceback_frames"):  # another torch
+def _lines_noted() -> Iterator[None]:
+    """Operators keep the line of the user's function that calls them; torch.export keeps that of a ``forward``, and
+    takes the text of every frame for it."""
+    known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
+    if not known:  # another torch
         yield
         return
-    with mock.patch.object(TracerBase, "_filter_traceback_frames", kept):
+    unchanged = mock.patch.object(TracerBase, "_filter_traceback_frames", lambda tracer, line: line)
+    with unchanged, mock.patch.object(fx_proxy, "CapturedTraceback", _Line):
         yield
+
+
+class _Line(tuple[str, ...]):
+    """The line of the innermost frame that is the user's and inside a forward, where fx takes a whole traceback."""
+
+    @classmethod
+    def extract(cls) -> _Line:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        within = frame
+        while within is not None and within.f_code.co_name not in _ENTRIES:
+            within = within.f_back
+        if frame is None or within is None:
+            return cls()
+        return cls([f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'])
+
+    def summary(self) -> _Line:
+        return self
+
+    def format(self) -> _Line:
+        return self
 
 
 _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss

@@ -232,6 +232,16 @@ def test_changes_may_need_host_memory_as_plans_do() -> None:
     assert job.plan(change.topology, change.constraints, change.global_batch).offload == ("optimizer",)
 
 
+def test_of_too_many_virtual_stages_the_nearest_number_is_told() -> None:
+    """Four layers and what is around them cannot be 2 x 9 stages, but 2 x 2."""
+    job = Infeasible(PlanError, "v=9", cluster(64), pins={"pp": 2, "virtual_stages": 9})
+    with pytest.raises(InfeasibleError) as raised:
+        job.plan(job.topology, Constraints(**job.pins))
+    change = raised.value.changes[0]
+    assert change.text == "virtual_stages=2 instead of 9"
+    assert job.plan(change.topology, change.constraints, change.global_batch).chosen.virtual_stages == 2
+
+
 def test_errors_of_no_job_have_no_changes() -> None:
     with pytest.raises(ConstraintError) as caught:
         Constraints(tp=0)

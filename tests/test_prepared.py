@@ -70,3 +70,23 @@ def test_no_batch_is_refused(size: Any) -> None:
     prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss)
     with pytest.raises(InputsError, match="global_batch must be"):
         partition(prepared, Topology.local(2), global_batch=size)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_inference_that_changes_buffers_is_told(training: bool) -> None:
+    """With what to do about it only where there is something to do."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return self.inner(x)
+
+    plan = partition(Counting().train(training), Topology.local(1), (torch.zeros(8, 8),), objective="infer")
+    (note,) = [note for note in plan.notes if "inference changes" in note]
+    assert note.startswith("inference changes 1 buffer (calls), as the model's forward does")
+    assert note.endswith("model.eval() first, if that is not meant") == training

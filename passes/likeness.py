@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
 
 
 _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
@@ -125,10 +126,11 @@ def describe(module: nn.Module) -> Description:
 
 def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
     """All that ``module`` holds, as a hashable value; tensors by shape. ``texts`` takes numbers and texts out of it."""
-    inside = {id(m): name for name, m in module.named_modules()}
+    parts = list(module.named_modules(remove_duplicate=False))
+    inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}
     rows = []
-    for path, part in module.named_modules(remove_duplicate=False):
+    for path, part in parts:
         attributes = []
         for name, value in sorted(vars(part).items()):
             if name in _OWN:
@@ -163,17 +165,20 @@ def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
 
 def is_simple(value: Any) -> bool:
     """Whether a value is all that its ``repr`` says."""
-    return type(value) in _SIMPLE
+    return type(value) in _PLAIN
 
 
 def _frozen(value: Any, inside: dict[int, str]) -> Any:
     """A hashable value, equal for what is equal; what cannot be looked into is equal to itself only."""
-    if is_simple(value):
-        return type(value), repr(value)
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value)
+    if (kind is dict or kind is OrderedDict) and not value:  # most of what a module holds
+        return kind, ()
     if isinstance(value, nn.Module):
         return ("part", inside[id(value)]) if id(value) in inside else ("other", id(value))
     if type(value) in (tuple, list, torch.Size):
-        return type(value), tuple([_frozen(v, inside) for v in value])
+        return kind, tuple([_frozen(v, inside) for v in value])
     if type(value) in (set, frozenset):
         return type(value), frozenset([_frozen(v, inside) for v in value])
     if isinstance(value, dict):

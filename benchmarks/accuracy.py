@@ -31,9 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from partitioner import Constraints, PreparedModel, partition
-from partitioner.compare import time_changes
-from partitioner.draw.figures import mesh_text
+from partitioner import PreparedModel, partition
 from partitioner.topology.groups import num_communicators
 from passes.errors import PartitionError
 from runtime.files import write_text
@@ -58,7 +56,7 @@ class Prediction:
 
 
 @lru_cache(maxsize=4)
-def _prepared(shape: Shape, length: int, precision: str, global_batch: int) -> PreparedModel:
+def prepared_model(shape: Shape, length: int, precision: str, global_batch: int) -> PreparedModel:
     return prepared(shape, length, _TYPES[precision], global_batch, "fp8" if precision == "fp8" else None)
 
 
@@ -68,7 +66,7 @@ def predict(row: Row) -> Prediction:
         job = published_job(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
-    model = _prepared(job.shape, job.length, job.precision, job.global_batch)
+    model = prepared_model(job.shape, job.length, job.precision, job.global_batch)
     try:
         plan = partition(
             model,
@@ -86,48 +84,9 @@ def predict(row: Row) -> Prediction:
     )
 
 
-@dataclass(frozen=True)
-class Freed:
-    """A published plan and the free plan of its job under the same model: step times, what the free one is, and which
-    parts of its time make the difference."""
-
-    id: str
-    pinned: float
-    free: float
-    chosen: str
-    why: str
-    explanation: str
-
-
-def freed(row: Row) -> Freed | None:
-    """The plan of ``row``'s job that nothing pins, beside the published one; ``None`` where that has no plan.
-
-    What the row's software does (overlap, how states are gathered) is kept.
-    """
-    try:
-        job = published_job(row)
-        model = _prepared(job.shape, job.length, job.precision, job.global_batch)
-        ask = dict(global_batch=job.global_batch, optimizer=job.optimizer)
-        pinned = partition(model, job.topology, constraints=job.constraints, estimate_only=True, **ask)
-    except (Unstated, PartitionError):
-        return None
-    kept = {name: getattr(job.constraints, name) for name in _SOFTWARE}
-    plan = partition(model, job.topology, constraints=Constraints(ahead=True, **kept), estimate_only=True, **ask)
-    changes = " ".join(time_changes(pinned.estimate.breakdown, plan.estimate.breakdown))
-    times = pinned.estimate.step_time, plan.estimate.step_time
-    return Freed(row["id"], *times, mesh_text(plan.mesh), changes, plan.explain())
-
-
-_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather", "short_gradients")
-
-
 def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:
     """All rows, those of one model, and of them those of one batch, after each other."""
-    ordered = sorted(rows, key=lambda r: json.dumps([r.get(k) for k in (*_MODEL_KEYS, "gbs")], default=str))
-    chunks: dict[str, list[Row]] = defaultdict(list)
-    for row in ordered:
-        chunks[json.dumps([row.get(k) for k in _MODEL_KEYS], default=str)].append(row)
-    work = sorted(chunks.values(), key=len, reverse=True)
+    work = by_model(rows)
     if processes == 1:
         for chunk in work:
             yield from map(predict, chunk)
@@ -135,6 +94,14 @@ def predictions(rows: Sequence[Row], processes: int) -> Iterator[Prediction]:
     with multiprocessing.get_context("spawn").Pool(processes, _quiet) as pool:
         for found in pool.imap_unordered(_predict_all, work):
             yield from found
+
+
+def by_model(rows: Sequence[Row]) -> list[list[Row]]:
+    """Lists of the rows of one model, those of one batch after each other; the longest first."""
+    chunks: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda r: json.dumps([r.get(k) for k in (*_MODEL_KEYS, "gbs")], default=str)):
+        chunks[json.dumps([row.get(k) for k in _MODEL_KEYS], default=str)].append(row)
+    return sorted(chunks.values(), key=len, reverse=True)
 
 
 _MODEL_KEYS = (
@@ -257,9 +224,6 @@ def main() -> None:
         "--resume", action="store_true", help="keep the predictions of --details and plan only the rows it lacks"
     )
     parser.add_argument("--scores", action="store_true", help="plan nothing: score the predictions that --details has")
-    parser.add_argument(
-        "--free", action="store_true", help="instead: plan each row's job with nothing pinned beside it"
-    )
     options = parser.parse_args()
     rows: list[Row] = [json.loads(line) for line in options.rows.read_text().splitlines() if line.strip()]
     rows = [r for r in rows if ("step_time_s" in r or r.get("oom")) and options.family in (None, *_only(options, r))]
@@ -269,9 +233,6 @@ def main() -> None:
         counts[row["family"]] += 1
         if counts[row["family"]] % options.every == 0:
             kept.append(row)
-    if options.free:
-        _free(kept)
-        return
     started = time.monotonic()
     console = Console(file=sys.stderr)
     of = {row["id"]: row for row in kept}
@@ -324,17 +285,6 @@ def _read(path: Path) -> dict[str, Prediction]:
         prediction = Prediction(**{k: row[f"predicted_{k}"] for k in Prediction.__dataclass_fields__})
         found[prediction.id] = prediction
     return found
-
-
-def _free(rows: Iterable[Row]) -> None:
-    """Print each row's two plans; end with status 1 where the free one is slower."""
-    slower = 0
-    for row in rows:
-        if (found := freed(row)) is not None:
-            slower += found.free > found.pinned * (1 + 1e-9)
-            print(f"{found.id}: published {found.pinned:.4g} s, free {found.free:.4g} s: {found.chosen}. {found.why}")
-    print(f"{slower} free plans are slower than the published ones")
-    sys.exit(slower > 0)
 
 
 def _only(options: argparse.Namespace, row: Row) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ MANY = [
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MANY)])
 def test_the_free_plan_is_never_slower_than_the_published_one(name: str) -> None:
-    from accuracy import freed
+    from free_plans import freed
 
     row = next(r for r in map(json.loads, ROWS.read_text().splitlines()) if r["id"] == name)
     found = freed(row)

@@ -233,12 +233,11 @@ def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     given = [
-        f"{path}: {tuple(leaf.shape)}"
+        f"{path}: {tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
         for path, leaf in [*leaf_paths(args), *leaf_paths(kwargs)]
-        if isinstance(leaf, Tensor)
     ]
     return (
-        f"{type(model).__name__}.forward fails on these inputs{_where(error)}: "
+        f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
         f"{type(error).__name__}: {_reason(error)}\n"
         f"The inputs are {', '.join(given)}."
     )
@@ -265,7 +264,7 @@ _INSTEAD = {
 
 def _explain(model: nn.Module, error: Exception) -> str:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where = _where(error)
+    where = place_of(error)
     instead = next(
         (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
     )
@@ -279,10 +278,10 @@ def _reason(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _where(error: Exception) -> str:
-    """`` at file:line (code)`` of the innermost frame that is the user's."""
+def place_of(error: Exception, *, but: str = "") -> str:
+    """`` at file:line (code)`` of the innermost frame that is the user's, and not of the file ``but``."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_users(f.filename)]
+    user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]

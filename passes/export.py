@@ -257,6 +257,8 @@ _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
+    "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
+    "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }

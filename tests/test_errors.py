@@ -63,6 +63,11 @@ class Branching(Tower):
         return super().forward(x) if x.sum() > 0 else x.sum()
 
 
+class Gaussian(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gaussian_nll_loss(self.layers[0](x), x, self.layers[1](x).exp())
+
+
 class Pair(Tower):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return self.layers[0](x), x
@@ -122,6 +127,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "nothing is trained": (InputsError, r"of 8 none", lambda: attempt(Tower().requires_grad_(False))),
     "no gradient reaches a parameter": (InputsError, r"of 2 none", lambda: attempt(Detached())),
     "model does not export": (CaptureError, r"test_errors\.py:\d+", lambda: attempt(Branching())),
+    "a loss that asks for numbers": (CaptureError, r"negative: write it out", lambda: attempt(Gaussian())),
     "topology is no topology": (InputsError, r"Topology\.local", lambda: partition(Tower(), 4, inputs())),  # type: ignore[arg-type]
     "unknown objective": (
         InputsError,

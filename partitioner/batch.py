@@ -36,10 +36,13 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
     """The global batch: as given, else the first dim of the first input that has one."""
     if global_batch is not None:
         return global_batch
-    sizes = [i.spec.shape[0] for i in model.inputs if i.spec.shape]
+    sizes = [(i.spec.shape[0], i.path) for i in model.inputs if i.spec.shape]
     if not sizes:
         raise InputsError(NO_BATCH)
-    return sizes[0]
+    batch, path = sizes[0]
+    if batch == 0:
+        raise InputsError(f"input {path!r} has no samples; expected one whole global batch, of 1 or more")
+    return batch
 
 
 def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:

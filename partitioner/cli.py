@@ -15,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner import cli_launch, cli_watch
-from partitioner.cli_report import Commands, output, print_parts, progress, steps
-from partitioner.cli_target import constraints_of, load_target
+from partitioner.cli_report import Commands, check_outputs, output, print_parts, progress, steps
+from partitioner.cli_target import all_constraints, constraints_of, load_target
 from partitioner.units import plural, seconds_text
-from runtime.files import write_text
 
 app = typer.Typer(
     cls=Commands,
@@ -116,7 +115,7 @@ def plan(
         bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
     ] = False,
     precision: Annotated[
-        str | None, typer.Option(help="`bf16`, `fp16`, `fp32` or `fp64`; default: as the parameters are.")
+        str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `fp64` or `fp8`; default: as the parameters are.")
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
@@ -140,8 +139,8 @@ def plan(
         "microbatch_size": microbatch, "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute,
         "overlap": overlap, "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip
-    asked = constraints_of(more) if more is not None else {}
-    constraints = Constraints(**asked | {name: value for name, value in given.items() if value is not None})
+    constraints = Constraints(**all_constraints(given, more))
+    check_outputs(out, svg, timeline, memory)
     where = Topology.parse(topology)
     with progress(f"Loading {function}"):
         target = load_target(function, meta=meta)
@@ -318,6 +317,7 @@ def topology(
     where = Topology.parse(name)
     if svg:
         from partitioner.draw.topology import draw_topology
+        from runtime.files import write_text
 
         write_text(svg, draw_topology(where))
     if yaml:
@@ -353,11 +353,11 @@ def profile(
     from partitioner.profile import profile as measure
     from partitioner.profile.text import profile_parts
 
+    check_outputs(out)
     with steps("Starting ranks") as report:
         found = measure(ranks, device=device, quick=quick, progress=report)
-    written = found.save(out)
+    _wrote("topology", found.save(out))
     print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
-    _wrote("topology", written)
 
 
 @app.command(epilog=_example("partitioner schema > plan.schema.json"))

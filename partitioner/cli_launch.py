@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 from partitioner.cli_report import output
-from runtime.files import write_text
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
 _EPILOG = "\n\n".join(
@@ -53,4 +52,6 @@ def launch(
     if out is None:
         typer.echo(text, nl=False)
         return
+    from runtime.files import write_text
+
     output().print(Text.assemble(("script: ", "dim"), str(write_text(out, text))))

@@ -1,4 +1,8 @@
-"""How commands speak: errors as short panels, progress on a terminal, exit codes."""
+"""How commands speak: errors as short panels, progress on a terminal, exit codes.
+
+Modules of commands import what imports PyTorch inside of the commands, so that help is there at once and Ctrl-C is
+heard while it loads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -14,7 +19,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
-from partitioner.explain_tables import WIDTH, plain
 from passes.errors import PartitionError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -23,12 +27,15 @@ USER_ERROR, INTERRUPTED = 2, 130
 class Commands(TyperGroup):
     """Commands whose user errors end in a panel and exit code 2, and Ctrl-C in exit code 130.
 
-    ``--debug`` may stand anywhere on the line: then errors come with their traceback.
+    ``--debug`` may stand anywhere on the line, but for what is passed on behind ``--``: then errors come with their
+    traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["debug"] = "--debug" in args
-        return super().parse_args(ctx, [a for a in args if a != "--debug"])
+        end = args.index("--") if "--" in args else len(args)
+        ours, passed_on = args[:end], args[end:]
+        ctx.meta["debug"] = "--debug" in ours
+        return super().parse_args(ctx, [*(a for a in ours if a != "--debug"), *passed_on])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,16 +48,38 @@ class Commands(TyperGroup):
                 raise
             show_error(error)
             ctx.exit(USER_ERROR)
+        except OSError as error:
+            if ctx.meta["debug"] or error.filename is None:  # a pipe that was closed has no name
+                raise
+            show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
+            ctx.exit(USER_ERROR)
+
+
+class FileError(PartitionError):
+    """A file cannot be written, or read."""
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Raise :class:`FileError` where a result could not be written in the end: before it is worked for."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise FileError(f"{path} is a folder; expected the name of a file to write")
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            kind = "cannot be written to" if there.is_dir() else "is no folder"
+            raise FileError(f"cannot write {path}: {there} {kind}; give a file in another folder")
 
 
 def show_error(error: PartitionError) -> None:
     title = "".join(f" {c.lower()}" if c.isupper() else c for c in type(error).__name__).strip()
     note = Text("\nRun again with --debug for the traceback.", style="dim")
-    errors().print(Panel(Text(str(error)) + note, title=title.capitalize(), title_align="left", border_style="red"))
+    errors().print(Panel(Text(error.brief) + note, title=title.capitalize(), title_align="left", border_style="red"))
 
 
 def output() -> Console:
     """For results. Made anew for each use, since tests replace the streams."""
+    from partitioner.explain_tables import WIDTH
+
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
@@ -59,6 +88,8 @@ def output() -> Console:
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
     """Tables and text in colour on a terminal, plain elsewhere."""
+    from partitioner.explain_tables import plain
+
     console = output()
     if not console.is_terminal:
         console.out(plain(parts))

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,20 @@ def constraints_of(text: str) -> dict[str, Any]:
         words = {"true": True, "false": False}
         found[name.replace("-", "_")] = int(value) if value.lstrip("-").isdigit() else words.get(value.lower(), value)
     return found
+
+
+def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
+    """What options of their own gave (``None``: nothing) and what ``more`` says. Raises :class:`TargetError` where both
+    name the same."""
+    asked = constraints_of(more) if more is not None else {}
+    options = {name: value for name, value in given.items() if value is not None}
+    twice = [name for name in options if name in asked and asked[name] != options[name]]
+    if twice:
+        name = twice[0]
+        raise TargetError(
+            f"{name} is given twice, {options[name]} by its option and {asked[name]} in --constraints; expected it once"
+        )
+    return asked | options
 
 
 @dataclass(frozen=True)

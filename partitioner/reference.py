@@ -19,7 +19,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.draws import draw_of
-from passes.export import in_containers
+from passes.errors import InputsError, PartitionError
+from passes.export import in_containers, place_of
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -327,7 +328,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    with torch.set_grad_enabled(train):
+    with torch.set_grad_enabled(train), _failing_by_itself(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:
@@ -340,6 +341,20 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
     after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
     changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))
     return Reference(leaves, None if total is None else total.detach(), grads if train else {}, after, changed)
+
+
+@contextmanager
+def _failing_by_itself(model: nn.Module) -> Iterator[None]:
+    """What the model raises where nothing is planned, as the user's to mend."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        raise InputsError(
+            f"{type(model).__name__} fails by itself on these inputs, without a plan{place_of(error, but=__file__)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _alike(buffer: Tensor, before: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ from passes.blocks import FoldedModel
 from passes.errors import InputsError
 
 OBJECTIVES = ("train", "infer")
+_SHOWN = 3  # leaves of a result that a message lists
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -57,11 +58,27 @@ def check_seconds(name: str, seconds: Any) -> None:
 
 def check_work(model: FoldedModel, train: bool) -> None:
     """Raise where the model lacks what the objective needs."""
-    if train and model.loss is None:
+    if not train:
+        return
+    if model.loss is None:
         raise InputsError(
-            "training needs a loss: the model's output is no scalar and has no `loss`; pass labels among the inputs, "
-            'loss=callable(output) -> scalar, or objective="infer"'
+            "training needs a loss: the model's output is no scalar and has no `loss`; "
+            f"it has {_output_text(model)}; pass labels among the inputs, loss=callable(output) -> scalar "
+            '(as in loss=lambda output: output[0]), or objective="infer"'
         )
+    if not any(state.requires_grad for state in model.states.values()):
+        count = sum(state.kind == "parameter" for state in model.states.values())
+        raise InputsError(
+            f"training needs parameters that the loss depends on: of {count} none asks for a gradient that reaches it; "
+            'look for requires_grad_(False), detach() and torch.no_grad(), or give objective="infer"'
+        )
+
+
+def _output_text(model: FoldedModel) -> str:
+    """The leaves of the model's result, with shapes: ``0: (), 1: (8, 5)``."""
+    leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
+    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
 
 
 def type_of(precision: str | None) -> str | None:

@@ -18,11 +18,12 @@ from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.plan import Candidate, Plan
 from partitioner.solve.points import SEARCHED
 from partitioner.units import bytes_text, seconds_text
-from passes.errors import PartitionError
+from passes.errors import InputsError, PartitionError
 
 if TYPE_CHECKING:
     from torch import nn
 
+_SHOWN = 3  # parameters that a message lists
 Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]
 
 
@@ -53,7 +54,10 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Why ``plan`` is not as ``asked`` (constraints by name). Raises :class:`ConstraintError` for unknown ones."""
+    """Why ``plan`` is not as ``asked`` (constraints by name).
+
+    Raises :class:`ConstraintError` for unknown ones, :class:`InputsError` for a model that is not the plan's.
+    """
     if not asked:
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
     Constraints(**asked)
@@ -175,12 +179,28 @@ def _planned(
         return WhyNot(asked, "infeasible", lines, changes=error.changes)
     except PartitionError as error:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    if differing := _different(plan, other):
+        raise InputsError(
+            f"the model is not the one that the plan was made for: {', '.join(differing[:_SHOWN])} differ; expected "
+            "the same model, or compare two plans with diff"
+        )
     only = ", ".join(other.planned_only)
     marks: tuple[str, ...] = (f"It is planned, not executed by this version: {only}.",) if only else ()
     if other.constraints.group_size != plan.constraints.group_size:
         marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
     return _slower(plan, asked, best, marks)
+
+
+def _different(plan: Plan, other: Plan) -> list[str]:
+    """The parameters that only one of two plans has, or that have another shape; none where one has no program."""
+    if plan.written is None or other.written is None:
+        return []
+    mine, theirs = (
+        {name: state.shape for name, state in program.states.items() if state.kind == "parameter"}
+        for program in (plan.written, other.written)
+    )
+    return sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
 
 def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:

@@ -6,6 +6,11 @@ from __future__ import annotations
 class PartitionError(ValueError):
     """The root of every error that is the user's to mend."""
 
+    @property
+    def brief(self) -> str:
+        """The message without tracebacks, for the command line."""
+        return str(self)
+
 
 class CaptureError(PartitionError):
     """The model cannot be traced; carries the model's line and torch.export's reason."""

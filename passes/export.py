@@ -255,12 +255,11 @@ def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     given = [
-        f"{path}: {tuple(leaf.shape)}"
+        f"{path}: {tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
         for path, leaf in [*leaf_paths(args), *leaf_paths(kwargs)]
-        if isinstance(leaf, Tensor)
     ]
     return (
-        f"{type(model).__name__}.forward fails on these inputs{_where(error)}: "
+        f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
         f"{type(error).__name__}: {_reason(error)}\n"
         f"The inputs are {', '.join(given)}."
     )
@@ -280,6 +279,8 @@ _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
+    "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
+    "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }
@@ -287,7 +288,7 @@ _INSTEAD = {
 
 def _explain(model: nn.Module, error: Exception) -> str:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where = _where(error)
+    where = place_of(error)
     instead = next(
         (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
     )
@@ -301,10 +302,10 @@ def _reason(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _where(error: Exception) -> str:
-    """`` at file:line (code)`` of the innermost frame that is the user's."""
+def place_of(error: Exception, *, but: str = "") -> str:
+    """`` at file:line (code)`` of the innermost frame that is the user's, and not of the file ``but``."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_users(f.filename)]
+    user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]

@@ -6,21 +6,32 @@ Requires: a graph in normal form. Provides: operators of torch on tensors alone.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from passes.errors import UnsupportedError
+from passes.errors import InputsError, UnsupportedError
 from passes.rewrite import where
 
 STRIDED = torch.strided
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Operators that torch computes in one type alone, which it only looks at where there are numbers: the first operands
+# that have to be of one type.
+_ONE_TYPE: dict[Any, int] = {
+    torch.ops.aten.linear: 2,
+    torch.ops.aten.matmul: 2,
+    torch.ops.aten.mm: 2,
+    torch.ops.aten.bmm: 2,
+    torch.ops.aten.convolution: 2,
+    torch.ops.aten.scaled_dot_product_attention: 3,
+}
 
 
 def refuse(graph: fx.Graph) -> None:
     """Raises :class:`UnsupportedError` for numbers taken out of tensors, sparse tensors, and for what is no operator of
-    torch."""
+    torch, :class:`InputsError` for a product of two types."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -40,6 +51,19 @@ def refuse(graph: fx.Graph) -> None:
                 f"{_name(node)} at {where(node)} is no operator of torch and cannot be partitioned; write the line "
                 "with operators on tensors"
             )
+        _check_types(node)
+
+
+def _check_types(node: fx.Node) -> None:
+    """Raise :class:`InputsError` where torch would refuse the types of what is multiplied."""
+    count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
+    found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
+    if len(set(found)) > 1:
+        types = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+        raise InputsError(
+            f"{_name(node)} at {where(node)} is given {types}; expected operands of one type: convert the inputs "
+            "or the parameters, or give precision= for both"
+        )
 
 
 def _name(node: fx.Node) -> str:

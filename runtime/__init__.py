@@ -3,6 +3,7 @@
 It needs a plan's program and weights, and nothing of the planner.
 """
 
+from runtime import debug
 from runtime.bubble import timed
 from runtime.checkpoint.series import Checkpoints
 from runtime.collect import Run
@@ -52,6 +53,7 @@ __all__ = [
     "StepLog",
     "Watch",
     "WeightsError",
+    "debug",
     "init_process_group",
     "run_local",
     "run_threads",

@@ -37,5 +37,8 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
 
 
 def give_back(x: Tensor) -> None:
-    """Let go of the memory of ``x`` now, whoever still refers to it: nobody reads it any more."""
-    x.untyped_storage().resize_(0)
+    """Let go of the memory of ``x`` now, whoever still refers to it: nobody reads it any more. What NumPy was shown, as
+    hashes of a step are, torch keeps until the last reference goes."""
+    storage = x.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)

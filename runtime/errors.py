@@ -123,10 +123,18 @@ class RankError(PartitionError):
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
         self.failures = failures
         self.failure = first_cause(failures)
-        others = len(failures) - 1
-        also = f" ({others} more failed after it)" if others else ""
+        self.world_size = world_size
         tail = f"\n{self.failure.traceback.rstrip()}\n" if self.failure.traceback else " "
-        super().__init__(f"one of {world_size} ranks failed{also};{tail}first cause: {self.failure}")
+        super().__init__(self._text(tail))
+
+    @property
+    def brief(self) -> str:
+        return self._text(" ")
+
+    def _text(self, tail: str) -> str:
+        others = len(self.failures) - 1
+        also = f" ({others} more failed after it)" if others else ""
+        return f"one of {self.world_size} ranks failed{also};{tail}first cause: {self.failure}"
 
 
 class RankTimeout(PartitionError):

@@ -60,6 +60,7 @@ class ForkServer:
                 env={**os.environ, **quiet, "PYTHONPATH": path},
             )
         self._lock = threading.Lock()
+        self._serves = False  # until the first answer it imports, and hears nothing
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
@@ -80,6 +81,7 @@ class ForkServer:
             answer = self._socket.recv(1 << 16)
         if not answer:
             raise RuntimeError(f"the fork server has ended (exit status {self.process.poll()})")
+        self._serves = True
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
@@ -90,6 +92,8 @@ class ForkServer:
         """End the server, and with it all ranks."""
         atexit.unregister(self.close)
         self._socket.close()
+        if not self._serves:
+            self.process.kill()
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -139,7 +143,8 @@ def serve(fd: int) -> None:
             os.close(fds[0])
             running.add(pid)
             answer = {"pid": pid}
-        requests.send(json.dumps(answer).encode())
+        with contextlib.suppress(BrokenPipeError):  # the client was interrupted; the next message is its end
+            requests.send(json.dumps(answer).encode())
     for pid in running:
         os.kill(pid, signal.SIGKILL)
 

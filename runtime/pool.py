@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from runtime.errors import DIED, LEFT, LOST, Failure, RankError, RankTimeout, first_cause
+from runtime.errors import DIED, LEFT, LOST, Failure, LaunchError, RankError, RankTimeout, first_cause
 from runtime.forkserver import Child, ForkServer, fork_server
 from runtime.messages import get, put
 from runtime.watch.monitor import Monitor
@@ -62,8 +62,13 @@ class LocalRanks:
         error names the cause among the ranks that wait.
 
         Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
-        seconds; all ranks are gone then.
+        seconds; all ranks are gone then. :class:`LaunchError` for a function of the script itself.
         """
+        if getattr(function, "__module__", None) == "__main__":
+            raise LaunchError(
+                f"{getattr(function, '__name__', function)} is a function of the script that is run, which ranks do "
+                "not import; expected one of a module: move it into a file of its own"
+            )
         request = pickle.dumps((function, arguments))
         if not self._children:
             self._start(timeout)

@@ -165,8 +165,12 @@ def read_spans(path: str | Path) -> list[Span]:
             )
             for e in mine
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LaunchError(f"{path} is no trace of this program: {type(error).__name__}: {error}") from None
+    except OSError as error:
+        raise LaunchError(f"cannot read the trace {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LaunchError(
+            f"{path} is no trace: expected a file as `partitioner trace` writes it, got {type(error).__name__}: {error}"
+        ) from None
     if not spans:
         raise LaunchError(f"{path} holds no measured step; write one with `partitioner trace`")
     return spans

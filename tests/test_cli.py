@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from partitioner import Plan
 from partitioner.cli import app
 from partitioner.cli_target import TargetError, load_target
+from runtime.errors import Failure, RankError
 from tests.sample_programs import llama, plan_of
 
 MODEL = """
@@ -181,6 +182,44 @@ def test_debug_anywhere_shows_the_traceback(place: int, tmp_path: Path):
     arguments.insert(place, "--debug")
     result = invoke(*arguments)
     assert type(result.exception).__name__ == "PlanFileError"
+
+
+def test_debug_behind_two_dashes_is_the_scripts(sample: Path):
+    assert "train.py --debug" in invoke("launch", sample, "train.py", "--", "--debug").stdout
+
+
+def test_constraints_that_contradict_each_other_are_refused(folder: Path):
+    where = ("plan", f"{folder / 'model.py'}:make", "--topology", "local:2")
+    result = invoke(*where, "--tp", 2, "--constraints", "tp=1")
+    assert result.exit_code == 2
+    assert "tp is given twice, 2 by its option and 1" in result.stderr
+
+
+def test_a_plan_that_could_not_be_written_is_not_made(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "plan.json"):
+        result = invoke("plan", "absent.py:make", "--topology", "local:2", "--out", out)
+        assert result.exit_code == 2
+        assert "File error" in result.stderr
+        assert "absent.py" not in result.stderr
+
+
+def test_files_that_cannot_be_written_are_a_panel(sample: Path, tmp_path: Path):
+    result = invoke("show", sample, "--svg", tmp_path)
+    assert result.exit_code == 2
+    assert "Is a directory" in result.stderr
+
+
+def test_panels_have_the_first_cause_and_no_traceback():
+    failure = Failure(1, "index out of range", "IndexError", instruction="0F0", index=5, traceback="Traceback (most")
+    error = RankError((failure,), 2)
+    assert "Traceback" in str(error)
+    assert error.brief == f"one of 2 ranks failed; first cause: {failure}"
+
+
+def test_commands_start_without_torch():
+    code = "import sys, partitioner.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_ctrl_c_ends_with_130(sample: Path, monkeypatch: pytest.MonkeyPatch):

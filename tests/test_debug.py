@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from partitioner.cli import app
 from runtime import Engine, LaunchError, LocalRanks, run_local, run_threads
+from runtime.buffers import give_back
 from runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
 from runtime.precision import with_precision
 from runtime.scaling import BACKOFF
@@ -138,6 +141,20 @@ def test_two_runs_give_the_same_bits(shape: dict[str, int]):
         assert a.grads.keys() == b.grads.keys()
         for name, grad in a.grads.items():
             assert torch.equal(grad, b.grads[name]), name
+
+
+def test_memory_that_was_shown_to_numpy_is_kept_and_no_error():
+    seen, unseen = torch.ones(4), torch.ones(4)
+    seen.numpy()
+    for x in (seen, unseen):
+        give_back(x)
+    assert unseen.untyped_storage().nbytes() == 0
+    assert seen.tolist() == [1.0] * 4
+
+
+def test_debug_comes_with_runtime():
+    code = "import runtime; runtime.debug.check_finite"  # as docs/runs.md writes it
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def hashed(folder: Path, shape: dict[str, int], change: Callable[[Engine], Any] = lambda engine: None) -> None:

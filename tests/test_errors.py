@@ -41,9 +41,39 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
+class Detached(nn.Module):
+    """What it gives to the loss has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).detach().square().mean()
+
+
+def half_double() -> nn.Module:
+    model = Tower()
+    model.layers[2].double()
+    return model
+
+
 class Branching(Tower):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x.sum()
+
+
+class Gaussian(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gaussian_nll_loss(self.layers[0](x), x, self.layers[1](x).exp())
+
+
+class Pair(Tower):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.layers[0](x), x
+
+
+x = torch.randn(8, 12)
 
 
 def inputs(batch: int = 8, width: int = 12) -> tuple[Tensor, ...]:
@@ -84,7 +114,20 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
         r"needs a loss",
         lambda: partition(nn.Linear(4, 4), Topology.local(2), (torch.ones(4, 4),)),
     ),
+    "loss among several": (
+        InputsError,
+        r"it has 0: \(8, 12\), 1: \(8, 12\); .*loss=lambda",
+        lambda: partition(Pair(), Topology.local(1), inputs()),
+    ),
+    "inputs of another type": (InputsError, r"linear.*float64 and float32", lambda: attempt(given=(x.double(),))),
+    "inputs of whole numbers": (InputsError, r"linear.*int64 and float32", lambda: attempt(given=(x.long(),))),
+    "parameters of two types": (InputsError, r"layers\.2 .*float32 and float64", lambda: attempt(half_double())),
+    "inputs of another kind": (InputsError, r"0: ndarray", lambda: attempt(given=(x.numpy(),))),
+    "no samples": (InputsError, r"'0' has no samples", lambda: attempt(given=inputs(0))),
+    "nothing is trained": (InputsError, r"of 8 none", lambda: attempt(Tower().requires_grad_(False))),
+    "no gradient reaches a parameter": (InputsError, r"of 2 none", lambda: attempt(Detached())),
     "model does not export": (CaptureError, r"test_errors\.py:\d+", lambda: attempt(Branching())),
+    "a loss that asks for numbers": (CaptureError, r"negative: write it out", lambda: attempt(Gaussian())),
     "topology is no topology": (InputsError, r"Topology\.local", lambda: partition(Tower(), 4, inputs())),  # type: ignore[arg-type]
     "unknown objective": (
         InputsError,
@@ -121,6 +164,27 @@ def test_memory_that_does_not_suffice_names_stage_shortage_and_a_change() -> Non
         partition(model, small, inputs, loss=torch.sum, constraints=Constraints(offload="none"))
     assert error.value.missing_bytes > 0
     assert "GiB" in str(error.value)
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x), label)
+
+
+def test_a_model_that_fails_by_itself_is_said_to() -> None:
+    given = (x, torch.zeros(8, dtype=torch.int32))  # torch asks for int64
+    found = partition(Labelled(), Topology.local(1), given)
+    with pytest.raises(InputsError, match=r"Labelled fails by itself .*test_errors\.py:\d+ .*cross_entropy"):
+        found.verify(Labelled(), given)
+
+
+def test_why_not_wants_the_plans_own_model(plan: Plan) -> None:
+    with pytest.raises(InputsError, match=r"layers\.0\.bias, .* differ"):
+        plan.why_not(pp=1, tp=2, model=Tower(16), inputs=inputs(width=16))
 
 
 def truncated(text: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime import BatchError, LaunchError, LocalRanks, RankError, RankTimeout, WeightsError, run_local
+from runtime.forkserver import ForkServer
 from runtime.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, check, infer_only, reference
@@ -108,6 +109,20 @@ def test_a_rank_that_dies_is_told():
         os.kill(pool._children[1].pid, 9)
         with pytest.raises(RankError, match="rank 1: ProcessDied: the process ended by signal 9"):
             run_local(program_of_net(pp=2), Net(), net_inputs(), ranks=pool, timeout=60)
+
+
+def test_functions_of_the_script_itself_are_refused(ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "__module__", "__main__")
+    with pytest.raises(LaunchError, match=r"check is a function of the script .* move it"):
+        ranks.call(check)
+
+
+def test_a_server_that_still_imports_ends_at_once(capfd: pytest.CaptureFixture[str]):
+    server = ForkServer()
+    started = time.monotonic()
+    server.close()
+    assert time.monotonic() - started < 2.0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_pool_that_is_too_small_is_refused(ranks: LocalRanks):

@@ -16,7 +16,7 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.plan import Candidate, Plan
-from partitioner.solve.points import SEARCHED
+from partitioner.solve.points import SEARCHED, widest_searched
 from partitioner.units import bytes_text, seconds_text
 from passes.errors import PartitionError
 
@@ -207,9 +207,9 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
     fixed = {n: v for n, v in plan.constraints.model_dump(exclude_unset=True).items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     beyond = _merged(plan, asked).planned_only
-    inside = plan.topology.devices_per_node
-    if plan.topology.num_nodes > 1 and asked.get("tp", 1) > inside:
-        return f"tp beyond the {inside} devices of a node is tried only where it is fixed"
+    widest = widest_searched(plan.topology, plan.constraints)
+    if plan.constraints.tp is None and asked.get("tp", 1) > widest:
+        return f"tp of more than {widest} ranks is tried only where it is fixed"
     if against:
         return f"you fixed {shown(against)}"
     if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:

@@ -110,7 +110,7 @@ def _slower(plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[
         lines.append(f"Its fullest rank holds {bytes_text(best.memory)}; the plan's {bytes_text(max(chosen.memory))}.")
     lines += marks
     if not slower:
-        fixed = shown(plan.constraints.model_dump(exclude_unset=True))
+        fixed = shown(plan.constraints.given)
         lines.append(f"It is not the plan because you fixed {fixed}." if fixed else "The search did not look at it.")
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
 
@@ -147,7 +147,7 @@ def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
     """The plan's constraints with ``asked`` in their place."""
-    given = plan.constraints.model_dump(exclude_unset=True)
+    given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
 
@@ -204,7 +204,7 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
-    fixed = {n: v for n, v in plan.constraints.model_dump(exclude_unset=True).items() if n != "ahead"}
+    fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     beyond = _merged(plan, asked).planned_only
     widest = widest_searched(plan.topology, plan.constraints)

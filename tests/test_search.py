@@ -258,6 +258,7 @@ def test_points_are_all_that_divide():
         ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
         ({"dp": 32, "microbatch_size": 32}, "global batch of 512 does not split by dp=32 x microbatch_size=32 = 1024"),
         ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
+        ({"zero": True}, "constraint zero: input should be a whole number, got True"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
         ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe', '1f1b', 'interleaved', 'zb-1p'"),
         ({"stages": 2}, "unknown constraint 'stages'; expected pp, dp"),

@@ -217,4 +217,7 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
         return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
     if beyond and not plan.constraints.ahead:
         return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
+    beside = {n: v for n, v in asked.items() if n not in OF_POINT}
+    if beside:
+        return f"its candidates do not differ in {', '.join(beside)}; each has what is best, or what you fixed"
     return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "no candidate is so"

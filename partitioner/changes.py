@@ -133,7 +133,30 @@ class _Search:
                 if self._has_plan(variant, pins, point):
                     done.append(given_up)
                     found.append(self._change(variant, pins, point))
-        return tuple(found)
+        return tuple(found) or self._freed()
+
+    def _freed(self) -> tuple[Change, ...]:
+        """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
+        base = next(iter(variants(self.asked, self.short_of_memory)))
+        every = tuple(pins_of(base.constraints))
+        if not every:
+            return ()
+        try:
+            job = self._job(base, every)
+            bounds, least = self._bound(job), self._bound(_roomiest(job))
+            choices = self._choices(job, bounds)
+        except PartitionError:
+            return ()
+        ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
+        for point in ranked[:_MOST_OF_ONE]:
+            pins = [pin for pin in every if differs(base.constraints, pin, point)]
+            possible = _is_possible(replace(job, constraints=self._constraints(base, pins, point)))
+            if possible and self._allowed(base, every, point) and self._has_plan(base, every, point):
+                return (self._change(base, pins, point),)
+        # not even without them: what else it takes
+        free = _Search(replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory)
+        text = ", ".join(shown(base.constraints, pin) for pin in every)
+        return tuple(replace(change, text=f"{text} left free, {change.text}") for change in free.changes()[:1])
 
     def _job(self, variant: Variant, pins: Sequence[str]) -> Job:
         return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)

@@ -107,7 +107,7 @@ def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _described(plan: Plan) -> list[tuple[str, str]]:
     chosen, estimate, fullest = plan.chosen, plan.estimate, fullest_rank(plan)
-    given = plan.constraints.model_dump(exclude_unset=True)
+    given = plan.constraints.given
     memory = f"{bytes_text(estimate.memory[fullest])} of {bytes_text(capacities(plan)[fullest])}"
     return [
         ("model", plan.model),

@@ -24,6 +24,8 @@ Recompute = Literal["none", "selective", "full"]
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
+_NUMBERS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "virtual_stages", "zero", "dp_shard")
+
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
@@ -105,6 +107,13 @@ class Constraints(BaseModel):
     ahead: bool = False
     stage_of: dict[str, int] = Field(default_factory=dict)
 
+    @field_validator(*_NUMBERS, mode="before")
+    @classmethod
+    def _no_truth_value(cls, given: Any) -> Any:
+        if isinstance(given, bool):  # which Python takes for 0 or 1
+            raise PydanticCustomError("number", "input should be a whole number")
+        return given
+
     @field_validator("offload", mode="before")
     @classmethod
     def _in_order(cls, given: Any) -> Any:
@@ -143,6 +152,11 @@ class Constraints(BaseModel):
     def group_size(self) -> int | None:
         """The samples of the groups within which samples meet; ``None``: all of a batch do."""
         return self.microbatch_size if self.couple == "microbatch" else None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is fixed, by name: all that is set, but for what is set to be left free."""
+        return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
 
     @property
     def meaning(self) -> Constraints:

@@ -171,8 +171,8 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
         else:
             yield _line(f"Not memory: the fullest rank is {percent(share)} full.")
     yield from _disk_binds(plan)
-    if plan.constraints.model_fields_set:
-        fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.model_dump(exclude_unset=True).items())
+    if plan.constraints.given:
+        fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
         yield _line(f"Fixed by you: {fixed}.")
 
 

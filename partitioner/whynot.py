@@ -16,7 +16,7 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.plan import Candidate, Plan
-from partitioner.solve.points import SEARCHED
+from partitioner.solve.points import SEARCHED, widest_searched
 from partitioner.units import bytes_text, seconds_text
 from passes.errors import InputsError, PartitionError
 
@@ -114,7 +114,7 @@ def _slower(plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[
         lines.append(f"Its fullest rank holds {bytes_text(best.memory)}; the plan's {bytes_text(max(chosen.memory))}.")
     lines += marks
     if not slower:
-        fixed = shown(plan.constraints.model_dump(exclude_unset=True))
+        fixed = shown(plan.constraints.given)
         lines.append(f"It is not the plan because you fixed {fixed}." if fixed else "The search did not look at it.")
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
 
@@ -151,7 +151,7 @@ def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
     """The plan's constraints with ``asked`` in their place."""
-    given = plan.constraints.model_dump(exclude_unset=True)
+    given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
 
@@ -224,12 +224,12 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
-    fixed = {n: v for n, v in plan.constraints.model_dump(exclude_unset=True).items() if n != "ahead"}
+    fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     beyond = _merged(plan, asked).planned_only
-    inside = plan.topology.devices_per_node
-    if plan.topology.num_nodes > 1 and asked.get("tp", 1) > inside:
-        return f"tp beyond the {inside} devices of a node is tried only where it is fixed"
+    widest = widest_searched(plan.topology, plan.constraints)
+    if plan.constraints.tp is None and asked.get("tp", 1) > widest:
+        return f"tp of more than {widest} ranks is tried only where it is fixed"
     if against:
         return f"you fixed {shown(against)}"
     if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
@@ -237,4 +237,7 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
         return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
     if beyond and not plan.constraints.ahead:
         return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
+    beside = {n: v for n, v in asked.items() if n not in OF_POINT}
+    if beside:
+        return f"its candidates do not differ in {', '.join(beside)}; each has what is best, or what you fixed"
     return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "no candidate is so"

@@ -90,6 +90,7 @@ def test_the_difference_of_the_breakdowns_is_that_of_the_times(plan: Plan):
 def test_what_cannot_be_says_what_conflicts(plan: Plan):
     assert plan.why_not(pp=3).verdict == "infeasible"
     assert "does not divide the 8 devices" in str(plan.why_not(pp=3))
+    assert "its candidates do not differ in recompute" in str(plan.why_not(recompute="full"))
     assert "the model has 4 calls" in str(plan.why_not(pp=8))
     answer = plan.why_not(pp=8, **again())
     assert answer.verdict == "infeasible"

@@ -70,6 +70,13 @@ def test_the_explanation_answers_its_questions(plan: Plan):
     assert "of the tied weight model.embed_tokens.weight = lm_head.weight" in text
 
 
+def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):
+    free = plan.model_copy(update={"constraints": Constraints(pp=None)})
+    assert "Fixed by you" not in free.explain()
+    some = plan.model_copy(update={"constraints": Constraints(pp=None, tp=2)})
+    assert "Fixed by you: tp=2." in some.explain()
+
+
 def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
     text = explain(plan)
     assert "Plain data parallelism (dp 16): does not fit (stage 0 lacks 43 GiB)" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, partition
+from partitioner.changes import _Search
 from partitioner.errors import InfeasibleError
+from partitioner.pins import pins_of
+from partitioner.variants import Variant
 
 MIB = 2**20
 
@@ -128,7 +132,10 @@ JOBS: dict[str, Infeasible] = {
     "idle: levels of one node": Infeasible(
         ConstraintError, "hierarchical left free instead of True", cluster(64), pins={"hierarchical": True}
     ),
-    "memory: a layer that no device holds": Infeasible(CapacityError, "times the memory on every device", cluster(0.2)),
+    "memory: a layer that no device holds": Infeasible(
+        CapacityError, "times the memory on every device", cluster(0.2), width=251
+    ),
+    "memory: a layer that only groups over nodes hold": Infeasible(CapacityError, "nodes instead of 1", cluster(0.2)),
     "offload: parameters that are kept whole": Infeasible(
         ConstraintError, "zero=0 instead of 1", cluster(64, host=64), pins={"offload": "parameters", "zero": 1}
     ),
@@ -203,6 +210,37 @@ def test_so_does_every_other_change(name: str) -> None:
     assert others
     for change in others:
         assert job.plan(change.topology, change.constraints, change.global_batch).estimate.step_time > 0
+
+
+@pytest.mark.parametrize("name", ["states: all of the mesh is pinned", "pins: cp does not divide"])
+def test_where_the_tries_end_pins_are_left_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pins that are all wrong have more changes than can be tried."""
+    monkeypatch.setattr("partitioner.changes._MOST_TRIED", 1)
+    job = JOBS[name]
+    with pytest.raises(InfeasibleError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    (change,) = caught.value.changes
+    assert " instead of " in change.text
+    assert job.plan(change.topology, change.constraints, change.global_batch).estimate.step_time > 0
+
+
+def test_what_takes_more_than_all_pins_left_free_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found where pins are given up one after the other; without any it takes more memory."""
+    small = cluster(0.2)
+    job = Infeasible(CapacityError, "", small, width=251, pins={"pp": 2, "dp": 2, "zero": 0})
+    monkeypatch.setattr(_Search, "_points", _only_without_pins(_Search._points))
+    with pytest.raises(CapacityError) as caught:
+        job.plan(small, Constraints(**job.pins))
+    (change,) = caught.value.changes
+    assert re.match("pp=2, dp=2, zero=0 left free, .* times the memory", change.text)
+    assert job.plan(change.topology, change.constraints).estimate.step_time > 0
+
+
+def _only_without_pins(points: Callable[..., Any]) -> Callable[..., Any]:
+    def found(search: _Search, variant: Variant, pins: tuple[str, ...]) -> Any:
+        return [] if pins_of(variant.constraints) else points(search, variant, pins)
+
+    return found
 
 
 def test_more_devices_do_not_mend_what_contradicts_itself() -> None:

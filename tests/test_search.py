@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES
 from numpy.typing import NDArray
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from partitioner import partition
+from partitioner import partition, prepare
 from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
@@ -240,7 +241,7 @@ def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned
 def test_points_are_all_that_divide():
     found = points(space())
     assert all(p.pp * p.dp * p.tp == 64 and 512 % (p.dp * p.microbatch_size) == 0 for p in found)
-    assert {p.tp for p in found} == {1, 2, 4, 8}  # within a node
+    assert {p.tp for p in found} == {1, 2, 4, 8, 16, 32, 64}
     assert max(p.pp for p in found) == 32  # calls for every stage
     assert {p.tp for p in points(space(tp=16))} == {16}
     pinned = dict(pp=2, dp=4, tp=8, microbatch_size=2)
@@ -257,6 +258,7 @@ def test_points_are_all_that_divide():
         ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
         ({"dp": 32, "microbatch_size": 32}, "global batch of 512 does not split by dp=32 x microbatch_size=32 = 1024"),
         ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
+        ({"zero": True}, "constraint zero: input should be a whole number, got True"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
         ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe', '1f1b', 'interleaved', 'zb-1p'"),
         ({"stages": 2}, "unknown constraint 'stages'; expected pp, dp"),
@@ -386,6 +388,32 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
     assert left_out(pinned, points(pinned)) == {Point(1, 64, 1, 1): "excluded by the constraints"}
     odd = space(batch=96)
     assert list(left_out(odd, points(odd)).values()) == ["the global batch of 96 does not split over dp=64"]
+
+
+@pytest.mark.parametrize(
+    ("world", "pins", "widest"),
+    [("dgx-h100:16", {}, 64), ("dgx-h100:16", {"tp": 128}, 128), ("cpu:16", {}, 16), ("gb200-nvl72:4", {}, 32)],
+)
+def test_tensor_groups_are_not_kept_inside_nodes(world: str, pins: dict[str, Any], widest: int):
+    """Nodes may hold one device, or numbers of them that nothing divides; groups of more than 64 are for who asks."""
+    assert max(p.tp for p in points(space(world, batch=4608, **pins))) == widest
+
+
+def test_tensor_groups_beyond_a_node_are_chosen_where_they_are_faster():
+    """Nodes of one device: half of a layer of 64 MiB each, or gradients of as much in every step."""
+    topology = Topology(
+        name="singles",
+        nodes=({"type": "gpu", "count": 4},),
+        types={"gpu": {"memory": "16 GB", "peak": {"fp32": "50 TFLOP/s"}, "memory_bandwidth": "1 TB/s"}},
+        levels=[{"name": "net", "bandwidth": "1 GB/s", "latency": "1 us"}],
+    )
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)), torch.empty(4, 4096)
+    work = prepare(model, (inputs,), loss=lambda out: out.square().mean())
+    pinned = partition(work, topology, constraints=Constraints(tp=4), estimate_only=True)
+    free = partition(work, topology, estimate_only=True)
+    apart = partition(work, topology, constraints=Constraints(tp=1), estimate_only=True)
+    assert free.estimate.step_time <= pinned.estimate.step_time < apart.estimate.step_time
 
 
 def test_states_are_shared_by_parts_of_dp_on_several_nodes():

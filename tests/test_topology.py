@@ -198,6 +198,7 @@ MINE = "nodes: [{type: mine}]\ntypes:\n  mine: {like: h100-sxm, %s}\n"
         (MINE % "memory: 80 TFLOP/s", "line 3.*measures operations per second; expected bytes, like 80 GB"),
         (MINE % "price: 3 EUR/h", "line 3.*unknown unit 'EUR/h'; write it like 2.80 USD/h, the one unit of money"),
         (MINE % "matmul_efficiency: [[1 GB, 1]]", "line 3.*measures bytes; expected a number"),
+        (MINE % "matmul_efficiency: [[64, 0.5], [64, 0.9]]", "line 3.*64 after 64; expected rows in order"),
         (MINE % "peak: {BF16: 1 TFLOP/s}", "line 3.*unknown precision 'BF16'; expected fp8, fp16, bf16"),
         (MINE % "peak: {bf17: 1 TFLOP/s}", "line 3.*unknown precision 'bf17'"),
         (MINE % "memory: 1 GB, reserved: 2 GB", "line 3.*nothing is left"),
@@ -238,6 +239,29 @@ def test_quantities_that_cannot_be_are_refused(text: str, message: str):
         ("nodes:\n  - {typ: l40s}", "line 2: nodes.0.typ: unknown key; did you mean type.*expected type, devices"),
         (PAIR + "links:\n  - {between: 3, bandwidth: 1}", r"line 5: links.0.between: expected a list.*got 3"),
         (PAIR + "node_overrides:\n  x: {speed: 1}", r"line 5: node_overrides.x: expected a whole number \(got 'x'\)"),
+        (
+            "nodes:\n  - {type: l40s, host: {memory: 1 TB}}",
+            "line 2: nodes.0.host.bandwidth: missing; give it",
+        ),
+        (
+            "nodes: [{type: l40s, names: [a, b], devices: 2}]\nlinks:\n  - {between: [a, b], bandwidth: 1}\n"
+            "  - {between: [b, a], bandwidth: 2}",
+            "line 4: links.1: a second link between 'b' and 'a'; give one for each pair",
+        ),
+        (
+            "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p:\n    links:\n"
+            "    - {bandwidth: 1, pairs: [[0, 1]]}\n    - {bandwidth: 2, pairs: [[1, 0]]}",
+            r"line 6: patterns.p.links.1.pairs: the pair \[1, 0\] twice; give it once",
+        ),
+        (
+            "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p:\n    links:\n"
+            "    - {bandwidth: 1, pairs: [[0, 1]]}\n    - {bandwidth: 2, pairs: all}",
+            "line 6: patterns.p.links.1.pairs: all pairs, among them some that are listed before; list all first",
+        ),
+        (
+            PAIR + "  - {name: a, bandwidth: 1, all_reduce: [[8, 1 us, 5 GB/s], [2, 1 us, 5 GB/s]]}",
+            "line 4: levels.1.all_reduce: 2 after 8; expected rows in order of their first number, each once",
+        ),
         (PAIR + "node_overrides:\n  0: 3", r"line 5: node_overrides.0: expected a mapping, like \{name: value\}"),
         (
             "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p: {links: [{bandwidth: 1, pairs: some}]}",

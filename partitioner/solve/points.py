@@ -27,6 +27,7 @@ _UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank ma
 _MORE_CHUNKS = 1.8  # times the last number of virtual stages, the next one
 _MOST_CHUNKS = 16
 
+_WIDEST = 64  # ranks of tp, where no node has more: wider ones are for those who ask
 _PART_GROWS = 4  # from one part of dp that shares states to the next
 
 SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
@@ -137,6 +138,11 @@ class Space:
         """What ``dp`` divides: samples, or the groups that they meet in."""
         return self.global_batch // (self.constraints.group_size or 1)
 
+    @property
+    def widest(self) -> int:
+        """The most ranks of ``tp`` that are tried where it is not fixed."""
+        return widest_searched(self.topology, self.constraints)
+
     def sizes(self, dp: int) -> list[int]:
         """The microbatches that there may be."""
         size = self.constraints.group_size
@@ -146,9 +152,9 @@ class Space:
 def points(space: Space) -> list[Point]:
     """All points that the constraints allow.
 
-    ``tp`` divides some dim of a weight and stays within a node (``ahead``: two) unless it is pinned; ``dp`` and the
-    microbatch divide the batch; there are calls for every stage. What is not executed yet is there only where it is
-    asked for.
+    ``tp`` divides some dim of a weight, and is at most 64 or the devices of the largest node (``ahead``: of two) unless
+    it is pinned; ``dp`` and the microbatch divide the batch; there are calls for every stage. What is not executed yet
+    is there only where it is asked for.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
     """
@@ -324,9 +330,12 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
 def _tensor_axis_fits(space: Space, tp: int) -> bool:
     if tp == 1 or space.constraints.tp == tp:
         return True
-    inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
-    fits = inside % tp == 0 or (space.constraints.ahead and tp == 2 * inside)
-    return fits and any(size % tp == 0 for size in space.dims)
+    return tp <= space.widest and any(size % tp == 0 for size in space.dims)
+
+
+def widest_searched(topology: Topology, pinned: Constraints) -> int:
+    """See :attr:`Space.widest`."""
+    return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
 def baselines(
@@ -338,7 +347,9 @@ def baselines(
     et al. 2021, section 3), and the microbatch of the least bound. ``None``: not among ``candidates``.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
-    widest = max((p.tp for p in candidates), default=1)
+    inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
+    widths = {p.tp for p in candidates}
+    widest = max([tp for tp in widths if inside % tp == 0] or [*widths, 1])
     plainest = min((p.zero for p in candidates), default=0)
     megatron = [p for p in candidates if (p.tp, p.zero) == (widest, plainest)]
     depths = sorted({p.pp for p in megatron})

@@ -37,7 +37,7 @@ def why_none(space: Space) -> str:
     return (
         f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must divide the "
         f"{batch}, {_depth(space)} (the calls that can be placed), tp must "
-        "divide a dim of a weight and stay within a node"
+        f"divide a dim of a weight{_widest(space)}"
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
         + (_asked_by(schedule) if schedule else "")
@@ -52,6 +52,12 @@ def _depth(space: Space) -> str:
     if pinned.schedule not in (None, *OF_ONE_STAGE) and table_of(pinned.schedule) is None:
         return f"pp is more than 1, since {pinned.schedule} is for a pipeline, and at most {space.num_calls}"
     return f"pp is at most {space.num_calls}"
+
+
+def _widest(space: Space) -> str:
+    """How wide tensor groups may be, if that forbids any."""
+    forbids = space.constraints.tp is None and space.widest < space.world_size
+    return f" and be at most {space.widest}" if forbids else ""
 
 
 def _asked_by(schedule: str | ScheduleTable) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from partitioner.topology.fabric import MOST_PLACES
-from partitioner.topology.parts import Level, NodeGroup, NodeOverride
+from partitioner.topology.parts import Level, NodeGroup, NodeOverride, Pattern
 
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
@@ -67,6 +67,15 @@ def _check_names(topology: Topology) -> None:
     for i, link in enumerate(topology.links):
         if link.between[0] == link.between[1]:
             raise MisplacedError(f"a link joins {link.between[0]!r} to itself; name two devices", "links", i)
+    joined: set[frozenset[str]] = set()
+    for i, link in enumerate(topology.links):
+        if frozenset(link.between) in joined:
+            raise MisplacedError(
+                f"a second link between {' and '.join(map(repr, link.between))}; give one for each pair, as fast as "
+                "all together (it is for both directions)",
+                *("links", i),
+            )
+        joined.add(frozenset(link.between))
 
 
 def _check_levels(topology: Topology) -> None:
@@ -113,6 +122,28 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
                     f"{group.devices - 1}",
                     *("patterns", group.pattern, "links", k, "pairs"),
                 )
+    _check_pairs(group.pattern, topology.patterns[group.pattern])
+
+
+def _check_pairs(name: str, pattern: Pattern) -> None:
+    """Raise where a pair is listed twice; ``all`` stands before what differs."""
+    listed: set[frozenset[int]] = set()
+    for k, link in enumerate(pattern.links):
+        if link.pairs == "all":
+            if listed:
+                raise MisplacedError(
+                    "all pairs, among them some that are listed before; list all first, then those that differ",
+                    *("patterns", name, "links", k, "pairs"),
+                )
+            continue
+        for pair in link.pairs:
+            if frozenset(pair) in listed:
+                raise MisplacedError(
+                    f"the pair {list(pair)} twice; give it once, as fast as all of its links together (it is for both "
+                    "directions)",
+                    *("patterns", name, "links", k, "pairs"),
+                )
+            listed.add(frozenset(pair))
 
 
 def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:

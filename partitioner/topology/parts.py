@@ -17,6 +17,7 @@ from partitioner.topology.quantities import (
     PowerOrNone,
     Price,
     Rate,
+    Rising,
     Seconds,
     Size,
 )
@@ -58,12 +59,12 @@ class DeviceType(Part):
     memory_bandwidth: Rate
     launch: Seconds = 0.0
     dispatch: Seconds = 0.0
-    matmul_efficiency: tuple[tuple[Number, Number], ...] = ((1.0, 1.0),)
+    matmul_efficiency: Rising[tuple[tuple[Number, Number], ...]] = ((1.0, 1.0),)
     unaligned: float = Field(default=1.0, gt=0, le=1)
     attention_efficiency: Number = 1.0
-    attention_lengths: tuple[tuple[Number, Number], ...] = ()
+    attention_lengths: Rising[tuple[tuple[Number, Number], ...]] = ()
     memory_efficiency: dict[str, Number] = Field(default_factory=lambda: {"default": 1.0})
-    memory_sizes: tuple[tuple[Size, Number], ...] = ()
+    memory_sizes: Rising[tuple[tuple[Size, Number], ...]] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     fused_attention: bool = True
     whole_scatter: bool = False
@@ -110,7 +111,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Measured = tuple[tuple[Count, Seconds, Rate], ...]
+Measured = Rising[tuple[tuple[Count, Seconds, Rate], ...]]
 
 
 class Level(Part):
@@ -186,7 +187,7 @@ class Pattern(Part):
     step: Seconds | None = None
     base: Seconds = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    starts: tuple[tuple[Count, Seconds], ...] = ()
+    starts: Rising[tuple[tuple[Count, Seconds], ...]] = ()
 
 
 class Host(Part):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from functools import partial
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -78,6 +79,14 @@ def _of(kind: str) -> BeforeValidator:
     return BeforeValidator(partial(quantity, kind=kind))
 
 
+def _rising(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    """``table``, where it can be interpolated over its first column."""
+    for (before, *_), (after, *_) in pairwise(table):
+        if after <= before:
+            raise ValueError(f"{after:g} after {before:g}; expected rows in order of their first number, each once")
+    return table
+
+
 _POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 Number = Annotated[float, _of("a number"), _POSITIVE]
@@ -90,3 +99,5 @@ PowerOrNone = Annotated[float, _of("watts"), _NOT_NEGATIVE]
 Size = Annotated[float, _of("bytes"), _POSITIVE]  # of what need not be whole
 Bytes = Annotated[int, BeforeValidator(_whole_bytes), Field(gt=0)]
 BytesOrNone = Annotated[int, BeforeValidator(_whole_bytes), Field(ge=0)]
+_Table = TypeVar("_Table", bound=tuple[tuple[float, ...], ...])
+Rising = Annotated[_Table, AfterValidator(_rising)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 _WORDS = {  # pydantic's kind of complaint -> what was expected
     "tuple_type": "expected a list, like [a, b]",
@@ -41,7 +42,9 @@ def explain(
 ) -> str:
     """The first of ``error``'s complaints about a ``model`` as one sentence; ``line_of`` maps a path of keys to a line
     of a file."""
-    first = min(error.errors(), key=lambda each: each["type"] == "missing")  # what was given tells more
+    every = error.errors()
+    # what is inside tells more than that nothing is left of the whole, what was given more than what was not
+    first = min(every, key=lambda each: (_has_inside(each["loc"], every), each["type"] == "missing"))
     context: Mapping[str, Any] = first.get("ctx", {})
     place: Sequence[int | str] = getattr(context.get("error"), "path", None) or first["loc"]
     place = [key for key in place if key not in _MARKS]
@@ -54,6 +57,11 @@ def explain(
     got = "" if first["type"] in _SAID else f" (got {first['input']!r})"
     path, where = ".".join(str(key) for key in place), f", line {line}" if line else ""
     return f"{what}{where}: {path + ': ' if path else ''}{message}{got}"
+
+
+def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
+    """Whether one of ``every`` complaint is about what is inside of ``place``."""
+    return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

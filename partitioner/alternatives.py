@@ -81,10 +81,8 @@ def best_schedule(
 
 def evaluated(solved: Solved) -> Evaluated:
     """What the search asks of a solved candidate."""
-    estimate, split = solved.estimate, solved.stages
-    least = estimate.step_time - (split.pipeline_s - split.least_s)
-    memory = max(estimate.memory)
-    return Evaluated(estimate.step_time, memory, solved, least, estimate.breakdown)
+    estimate = solved.estimate
+    return Evaluated(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
 
 
 def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, found: Solved) -> Certificate:

@@ -144,7 +144,7 @@ class _Search:
         try:
             job = self._job(base, every)
             bounds, least = self._bound(job), self._bound(_roomiest(job))
-            choices = self._choices(job, bounds)
+            choices = self._choices(job, bounds, every)
         except PartitionError:
             return ()
         ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs, with_lost
+from partitioner.cost.tails import least_update, run_tails
 from partitioner.cost.widest import no_slower
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import CapacityError, PlanError
@@ -25,12 +27,13 @@ from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
+from partitioner.solve.joint import cut_for_step
 from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.placement import Found, Placements
 from partitioner.solve.points import Point
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StageSplit, solve_stages
-from partitioner.solve.virtual import solve_virtual
+from partitioner.solve.virtual import followed, solve_virtual
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
@@ -53,6 +56,7 @@ class Solved:
     offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: Reducing = AT_ONCE  # how gradients are added up
+    least_s: float = 0.0  # what no plan of the candidate goes below, if that is less than was asked
 
 
 Judged = tuple[StageProblem, StageSplit, Estimate]
@@ -71,6 +75,13 @@ def split_of(problem: StageProblem, point: Point, *, proven: bool = True) -> Sta
     return solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
 
 
+def as_followed(problem: StageProblem, point: Point) -> StageProblem:
+    """``problem`` with what its schedule says of the microbatches that stages hold."""
+    if is_formula(point.schedule):
+        return problem
+    return followed(problem, point.schedule, point.pp, point.virtual_stages)
+
+
 @dataclass
 class Evaluator:
     """Solves candidates; what they share is solved once."""
@@ -83,9 +94,17 @@ class Evaluator:
     _floors: dict[Hashable, Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
 
-    def solve(self, point: Point, devices: Sequence[int] | None = None, *, proven: bool = True) -> Solved:
+    def solve(
+        self,
+        point: Point,
+        devices: Sequence[int] | None = None,
+        *,
+        proven: bool = True,
+        enough_s: float = math.inf,
+    ) -> Solved:
         """The best plan of one candidate; on ``devices`` by rank, where they are given. ``proven``: with a bound on
-        what its stages take, which for schedules that are followed takes as long as to find them.
+        what its stages take, which for schedules that are followed takes as long as to find them. ``enough_s``: plans
+        whose step takes as long are of no interest, a bound of that is as good as any.
 
         Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
         :class:`passes.errors.UnsupportedError` where there is none.
@@ -94,6 +113,7 @@ class Evaluator:
         num_microbatches = point.num_microbatches(job.global_batch)
         local, costs, states = self._own(point)
         ranks = virtual_ranks(point)
+        leasts: list[float] = []
 
         seen: dict[int, tuple[Machine, Machine]] = {}  # by identity, with what keeps it alive
 
@@ -119,12 +139,26 @@ class Evaluator:
                 costs_by_stage=costs.by_stage(machine),
                 scattered_bytes=machine.scattered_bytes(num_microbatches),
             )
-            split = split_of(problem, point, proven=proven)
             order = point.schedule, point.virtual_stages if ranks else None
-            expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
-            if job.constraints.offload:
-                self._check_offload(expected, machine)
-            return expected.step_time, (problem, split, expected)
+
+            def price(split: StageSplit) -> tuple[float, Estimate]:
+                expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
+                if job.constraints.offload:
+                    self._check_offload(expected, machine)
+                return expected.step_time, expected
+
+            cut = cut_for_step(
+                problem,
+                partial(split_of, point=point, proven=proven),
+                price,
+                least_update(problem, held, machine),
+                lambda within_s: run_tails(
+                    as_followed(problem, point), held, machine, job.constraints, ranks, within_s
+                ),
+                enough_s if proven else 0.0,
+            )
+            leasts.append(cut.least_s)
+            return cut.step_s, (problem, cut.split, cut.priced)
 
         def least(machine: Machine) -> float:
             """Stages that are all as fast as the best and hold the same share of the work."""
@@ -160,6 +194,7 @@ class Evaluator:
             job.constraints.offload or (),
             self._split_of(point) if point.cp > 1 else None,
             how_reduced(problem, split, states, dressed(found.machine), job.constraints)[1],
+            min(expected.step_time, *leasts),
         )
 
     def floor(self, point: Point, size: int) -> Floor | None:

@@ -146,8 +146,12 @@ def _explore(
     siblings = Siblings(bounds.state_bytes)
     floors = Floors(bounds, evaluator, candidates, space)
 
+    best_s = math.inf
+
     def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
-        found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven)))
+        nonlocal best_s
+        found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
+        best_s = min(best_s, found.step_time)
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
             found = replace(found, least=min(least, floors.of_point(point)))

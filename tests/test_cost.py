@@ -21,8 +21,9 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, matmul_efficiency
 from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
 from partitioner.cost.reducer import Reducer
+from partitioner.cost.reductions import Reduction, reduction
 from partitioner.cost.saved import kept_by
-from partitioner.cost.states import Reduction, StateCost, optimizer_bytes, reduction, state_costs
+from partitioner.cost.states import StateCost, optimizer_bytes, state_costs
 from partitioner.emit_levels import AT_ONCE
 from partitioner.errors import ConstraintError
 from partitioner.localize import unmark_stopped

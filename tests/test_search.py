@@ -241,7 +241,7 @@ def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned
 def test_points_are_all_that_divide():
     found = points(space())
     assert all(p.pp * p.dp * p.tp == 64 and 512 % (p.dp * p.microbatch_size) == 0 for p in found)
-    assert {p.tp for p in found} == {1, 2, 4, 8, 16, 32, 64}
+    assert {p.tp for p in found} == {1, 2, 4, 8}
     assert max(p.pp for p in found) == 32  # calls for every stage
     assert {p.tp for p in points(space(tp=16))} == {16}
     pinned = dict(pp=2, dp=4, tp=8, microbatch_size=2)
@@ -392,10 +392,10 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
 
 @pytest.mark.parametrize(
     ("world", "pins", "widest"),
-    [("dgx-h100:16", {}, 64), ("dgx-h100:16", {"tp": 128}, 128), ("cpu:16", {}, 16), ("gb200-nvl72:4", {}, 32)],
+    [("dgx-h100:16", {}, 8), ("dgx-h100:16", {"tp": 128}, 128), ("cpu:16", {}, 8), ("gb200-nvl72:4", {}, 32)],
 )
 def test_tensor_groups_are_not_kept_inside_nodes(world: str, pins: dict[str, Any], widest: int):
-    """Nodes may hold one device, or numbers of them that nothing divides; groups of more than 64 are for who asks."""
+    """Nodes may hold one device, or numbers of them that nothing divides; groups of more than 8 are for who asks."""
     assert max(p.tp for p in points(space(world, batch=4608, **pins))) == widest
 
 

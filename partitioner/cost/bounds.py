@@ -29,8 +29,9 @@ from partitioner.cost.gathers import Floor
 from partitioner.cost.levels import best_reducers, data_reducers
 from partitioner.cost.offload import update_seconds
 from partitioner.cost.planned import Planned
+from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed, best_type, relaxed, stage_speeds
-from partitioner.cost.states import StateCost, reduction, state_costs, summed, update_time
+from partitioner.cost.states import StateCost, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements

@@ -14,8 +14,9 @@ from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import HERE, Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
+from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed
-from partitioner.cost.states import StateCost, reduction, summed, update_time
+from partitioner.cost.states import StateCost, summed, update_time
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable

@@ -7,15 +7,12 @@ the parameter in fp32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
-from partitioner.cost.reducer import INNER, OUTER, Reducer
-from partitioner.emit_buckets import bucket_limit
+from partitioner.cost.reducer import INNER, OUTER
 from partitioner.errors import ConstraintError
 from partitioner.topology.parts import DeviceType
 from passes.blocks import State, TensorSpec
@@ -287,78 +284,6 @@ def _cost(
     states = optimizer_bytes(local.numel, spec.dtype.itemsize, optimizer)
     master = states - moment_bytes(local.numel, spec.dtype.itemsize, optimizer)
     return StateCost(local.nbytes, gradient_bytes(local, short_gradients), states, tuple(axes), master=master)
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
-
-    ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
-    ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
-    ``coding_s``: of compressing what is sent, which nothing is beside; ``coding_again_s``: in every further microbatch.
-    """
-
-    total_s: float = 0.0
-    last_s: float = 0.0
-    gather_s: float = 0.0
-    again_s: float = 0.0
-    coding_s: float = 0.0
-    coding_again_s: float = 0.0
-    by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
-
-    def exposed(
-        self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
-    ) -> float:
-        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``;
-        and to the backwards of all ``microbatches`` but the last.
-
-        While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
-        """
-        coding = self.coding_s + (microbatches - 1) * self.coding_again_s
-        if not overlap:
-            return self.total_s + self.gather_s + (microbatches - 1) * self.again_s + coding
-        gathered = (slowdown - 1) * min(self.gather_s, forward_s) + max(0.0, self.gather_s - forward_s)
-        again = (slowdown - 1) * min(self.again_s, window_s) + max(0.0, self.again_s - window_s)
-        return gathered + (microbatches - 1) * again + self._behind(window_s, slowdown) + coding
-
-    def _behind(self, window_s: float, slowdown: float) -> float:
-        hidden = max(0.0, self.total_s - self.last_s)
-        return (slowdown - 1) * min(hidden, window_s) + max(0.0, hidden - window_s) + self.last_s
-
-
-def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
-    """The reduction of the gradients of ``costs``, in buckets by axes.
-
-    Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
-    Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
-    What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
-    """
-    sizes: dict[tuple[str, tuple[str, ...], int], float] = {}
-    last_level: dict[tuple[str, ...], bool] = {}
-    for cost in costs:
-        if not cost.gradient:
-            continue
-        if cost.scatter_axes and cost.stage < 3:
-            key = "reduce_scatter", cost.scatter_axes, cost.stage
-            sizes[key] = sizes.get(key, 0.0) + cost.gradient
-            last_level[cost.scatter_axes] = not any(axis != "tp" for axis in cost.rest_axes)
-        if cost.rest_axes:
-            key = "all_reduce", cost.rest_axes, 0
-            sizes[key] = sizes.get(key, 0.0) + cost.gradient_piece
-    by_axes: dict[tuple[str, ...], float] = {}
-    last = gathered = again = coding = coding_again = 0.0
-    for (op, axes, stage), size in sizes.items():
-        group = reducer.group(axes)
-        count = math.ceil(size / bucket_limit(group.size)) if overlap else 1
-        sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
-        sent = sent or reducer.scatter(size / count, axes, last_level[axes])
-        by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds
-        last = max(last, sent.seconds)
-        gathered += count * collective_time("all_gather", size / count, group) if stage else 0.0
-        again += count * sent.seconds if stage == 2 else 0.0
-        coding += count * sent.coding_s
-        coding_again += count * sent.coding_s if stage == 2 else 0.0
-    return Reduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:

@@ -27,7 +27,7 @@ _UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank ma
 _MORE_CHUNKS = 1.8  # times the last number of virtual stages, the next one
 _MOST_CHUNKS = 16
 
-_WIDEST = 64  # ranks of tp, where no node has more: wider ones are for those who ask
+_WIDEST = 8  # ranks of tp, where no node has more: wider ones are for those who ask
 _PART_GROWS = 4  # from one part of dp that shares states to the next
 
 SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
@@ -152,7 +152,7 @@ class Space:
 def points(space: Space) -> list[Point]:
     """All points that the constraints allow.
 
-    ``tp`` divides some dim of a weight, and is at most 64 or the devices of the largest node (``ahead``: of two) unless
+    ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
     it is pinned; ``dp`` and the microbatch divide the batch; there are calls for every stage. What is not executed yet
     is there only where it is asked for.
 

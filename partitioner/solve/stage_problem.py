@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from partitioner.cost.calls import CallCost
 from partitioner.solve.pipelines import stage_in_flight
 from partitioner.topology.parts import Link
@@ -55,7 +58,7 @@ class StageProblem:
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
     occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: microbatches
     that each stage holds at a time, ``halfway``: those of them of which half the backward has run, where the schedule's
-    formula does not say.
+    formula does not say. ``barred``: by stage, runs of calls that are not wanted, by start and stop.
     """
 
     calls: tuple[StageCall, ...]
@@ -80,6 +83,7 @@ class StageProblem:
     halfway: tuple[int, ...] = ()
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
+    barred: tuple[NDArray[np.bool_], ...] = ()
 
     @property
     def num_rounds(self) -> int:

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.errors import CapacityError
 from partitioner.solve.shortage import capacity_error
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.tables import TINY, StageTables, min_max
@@ -80,12 +81,16 @@ class StageSplit:
         return tuple(stage.start for stage in self.stages[1:])
 
 
+class NoneLeft(CapacityError):
+    """All stages that fit have runs of calls that are barred."""
+
+
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
     """The best split. Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if none fits."""
     tables = tables or StageTables(problem)
     split = None if tables.hopeless else _Splitter(tables).best()
     if split is None:
-        raise capacity_error(tables)
+        raise NoneLeft("no other stages fit") if problem.barred else capacity_error(tables)
     return split
 
 
@@ -218,6 +223,7 @@ def stage_plan(
 
 
 __all__ = [
+    "NoneLeft",
     "StagePlan",
     "StageSplit",
     "solve_stages",

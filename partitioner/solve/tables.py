@@ -125,7 +125,10 @@ class StageTables:
         if problem.train:
             time += self._backward[pace, start, stop]
             plain = self._whole(flying, start, stop)
-        every = [self.allowed[stage][start, stop] for stage in (stages if problem.pinned else stages[:1]).tolist()]
+        every = [
+            self.allowed[stage][start, stop]
+            for stage in (stages if problem.pinned or problem.barred else stages[:1]).tolist()
+        ]
         allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
@@ -158,6 +161,12 @@ class StageTables:
         """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        if self.problem.barred:
+            both = zip(self._pinned(start, stop), self.problem.barred, strict=True)
+            return [allowed & ~barred for allowed, barred in both]
+        return self._pinned(start, stop)
+
+    def _pinned(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
         if not self.problem.pinned:
             return [start < stop] * self.problem.num_stages
         tables = []

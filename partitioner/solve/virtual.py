@@ -38,12 +38,10 @@ def solve_virtual(
 
     Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
     """
-    m = problem.num_microbatches
     ranks = ranks_of(schedule, num_ranks, chunks)
     own = held(ranks, num_ranks)
-    flying = held_microbatches(schedule, num_ranks, m, chunks)
-    if problem.train:
-        problem = replace(problem, flying=flying.most, halfway=flying.halfway)
+    flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
+    problem = followed(problem, schedule, num_ranks, chunks)
     capacity = [problem.capacity[stages[0]] for stages in own]
     whole = tables = StageTables(problem)
     split = solve_stages(problem, tables)  # raises where one of the stages does not fit on a rank of its own
@@ -83,6 +81,14 @@ def solve_virtual(
         stage=stage,
         missing_bytes=round(missing),
     )
+
+
+def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> StageProblem:
+    """``problem`` with the microbatches that each stage holds, from the schedule's order."""
+    if not problem.train:
+        return problem
+    flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
+    return replace(problem, flying=flying.most, halfway=flying.halfway)
 
 
 def _made_again(

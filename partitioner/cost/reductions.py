@@ -1,0 +1,124 @@
+"""What reducing the gradients of a stage takes, and how much of it computation does not hide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.reducer import Reducer
+from partitioner.cost.states import StateCost
+from partitioner.emit_buckets import bucket_limit
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
+
+    ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
+    ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
+    ``coding_s``: of compressing what is sent, which nothing is beside; ``coding_again_s``: in every further microbatch.
+    """
+
+    total_s: float = 0.0
+    last_s: float = 0.0
+    gather_s: float = 0.0
+    again_s: float = 0.0
+    coding_s: float = 0.0
+    coding_again_s: float = 0.0
+    by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """All but what is by axes, in order."""
+        return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
+
+    def exposed(
+        self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
+    ) -> float:
+        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``;
+        and to the backwards of all ``microbatches`` but the last.
+
+        While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
+        """
+        return float(exposed_seconds(self.seconds, window_s, slowdown, forward_s, overlap, microbatches))
+
+
+Seconds = float | NDArray[np.float64]
+
+
+def exposed_seconds(
+    works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
+) -> Any:
+    """:meth:`Reduction.exposed`, of many at a time; ``works``: as
+    :attr:`Reduction.seconds`."""
+    total, last, gather, again, coding, coding_again = works
+    coding = coding + (microbatches - 1) * coding_again
+    if not overlap:
+        return total + gather + (microbatches - 1) * again + coding
+
+    def beside(seconds: Seconds, other: Seconds) -> Any:
+        return (slowdown - 1) * np.minimum(seconds, other) + np.maximum(0.0, seconds - other)
+
+    behind = beside(np.maximum(0.0, total - last), window_s) + last
+    return beside(gather, forward_s) + (microbatches - 1) * beside(again, window_s) + behind + coding
+
+
+Sizes = dict[tuple[str, tuple[str, ...], int], float]  # bytes by operation, axes and stage of ZeRO
+
+
+def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
+    """The reduction of the gradients of ``costs``, in buckets by axes.
+
+    Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
+    Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
+    What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
+    """
+    sizes: Sizes = {}
+    last_level: dict[tuple[str, ...], bool] = {}
+    for cost in costs:
+        for key, size in reduced_sizes(cost).items():
+            sizes[key] = sizes.get(key, 0.0) + size
+        last_level |= last_levels(cost)
+    return reduction_of(sizes, last_level, reducer, overlap)
+
+
+def reduced_sizes(cost: StateCost) -> Sizes:
+    """What of a state is reduced, and how."""
+    sizes: Sizes = {}
+    if cost.gradient and cost.scatter_axes and cost.stage < 3:
+        sizes["reduce_scatter", cost.scatter_axes, cost.stage] = cost.gradient
+    if cost.gradient and cost.rest_axes:
+        sizes["all_reduce", cost.rest_axes, 0] = cost.gradient_piece
+    return sizes
+
+
+def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
+    """Whether scattering a state's gradient over its axes is the last of its reduction that data takes part in."""
+    scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
+    return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
+
+
+def reduction_of(
+    sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
+) -> Reduction:
+    """The reduction of so many bytes, see :func:`reduction`."""
+    by_axes: dict[tuple[str, ...], float] = {}
+    last = gathered = again = coding = coding_again = 0.0
+    for (op, axes, stage), size in sizes.items():
+        group = reducer.group(axes)
+        count = math.ceil(size / bucket_limit(group.size)) if overlap else 1
+        sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
+        sent = sent or reducer.scatter(size / count, axes, last_level[axes])
+        by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds
+        last = max(last, sent.seconds)
+        gathered += count * collective_time("all_gather", size / count, group) if stage else 0.0
+        again += count * sent.seconds if stage == 2 else 0.0
+        coding += count * sent.coding_s
+        coding_again += count * sent.coding_s if stage == 2 else 0.0
+    return Reduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)

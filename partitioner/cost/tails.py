@@ -1,0 +1,157 @@
+"""What a step takes after its pipeline, by which calls a stage has: reducing gradients, and the optimizer's update.
+
+Nothing here is more than :func:`partitioner.cost.estimate.estimate` counts for stages of these calls. With one stage on
+each rank it is the same, but for tied weights, host memory and devices that share cores; with several the update of one
+of them is all that is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.constraints import Constraints
+from partitioner.cost.compute import memory_rate
+from partitioner.cost.levels import reducer_of, ways
+from partitioner.cost.machine import Machine
+from partitioner.cost.reducer import Reducer
+from partitioner.cost.reductions import Sizes, exposed_seconds, last_levels, reduced_sizes, reduction_of
+from partitioner.cost.states import StateCost
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.tables import StageTables, Table, min_max
+
+
+def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: Machine) -> float:
+    """Seconds of the update at least, wherever calls are cut: as if all ranks had the same share of it."""
+    if not problem.train:
+        return 0.0
+    held = {name for call in problem.calls for name in call.states if name in states}
+    paces = (memory_rate("optimizer", d) for s in range(_num_ranks(machine)) for d in machine.devices_of(s))
+    return sum(_stepped(states[name]) for name in held) / max(paces) / _num_ranks(machine)
+
+
+def run_tails(
+    problem: StageProblem,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    constraints: Constraints,
+    ranks: Sequence[int],
+    within_s: float,
+) -> list[Table]:
+    """By stage of ``problem``: the seconds after the pipeline at least, if it has the calls from a start (row) to a
+    stop (column). Infinite for runs that alone take a step longer than ``within_s`` or leave others no choice but to,
+    and where there is no such stage.
+
+    ``ranks``: of each stage, where several are on one.
+    """
+    tables = StageTables(problem)
+    stages, m = range(problem.num_stages), problem.num_microbatches
+    seconds = _on_the_way([np.where(m * tables.least_work <= within_s, times, np.inf) for times in tables.times])
+    tails = [np.where(np.isfinite(times), 0.0, np.inf) for times in seconds]
+    if not problem.train:
+        return tails
+    if problem.num_stages == _num_ranks(machine):
+        waits = _Reductions(tables, states, machine, constraints)
+        ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # of the stages before, at most
+        for stage, times in zip(stages, seconds, strict=True):
+            windows = _windows(tables, stage, times)
+            tails[stage] = np.maximum(tails[stage], waits.of_stage(stage, windows, ahead))
+            reached = np.isfinite(windows) & np.isfinite(ahead)[:, None]
+            ahead = np.where(reached, ahead[:, None] + np.where(reached, windows, 0.0), -np.inf).max(axis=0)
+    stepped = tables.segments.states_of({name: _stepped(cost) for name, cost in states.items()})
+    updates = []
+    for rank, tail in zip(ranks or stages, tails, strict=True):
+        rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
+        updates.append(np.where(np.isfinite(tail), stepped / rate, np.inf))
+    longest = min_max(updates)[0]  # of a cut's updates at least, which is waited for on all ranks
+    return [tail + np.maximum(update, longest) for tail, update in zip(tails, updates, strict=True)]
+
+
+def _on_the_way(tables: Sequence[Table]) -> list[Table]:
+    """``tables`` with only those runs that stages before and behind can make whole."""
+    some = [np.isfinite(table) for table in tables]
+    ends = np.arange(len(some[0]))
+    before, behind = [ends == 0], [ends == ends[-1]]
+    for runs in some[:-1]:
+        before.append((before[-1][:, None] & runs).any(axis=0))
+    for runs in reversed(some[1:]):
+        behind.append((runs & behind[-1][None, :]).any(axis=1))
+    ways = zip(tables, before, reversed(behind), strict=True)
+    return [np.where(start[:, None] & stop[None, :], table, np.inf) for table, start, stop in ways]
+
+
+def _num_ranks(machine: Machine) -> int:
+    return machine.mesh.get("pp", 1)
+
+
+def _stepped(cost: StateCost) -> float:
+    return 0.0 if cost.hosted else cost.update
+
+
+def _windows(tables: StageTables, stage: int, times: Table) -> Table:
+    """Seconds of a backward, with what is computed again for it; infinite where ``times`` are."""
+    forward, _ = tables.seconds(stage)
+    before, after = tables.transfers(stage)
+    overhead = tables.problem.pace(stage).overhead.forward_total_s
+    return np.maximum(0.0, times - forward - before - after - overhead)
+
+
+class _Reductions:
+    """What the reductions of runs of calls leave to wait for."""
+
+    def __init__(
+        self,
+        tables: StageTables,
+        states: Mapping[str, StateCost],
+        machine: Machine,
+        constraints: Constraints,
+    ) -> None:
+        self.tables, self.machine = tables, machine
+        self.ways = ways(machine, constraints)
+        alike = {id(cost): cost for cost in states.values()}.values()
+        self.keys = list(dict.fromkeys(key for cost in alike for key in reduced_sizes(cost)))
+        self.last_levels = {axes: last for cost in alike for axes, last in last_levels(cost).items()}
+        parts = [{n: s[key] for n, c in states.items() if key in (s := reduced_sizes(c))} for key in self.keys]
+        self.sizes = [tables.segments.states_of(part) for part in parts]
+        self._known: dict[Any, tuple[float, ...]] = {}
+
+    def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
+        """By run: seconds by which its reductions end after the pipeline, whose stages before take ``ahead`` for a
+        backward, by where the run starts."""
+        waits = np.zeros_like(windows)
+        if not self.keys:
+            return waits
+        problem, machine = self.tables.problem, self.machine
+        forward, _ = self.tables.seconds(stage)
+        overhead = problem.pace(stage).overhead.forward_total_s
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
+        reducers = [reducer_of(machine, stage, how) for how in self.ways]
+        start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
+        sizes = np.stack([size[start, stop] for size in self.sizes], axis=1)
+        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        windows, forward = windows[start, stop], forward[start, stop] + overhead
+        exposed = np.full(len(start), np.inf)
+        for reducer in reducers:
+            works = np.array([self._of(row, reducer) for row in different.tolist()])[which.ravel()].T
+            seconds = exposed_seconds(
+                tuple(works), windows, slowdown, forward, machine.overlap, problem.num_microbatches
+            )
+            exposed = np.minimum(exposed, seconds)
+        waits[start, stop] = exposed - ahead[start]
+        return waits
+
+    def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
+        """See :attr:`partitioner.cost.reductions.Reduction.seconds`."""
+        held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
+        groups = tuple(reducer.group(axes) for _, axes, _ in self.keys)
+        known = *sizes, reducer.how, id(reducer.device), groups
+        if known not in self._known:
+            found = reduction_of(held, self.last_levels, reducer, self.machine.overlap)
+            self._known[known] = found.seconds
+        return self._known[known]
+
+
+__all__ = ["least_update", "run_tails"]

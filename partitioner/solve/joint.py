@@ -19,7 +19,7 @@ from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import NoneLeft, StageSplit
 from partitioner.solve.tables import Table, min_max
 
-_ROUNDS, _ROUNDS_FOLLOWED = 24, 3  # of cuts; of those that a schedule has to be followed for
+_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # of cuts; of those that a schedule has to be followed for
 _ROUNDING = 1e-12
 
 Priced = TypeVar("Priced")

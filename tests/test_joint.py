@@ -69,10 +69,12 @@ def test_no_other_cuts_have_a_lesser_step(p: StageProblem, seed: int, scale: flo
 class Uneven(nn.Module):
     """Layers that take long and have few weights, then layers with many."""
 
-    def __init__(self, width: int = 1024) -> None:
+    def __init__(self, width: int = 1024, *, tied: bool = False) -> None:
         super().__init__()
         self.long = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.wide = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+        if tied:
+            self.wide[-1].weight = self.long[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.long:
@@ -91,10 +93,10 @@ def slow() -> Topology:
     )
 
 
-@pytest.fixture(scope="module")
-def uneven() -> Any:
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
+def uneven(request: pytest.FixtureRequest) -> Any:
     with torch.device("meta"):
-        return prepare(Uneven(), (torch.empty(64, 256, 1024),), precision="bf16")
+        return prepare(Uneven(tied=request.param), (torch.empty(64, 256, 1024),), precision="bf16")
 
 
 @pytest.mark.parametrize(

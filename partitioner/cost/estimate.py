@@ -9,7 +9,7 @@ from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.cost.calls import CallCost, GatheredBytes
-from partitioner.cost.collectives import collective_time, link_of_parts
+from partitioner.cost.collectives import link_of_parts
 from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import HERE, Machine
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
@@ -17,6 +17,7 @@ from partitioner.cost.peak import stage_estimates
 from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, summed, update_time
+from partitioner.cost.tails import tied_seconds
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
@@ -311,13 +312,7 @@ def _tied(
 ) -> float:
     """Seconds of adding up the gradients of tied weights over their stages, ahead of all else: nothing hides it."""
     often = Counter(name for names in held for name in names)
-    seconds = 0.0
-    for name, count in often.items():
-        if problem.train and count > 1 and states[name].gradient:
-            whole = machine.group("pp")
-            over = replace(whole, size=min(whole.size, count))
-            seconds += collective_time("all_reduce", states[name].gradient_piece, over)
-    return seconds
+    return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)
 
 
 __all__ = ["Machine", "estimate", "stage_problem"]

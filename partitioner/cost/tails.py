@@ -1,19 +1,21 @@
 """What a step takes after its pipeline, by which calls a stage has: reducing gradients, and the optimizer's update.
 
 Nothing here is more than :func:`partitioner.cost.estimate.estimate` counts for stages of these calls. With one stage on
-each rank it is the same, but for tied weights, host memory and devices that share cores; with several the update of one
-of them is all that is counted.
+each rank it is about the same, but for host memory and devices that share cores; with several the update of one of them
+is all that is counted, and tied weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.constraints import Constraints
+from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
 from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import Machine
@@ -67,7 +69,44 @@ def run_tails(
         rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
         updates.append(np.where(np.isfinite(tail), stepped / rate, np.inf))
     longest = min_max(updates)[0]  # of a cut's updates at least, which is waited for on all ranks
-    return [tail + np.maximum(update, longest) for tail, update in zip(tails, updates, strict=True)]
+    tied = _least_tied(problem, states, machine, seconds, ranks or stages)
+    return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
+
+
+def tied_seconds(cost: StateCost, count: int, machine: Machine) -> float:
+    """Seconds of adding up the gradient of a weight that ``count`` ranks of a pipeline hold."""
+    if count < 2 or not cost.gradient:
+        return 0.0
+    whole = machine.group("pp")
+    return collective_time("all_reduce", cost.gradient_piece, replace(whole, size=min(whole.size, count)))
+
+
+def _least_tied(
+    problem: StageProblem,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    seconds: Sequence[Table],
+    ranks: Sequence[int],
+) -> float:
+    """The same of all weights that several calls read: of those that no rank can have together."""
+    readers: dict[str, list[int]] = {}
+    for place, call in enumerate(problem.calls):
+        for name in call.states:
+            readers.setdefault(name, []).append(place)
+    tied = {name: places for name, places in readers.items() if len(places) > 1 and name in states}
+    if not tied:
+        return 0.0
+    # by stage, the calls that it may have: those inside of some run that is left
+    inside = [np.isfinite(table) for table in seconds]
+    least = 0.0
+    for name, places in tied.items():
+        apart: list[set[int]] = []  # ranks that may have a reader, no two of which have one in common
+        for place in places:
+            at = {rank for rank, runs in zip(ranks, inside, strict=True) if runs[: place + 1, place + 1 :].any()}
+            if all(at.isdisjoint(other) for other in apart):
+                apart.append(at)
+        least += tied_seconds(states[name], len(apart), machine)
+    return least
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:

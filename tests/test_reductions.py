@@ -272,11 +272,10 @@ def gradients(program: Program, model: nn.Module, batch: Any, times: int = 1) ->
 
 SLOW = (
     ("dp4 hybrid3", "int8"), ("dp8 ep2 in turns", "int8"), ("dp4 tp2 in turns", "bf16"), ("dp4 offload", "int8"),
-    ("dp2 pp2", "int8"), ("dp4 in turns", "bf16"), ("dp4 zero1", "int8"),
+    ("dp2 pp2", "int8"), ("dp4 in turns", "bf16"), ("dp4 zero1", "int8"), ("dp4 hybrid2", "int8"),
 )  # fmt: skip
 COMPRESSED = [
     ("dp4", "bf16"), ("dp4", "int8"), ("dp4 in turns", "int8"), ("dp2 tp2", "int8"), ("dp4 zero2", "bf16"),
-    ("dp4 hybrid2", "int8"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in SLOW

@@ -110,8 +110,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dropout"),
+    [
+        *((case, 0.3) for case in CASES),
+        *(pytest.param(case, 0.0, marks=() if case == "tp2" else pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_it_computes_what_the_model_does(case: str, dropout: float):
     plan = planned(dropout=dropout, **CASES[case])
     assert plan.planned_only == ()

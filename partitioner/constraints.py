@@ -24,7 +24,7 @@ Recompute = Literal["none", "selective", "full"]
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 
-_NUMBERS = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "virtual_stages", "zero", "dp_shard")
+_NUMBERS = tuple(name for name in OF_POINT if name != "schedule")
 
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 

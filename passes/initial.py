@@ -21,7 +21,10 @@ _LOOKED_AT = 1 << 20  # elements
 def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
     """By name of a buffer of ``folded`` that is no constant: the number that all of its elements are, or its values as
     nested lists. Large ones, and those that have no values (on ``meta``), are left out."""
-    named = dict(model.named_buffers()) if isinstance(model, ExportedProgram) else _buffers(model)
+    every: dict[str, Any] = (
+        {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}
+    )  # which that does not take
+    named = dict(model.named_buffers(**every))
     found = {}
     for name, state in folded.states.items():
         value = next((named[n] for n in (name, *state.aliases) if n in named), None)
@@ -30,10 +33,6 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
             if written is not None:
                 found[name] = written
     return found
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _written(value: Tensor) -> Any | None:

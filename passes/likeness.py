@@ -177,23 +177,23 @@ def _frozen(value: Any, inside: dict[int, str]) -> Any:
         return kind, ()
     if isinstance(value, nn.Module):
         return ("part", inside[id(value)]) if id(value) in inside else ("other", id(value))
-    if type(value) in (tuple, list, torch.Size):
+    if kind in (tuple, list, torch.Size):
         return kind, tuple([_frozen(v, inside) for v in value])
-    if type(value) in (set, frozenset):
-        return type(value), frozenset([_frozen(v, inside) for v in value])
+    if kind in (set, frozenset):
+        return kind, frozenset([_frozen(v, inside) for v in value])
     if isinstance(value, dict):
         items = [(_frozen(k, inside), _frozen(v, inside)) for k, v in value.items()]
-        return type(value), tuple(items)
+        return kind, tuple(items)
     if isinstance(value, types.MethodType):
         return "method", value.__func__, _frozen(value.__self__, inside)
-    if type(value) is functools.partial:
+    if kind is functools.partial:
         return "partial", *(_frozen(v, inside) for v in (value.func, value.args, value.keywords))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), _frozen(tuple([_field(value, f.name) for f in dataclasses.fields(value)]), inside)
+        return kind, _frozen(tuple([_field(value, f.name) for f in dataclasses.fields(value)]), inside)
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
-        return type(value), id(value), tuple([(k, id(v)) for k, v in held.items()])
-    return type(value), id(value)
+        return kind, id(value), tuple([(k, id(v)) for k, v in held.items()])
+    return kind, id(value)
 
 
 def _field(value: Any, name: str) -> Any:

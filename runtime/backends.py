@@ -81,17 +81,14 @@ class TorchGroup:
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        parts = parts_of(resolved(x), split_dim, self.size)
+        return self._exchange(x, split_dim, joined, concat_dim)
+
+    def _exchange(self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0) -> Pending:
+        """The parts of ``x`` along ``dim``, one for each rank, and what ``finish`` makes of those that arrive."""
+        parts = parts_of(resolved(x), dim, self.size)
         out = torch.empty_like(parts)
-        return Transfer(
-            self,
-            [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])],
-            out,
-            joined,
-            concat_dim,
-            parts,
-            not share_memory(parts, x),
-        )
+        works = [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])]
+        return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         x = resolved(x).contiguous()
@@ -123,16 +120,7 @@ class GlooGroup(TorchGroup):
         return Transfer(self, works, out, joined, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        parts = parts_of(resolved(x), dim, self.size)
-        out = torch.empty_like(parts)
-        return Transfer(
-            self,
-            [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])],
-            out,
-            total,
-            sent=parts,
-            copied=not share_memory(parts, x),
-        )
+        return self._exchange(x, dim, total)
 
 
 class NcclGroup(TorchGroup):

@@ -125,10 +125,8 @@ class StageTables:
         if problem.train:
             time += self._backward[pace, start, stop]
             plain = self._whole(flying, start, stop)
-        every = [
-            self.allowed[stage][start, stop]
-            for stage in (stages if problem.pinned or problem.barred else stages[:1]).tolist()
-        ]
+        different = stages if problem.pinned or problem.barred else stages[:1]
+        every = [self.allowed[stage][start, stop] for stage in different.tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
         fits = allowed & (plain <= usable + ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():

@@ -11,7 +11,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_RARELY = (1_000_000, 10, 10)
+_RARELY = (2_000_000, 10, 10)  # as many objects as no usual plan leaves
 _MANY = 50_000  # young objects, over which a pass takes time that is felt
 _TOO_MANY = 1_500_000  # objects put off: some 200 MB
 

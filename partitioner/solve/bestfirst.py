@@ -21,7 +21,7 @@ from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, 
 from partitioner.plan import Candidate, Certificate
 from partitioner.schedules import schedule_name
 from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.points import Point
+from partitioner.solve.points import Point, in_order
 from passes.errors import PartitionError
 
 _MOST_ROWS = 1000  # of a certificate, besides those that were solved
@@ -234,7 +234,7 @@ def _best_first(
 def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
     """The families of the points, those that are left open in order."""
     families: dict[Hashable, list[Point]] = {}
-    for point in sorted(state.rows):
+    for point in sorted(state.rows, key=in_order):
         families.setdefault(bounds.family(point), []).append(point)
     nodes = [bounds.members(points) for points in families.values()]
     return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]

@@ -152,3 +152,19 @@ def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeyp
     for most, counted in seen:
         assert most <= counted * (1 + 1e-9)
     assert any(most == pytest.approx(counted) for most, counted in seen)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_run_is_left_within_a_step_that_is_too_short(uneven: Any, zero: int, monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    plain = evaluate_module.cut_for_step
+
+    def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float) -> Any:
+        cut = plain(problem, solve, price, least, tails, enough)
+        seen.extend(bool(np.isinf(table).all()) for part in (1e-6, 1e-3) for table in tails(part * cut.step_s))
+        return cut
+
+    monkeypatch.setattr(evaluate_module, "cut_for_step", watched)
+    partition(uneven, slow(), constraints=Constraints(pp=2, dp=4, tp=1, zero=zero), estimate_only=True)
+    assert seen
+    assert all(seen)

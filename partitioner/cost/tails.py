@@ -161,14 +161,14 @@ class _Reductions:
         """By run: seconds by which its reductions end after the pipeline, whose stages before take ``ahead`` for a
         backward, by where the run starts."""
         waits = np.zeros_like(windows)
-        if not self.keys:
+        start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
+        if not self.keys or not len(start):
             return waits
         problem, machine = self.tables.problem, self.machine
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
         reducers = [reducer_of(machine, stage, how) for how in self.ways]
-        start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
         sizes = np.stack([size[start, stop] for size in self.sizes], axis=1)
         different, which = np.unique(sizes, axis=0, return_inverse=True)
         windows, forward = windows[start, stop], forward[start, stop] + overhead

@@ -14,7 +14,8 @@ from dataclasses import replace
 from partitioner.evaluate import Solved
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.bestfirst import Bounds, Evaluated, bound_and_gap, candidate, refused
-from partitioner.solve.points import Point, Space, several_stages
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, several_stages
 from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule

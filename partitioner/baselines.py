@@ -15,7 +15,8 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bestfirst import Evaluated, candidate, refused
-from partitioner.solve.points import Point, Space, baselines, least, points
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, baselines, least, points
 from partitioner.solve.unfit import uneven
 from partitioner.units import divisors
 from passes.errors import PartitionError
@@ -63,12 +64,12 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
     """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) more stages as well."""
     for pp in divisors(point.pp * point.dp):
         dp = point.pp * point.dp // pp
-        if pp < point.pp or (pp > point.pp and point.tp == 1) or space.units % dp:
+        if pp < point.pp or (pp > point.pp and point.tp == 1) or not space.splits(dp):
             continue
         for size in reversed(space.sizes(dp)):
             leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
             smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
-            if smaller and (leaner in known or point.zero):
+            if smaller and (leaner in known or (point.zero and space.allows(leaner))):
                 yield leaner
 
 

@@ -25,7 +25,8 @@ from partitioner.finish import planned_only
 from partitioner.job import Job
 from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
 from partitioner.requests import check_request
-from partitioner.solve.points import Point, points, several_stages
+from partitioner.solve.point import Point
+from partitioner.solve.points import points, several_stages
 from partitioner.topology import Topology
 from partitioner.variants import Asked, Variant, variants
 from passes.errors import PartitionError

@@ -16,7 +16,8 @@ from partitioner.explain_tables import heading, indented, pairs
 from partitioner.plan import Plan
 from partitioner.topology import DeviceType, Topology
 from partitioner.units import bytes_text, digits, plural, ranges
-from runtime.program import MESH_AXES, RankProgram, shard_shape
+from runtime.meshes import MESH_AXES
+from runtime.program import RankProgram, shard_shape
 
 _MOST_STATES = 40
 _MOST_DIFFERENT = 12

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
 from partitioner.explain import KINDS, MEMORY_KINDS
-from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, plain, table
+from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, plain, table
 from partitioner.outline import outline
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text
@@ -118,7 +118,7 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("global batch", f"{plan.global_batch:,}"),
         ("fixed by you", ", ".join(f"{k}={v}" for k, v in given.items()) or "nothing"),
         ("mesh", mesh_text(plan.mesh)),
-        ("microbatches", f"{plan.num_microbatches} of {plural(chosen.microbatch_size, 'sample')}"),
+        ("microbatches", f"{microbatches_text(plan)} of {plural(chosen.microbatch_size, 'sample')}"),
         ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
         ("virtual stages", str(chosen.virtual_stages)),
         ("gradients", _added_up(plan)),

@@ -16,8 +16,8 @@ from partitioner.schedule_table import SUFFIX
 from partitioner.schedules import SCHEDULES, ScheduleTable
 from partitioner.units import divisors
 from runtime.buckets import Compression
+from runtime.meshes import AXES
 from runtime.offload import OFFLOADS, Offload
-from runtime.program import AXES
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -187,13 +187,23 @@ class Constraints(BaseModel):
             )
 
     def check_batch(self, global_batch: int) -> None:
-        """Raise :class:`ConstraintError` unless ``global_batch`` samples split evenly as pinned."""
+        """Raise :class:`ConstraintError` unless ``global_batch`` samples split as pinned: evenly where that has to be,
+        else into microbatches of which there is one for every rank of ``dp``."""
         dp, size = self.dp or 1, self.microbatch_size or 1
-        if global_batch % (dp * size):
-            given = [f"{n}={v}" for n, v in (("dp", self.dp), ("microbatch_size", self.microbatch_size)) if v]
-            what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
+        if global_batch % (dp * size) == 0:
+            return
+        given = [f"{n}={v}" for n, v in (("dp", self.dp), ("microbatch_size", self.microbatch_size)) if v]
+        what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
+        why = next((f"{n}={v}" for n, v, most in (("zero", self.zero, 1), ("ep", self.ep, 1)) if (v or 0) > most), "")
+        if global_batch % size or why:
             raise ConstraintError(
                 f"the global batch of {global_batch} does not split by {what}; expected a divisor of {global_batch}"
+                + (f", since ranks of dp all have as many microbatches with {why}" if why and self.dp else "")
+            )
+        if global_batch // size < dp:
+            raise ConstraintError(
+                f"the global batch of {global_batch} has fewer microbatches than ranks: it does not split by {what}; "
+                f"expected at most {global_batch}"
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:

@@ -35,10 +35,9 @@ from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
+from runtime.meshes import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
 from runtime.offload import Offload, is_hosted
 from runtime.program import (
-    ALL_AXES,
-    MESH_AXES,
     BlockGraph,
     Bucket,
     CallData,
@@ -48,8 +47,6 @@ from runtime.program import (
     Stage,
     StateData,
     Value,
-    expert_mesh,
-    hybrid_mesh,
     weights_fingerprint,
 )
 
@@ -80,6 +77,7 @@ def emit(
     *,
     mesh: Mapping[str, int],
     num_microbatches: int,
+    data_shares: Sequence[int] = (),
     schedule: str | ScheduleTable = "1f1b",
     virtual_stages: int | None = None,
     objective: Literal["train", "infer"] = "train",
@@ -104,7 +102,8 @@ def emit(
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
     kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all). ``fused_attention``, ``whole_scatter``, ``offload``: see :class:`Program`; ``reducing`` gradients.
+    ``dp`` (0: all); ``reducing`` gradients. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
+    :class:`Program`.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """
@@ -207,6 +206,7 @@ def emit(
         mesh=sizes,
         objective=objective,
         num_microbatches=num_microbatches,
+        data_shares=tuple(data_shares),
         schedule=schedule_name(schedule),
         blocks={
             name: BlockGraph(

@@ -16,7 +16,7 @@ from partitioner.emit_buckets import PlannedBucket
 from runtime.buckets import Compression
 from runtime.levels import Turn, left_of, turns_of
 from runtime.listing import Instruction
-from runtime.program import ALL_AXES
+from runtime.meshes import ALL_AXES
 
 _BACKWARD = frozenset({"B", "I", "W"})
 _INNER = {"dp": "dp_shard", "edp": "edp_shard"}

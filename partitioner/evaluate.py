@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from partitioner.cost.calls import CallWork
-from partitioner.cost.estimate import estimate, how_reduced, stage_problem
+from partitioner.cost.estimate import how_reduced
 from partitioner.cost.gathers import Floor
-from partitioner.cost.levels import lost_by
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.seats import Costs, SeatCosts, fastest
-from partitioner.cost.states import StateCost, state_costs, with_lost
-from partitioner.cost.tails import least_update, run_tails
+from partitioner.cost.states import StateCost, state_costs
 from partitioner.cost.widest import no_slower
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import CapacityError, PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
+from partitioner.judge import Judge
 from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
-from partitioner.schedules import ranks_of
-from partitioner.solve.joint import cut_for_step
-from partitioner.solve.pipelines import is_formula, least_fill
 from partitioner.solve.placement import Found, Placements
-from partitioner.solve.points import Point
-from partitioner.solve.stage_problem import StageProblem
-from partitioner.solve.stages import StageSplit, solve_stages
-from partitioner.solve.virtual import followed, solve_virtual
+from partitioner.solve.point import Point
+from partitioner.solve.stages import StageSplit
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import FoldedModel
 from passes.errors import UnsupportedError
@@ -56,30 +49,8 @@ class Solved:
     offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: Reducing = AT_ONCE  # how gradients are added up
+    data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp, where they do not have as many
     least_s: float = 0.0  # what no plan of the candidate goes below, if that is less than was asked
-
-
-Judged = tuple[StageProblem, StageSplit, Estimate]
-
-
-def virtual_ranks(point: Point) -> tuple[int, ...]:
-    """Of each virtual stage, of a schedule that is followed; empty where a formula says what it takes."""
-    return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
-
-
-def split_of(problem: StageProblem, point: Point, *, proven: bool = True) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, and errors: see
-    :func:`partitioner.solve.virtual.solve_virtual`."""
-    if is_formula(point.schedule):
-        return solve_stages(problem)
-    return solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
-
-
-def as_followed(problem: StageProblem, point: Point) -> StageProblem:
-    """``problem`` with what its schedule says of the microbatches that stages hold."""
-    if is_formula(point.schedule):
-        return problem
-    return followed(problem, point.schedule, point.pp, point.virtual_stages)
 
 
 @dataclass
@@ -110,69 +81,15 @@ class Evaluator:
         :class:`passes.errors.UnsupportedError` where there is none.
         """
         job = self.job
-        num_microbatches = point.num_microbatches(job.global_batch)
         local, costs, states = self._own(point)
-        ranks = virtual_ranks(point)
-        leasts: list[float] = []
-
-        seen: dict[int, tuple[Machine, Machine]] = {}  # by identity, with what keeps it alive
-
-        def dressed(machine: Machine) -> Machine:
-            if id(machine) not in seen:
-                seen[id(machine)] = machine, job.dressed(machine, point)
-            return seen[id(machine)][1]
-
-        def judge(machine: Machine) -> tuple[float, Judged]:
-            machine = dressed(machine)
-            held = with_lost(states, lost_by(machine, job.constraints))
-            problem = stage_problem(
-                local.model,
-                costs.at(self.locals.reference_seat(point.tp, point.cp), machine.spread),
-                held,
-                machine,
-                num_microbatches=num_microbatches,
-                microbatch_size=point.microbatch_size,
-                schedule=point.schedule,
-                ranks=ranks,
-                constraints=job.constraints,
-                train=job.train,
-                costs_by_stage=costs.by_stage(machine),
-                scattered_bytes=machine.scattered_bytes(num_microbatches),
-            )
-            order = point.schedule, point.virtual_stages if ranks else None
-
-            def price(split: StageSplit) -> tuple[float, Estimate]:
-                expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
-                if job.constraints.offload:
-                    self._check_offload(expected, machine)
-                return expected.step_time, expected
-
-            cut = cut_for_step(
-                problem,
-                partial(split_of, point=point, proven=proven),
-                price,
-                least_update(problem, held, machine),
-                lambda within_s: run_tails(
-                    as_followed(problem, point), held, machine, job.constraints, ranks, within_s
-                ),
-                enough_s if proven else 0.0,
-            )
-            leasts.append(cut.least_s)
-            return cut.step_s, (problem, cut.split, cut.priced)
-
-        def least(machine: Machine) -> float:
-            """Stages that are all as fast as the best and hold the same share of the work."""
-            fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
-            ahead, back = self._fastest(local, costs, dressed(machine))
-            filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
-            return (ahead + back) * num_microbatches / point.pp + filled
-
+        reference = self.locals.reference_seat(point.tp, point.cp)
+        judge = Judge(job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
         if devices is None:
-            found = self.placements.best(point.grid, judge, least)
+            found = self.placements.best(point.grid, judge, judge.least)
         else:
             machine = self.placements.at(point.grid, devices)
             found = Found(machine, *judge(machine))
-        problem, split, expected = found.result
+        problem, split, expected, shares = found.result
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         selective: list[int] = []
@@ -183,7 +100,7 @@ class Evaluator:
                 selective += [call.index] if plan.selective and call.cost.selective_bytes else []
         return Solved(
             point,
-            num_microbatches,
+            problem.num_microbatches,
             local,
             split,
             expected,
@@ -193,8 +110,9 @@ class Evaluator:
             tuple(selective),
             job.constraints.offload or (),
             self._split_of(point) if point.cp > 1 else None,
-            how_reduced(problem, split, states, dressed(found.machine), job.constraints)[1],
-            min(expected.step_time, *leasts),
+            how_reduced(problem, split, states, judge.dressed(found.machine), job.constraints)[1],
+            shares,
+            min(expected.step_time, *judge.leasts),
         )
 
     def floor(self, point: Point, size: int) -> Floor | None:
@@ -234,7 +152,8 @@ class Evaluator:
     def _asked(self, point: Point, size: int) -> tuple[Hashable, tuple[Point, int, bool]]:
         """What has the same floor, and of which of these it is computed."""
         whole = self._is_whole(point, size)
-        point = point if point.zero == 3 else replace(point, zero=0, dp_shard=0)  # which take as long
+        if point.zero < 3:  # which take as long, but for who waits for whom
+            point = replace(point, zero=point.zero if self._mixed and point.zero == 2 else 0, dp_shard=0)
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         return key, (point, size, whole)
 
@@ -247,8 +166,8 @@ class Evaluator:
     def _own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
         """A point's own sharding, with what calls take and what states cost."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
-        key = self.locals.key(point, num_microbatches * point.dp, num_microbatches == 1)
-        local = self.locals.at(key, num_microbatches, point.dp)
+        key = self.locals.key(point, point.parts(self.job.global_batch), num_microbatches == 1)
+        local = self.locals.at(key, num_microbatches)
         costs = self._seat_costs(key, local)
         self._check_experts(point, key, local)
         return local, costs, self._states(point, key, local)
@@ -268,7 +187,7 @@ class Evaluator:
     def _split_of(self, point: Point) -> FoldedModel:
         """One microbatch, before its sequence is shared over ``cp``."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
-        return self.locals.split(point, num_microbatches * point.dp, num_microbatches == 1)
+        return self.locals.split(point, point.parts(self.job.global_batch), num_microbatches == 1)
 
     def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on the stages of all placements that are tried, each once; where there are others, on what
@@ -276,7 +195,8 @@ class Evaluator:
         if not self.placements.complete(point.grid):
             return self._at_best(point, costs)
         machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
-        return list({id(of): of for machine in machines for of in costs.by_stage(machine)}.values())
+        each = costs.by_pipeline if self.job.shares_out(point) else costs.by_stage
+        return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on every kind of device, over the best groups that there could be."""
@@ -286,14 +206,17 @@ class Evaluator:
         over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
         return [costs.at(Seat(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
+    @property
+    def _mixed(self) -> bool:
+        """Whether devices differ in how fast they are."""
+        return len(self.job.topology.paces[0]) > 1
+
     def _is_at_best(self, point: Point) -> bool:
         """Whether what calls take at least is on the devices and over the groups that their sharding is chosen for."""
         if self.placements.complete(point.grid):
             return True
         groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
-        return len(self.job.topology.paces[0]) == 1 and all(
-            no_slower(group, self.placements.best_group(group.size)) for group in groups
-        )
+        return not self._mixed and all(no_slower(group, self.placements.best_group(group.size)) for group in groups)
 
     def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
         wanted = self._wanted(point, size, whole)
@@ -319,14 +242,7 @@ class Evaluator:
         """The local model that a floor is read off."""
         parts = self.job.global_batch // size
         dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
-        return self.locals.key(point, parts, whole or parts == 1), parts // dp, dp
-
-    def _fastest(self, local: LocalModel, costs: SeatCosts, machine: Machine) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
-        often = Counter(call.block for call in local.model.calls if not call.shared and not call.prologue)
-        of = fastest(list({id(of): of for of in costs.by_stage(machine)}.values()))
-        ahead, back = (sum(n * getattr(of[b], name) for b, n in often.items()) for name in ("forward_s", "backward_s"))
-        return ahead, back if self.job.train else 0.0
+        return self.locals.key(point, parts, whole or parts == 1), parts // dp
 
     def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""

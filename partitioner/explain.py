@@ -20,6 +20,7 @@ from partitioner.explain_tables import (
     heading,
     host_kinds,
     indented,
+    microbatches_text,
     plain,
     rule_table,
     searched,
@@ -205,6 +206,8 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
             yield _line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
     microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
+    if plan.data_shares:
+        microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
     yield _line(f"{microbatches} per step{schedule}")
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -82,6 +83,14 @@ def table(columns: Sequence[tuple[str, bool]]) -> Table:
     return made
 
 
+def microbatches_text(plan: Plan) -> str:
+    """The microbatches of a step, as ``8``, or ``5 on 4 ranks of dp, 4 on 3``."""
+    if not plan.data_shares:
+        return f"{plan.num_microbatches:,}"
+    (most, ranks), *others = sorted(Counter(plan.data_shares).items(), reverse=True)
+    return ", ".join([f"{most:,} on {plural(ranks, 'rank')} of dp", *(f"{n:,} on {ranks}" for n, ranks in others)])
+
+
 def figures(plan: Plan) -> Padding:
     """What the plan is and what it is expected to do."""
     estimate, certificate = plan.estimate, plan.certificate
@@ -89,13 +98,13 @@ def figures(plan: Plan) -> Padding:
     batch = _batch(plan)
     samples = ""
     if batch:
-        size = batch // max(1, plan.num_microbatches * plan.mesh.get("dp", 1))
-        samples = f" of {plural(size, 'sample')}, global batch {batch:,}"
+        parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
+        samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}"
     divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
-        ("microbatches", f"{plan.num_microbatches}{samples}"),
+        ("microbatches", f"{microbatches_text(plan)}{samples}"),
         ("schedule", _schedule(plan) if plan.num_stages > 1 else "one stage"),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),

@@ -27,7 +27,8 @@ from partitioner.job import Job
 from partitioner.plan import Baseline, Certificate
 from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Evaluated, Progress, search
-from partitioner.solve.points import Point, Space, left_out, points
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, left_out, points
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from runtime.offload import Offload
@@ -68,6 +69,7 @@ def space_of(job: Job, bounds: ModelBounds) -> Space:
         experts=job.common_experts,
         length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
         repeated=sum(times for times in often.values() if times > 1),
+        even=bool(job.model.updates),
     )
 
 

@@ -21,7 +21,7 @@ from partitioner.job import Job
 from partitioner.localize import layouts_of
 from partitioner.plan import Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
 from partitioner.ways import context_ways
@@ -159,6 +159,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         chosen.stage_of_call,
         mesh=point.mesh,
         num_microbatches=chosen.num_microbatches,
+        data_shares=chosen.data_shares,
         schedule=point.schedule,
         virtual_stages=point.virtual_stages,
         objective="train" if job.train else "infer",

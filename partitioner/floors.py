@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.gathers import Floor, Gathers
 from partitioner.errors import CapacityError
-from partitioner.evaluate import Evaluator, split_of, virtual_ranks
+from partitioner.evaluate import Evaluator
+from partitioner.judge import split_of, virtual_ranks
 from partitioner.solve.least import LeastTime
 from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.points import Point, Space, hybrids
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, hybrids
 from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
 from passes.errors import PartitionError
 
@@ -123,7 +125,8 @@ class Floors:
             return bound
         leanest = min(points, key=self.bounds.state_bytes)
         try:
-            found = self.bounds.relaxed(leanest, self._of_largest(key), enough_s=enough_s, quick=True)
+            speed = max(self.bounds.speeds(point)[0] for point in points)
+            found = self.bounds.relaxed(leanest, self._of_largest(key), speed, enough_s=enough_s, quick=True)
         except PartitionError as error:
             self._shared[key] = error
             raise
@@ -156,10 +159,11 @@ class Floors:
         job = self.evaluator.job
         if not job.train or point.pp == 1 or job.constraints.offload:
             return 0.0
-        m = point.num_microbatches(job.global_batch)
+        m = self.bounds.rounds(point)
+        least = 1.0 if m != point.num_microbatches(job.global_batch) else m  # that a rank has, however they are shared
         speed, speeds = self.bounds.speeds(point)
         ranks = Ranks(
-            most_held(point.schedule, point.pp, m, point.virtual_stages),
+            most_held(point.schedule, point.pp, int(least), point.virtual_stages),
             capacity=self.bounds.capacity(point),
             states=self.bounds.state_bytes(point) * point.pp,
         )
@@ -168,7 +172,7 @@ class Floors:
 
         def of_steps(limit_s: float) -> float:
             """What no step that takes ``limit_s`` at most can go below."""
-            again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / m * speed)
+            again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
         return least_of(of_steps, known, enough_s)

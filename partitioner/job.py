@@ -11,7 +11,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.spread import Software
 from partitioner.cost.states import gradient_bytes
 from partitioner.experts import common_experts, expert_states, regions_of, spread_batch
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.topology import Topology
 from passes.blocks import FoldedModel
@@ -57,6 +57,10 @@ class Job:
     def samples(self) -> int:
         """Those that ``model`` is of."""
         return self.constraints.group_size or self.global_batch
+
+    def shares_out(self, point: Point) -> bool:
+        """Whether ranks of ``dp`` may have different numbers of microbatches."""
+        return not self.model.updates and point.dp > 1 and point.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
         """How the batch is split where experts are spread over ``ep`` ranks."""

@@ -20,7 +20,7 @@ from partitioner.localize import LocalModel, localized
 from partitioner.solve.aside import Aside
 from partitioner.solve.helper import can_help
 from partitioner.solve.placement import Placements
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.solve.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.groups import reference_type
 from passes.blocks import Block, FoldedModel
@@ -33,7 +33,7 @@ _WORTH_S = 0.25  # of sharding, after which another process helps
 # tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
 LocalKey = tuple[int, int, int, bool, bool, Split]
 ProblemKey = tuple[int, int, int, bool, bool]  # all but the last
-Wanted = tuple[LocalKey, int, int]  # besides: the microbatches of a rank, and the ranks of dp
+Wanted = tuple[LocalKey, int]  # besides: the most microbatches that a rank has
 Solutions = tuple[ShardingSolution | None, ShardingSolution]  # over cp, and over tp
 Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # what is read off a local model: its name, off which, and how
 
@@ -64,13 +64,13 @@ class LocalModels:
         split = split_of(point.tp, point.ep, point.etp)
         return point.tp, point.cp, parts, whole and (apart or self.coupled), apart, split
 
-    def at(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
-        """The local model of ``key``, whose parts are of ``num_microbatches`` on each of ``dp`` ranks.
+    def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
+        """The local model of ``key``, of whose parts ``num_microbatches`` are on a rank.
 
         Raises :class:`PlanError` or :class:`passes.errors.UnsupportedError` where there is none.
         """
         if key not in self._locals:
-            self._locals[key] = self._find(key, num_microbatches, dp)
+            self._locals[key] = self._find(key, num_microbatches)
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
@@ -108,7 +108,7 @@ class LocalModels:
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is a group, whatever the rank has besides
         batch, samples = self.job.batch, self.job.global_batch
-        return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, 1, samples))
+        return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
     def reference_seat(self, tp: int, cp: int = 1) -> Seat:
         """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
@@ -122,9 +122,9 @@ class LocalModels:
             self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
         return self._seats[tp, cp]
 
-    def _find(self, key: LocalKey, num_microbatches: int, dp: int) -> LocalModel:
+    def _find(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         start = time.perf_counter()
-        model, context, solution = self._solved(key, num_microbatches, dp, self._done_ahead(key))
+        model, context, solution = self._solved(key, num_microbatches, self._done_ahead(key))
         self._spent_s += time.perf_counter() - start
         return localized(model, solution, context, self._blocks)
 
@@ -174,15 +174,15 @@ class LocalModels:
         return read()
 
     def _solved(
-        self, key: LocalKey, num_microbatches: int, dp: int, known: Solutions | None = None
+        self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
         """The model of one microbatch on a rank along ``cp``, and how it is sharded, where that is not ``known``."""
         tp, cp, _, _, _, experts = key
         batch = self._batch(key)
         if key[2:5] not in self._splits:
             grouped = self.job.constraints.group_size is not None
-            parts = (1, 1) if grouped else (num_microbatches, dp)  # the model is of one group, which is a microbatch
-            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *parts)
+            cut = (1, 1) if grouped else (key[2], num_microbatches)  # the model is of one group, a microbatch
+            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *cut)
         model, context = self._splits[key[2:5]], None
         if cp > 1:
             found = self._context(model, key, known and known[0])

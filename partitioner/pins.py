@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from partitioner.constraints import OF_POINT, Constraints
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 
 # What it takes to give up a constraint; a change of size costs half of its logarithm more.
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}

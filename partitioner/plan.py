@@ -173,10 +173,15 @@ class Plan(Data):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one step."""
+        """Microbatches of one step, the most that a rank has."""
         if self.written is not None:
             return self.written.num_microbatches
-        return self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size)
+        return -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """The microbatches of each rank of ``dp``; empty where all have :attr:`num_microbatches`."""
+        return () if self.written is None else self.written.data_shares
 
     @property
     def schedule(self) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
-from partitioner.cost.machine import Machine
+from partitioner.cost.machine import Machine, Seats
 from partitioner.cost.reducer import coding_time
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
@@ -18,16 +18,45 @@ from partitioner.topology.hosts import BOUNDLESS
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
 from runtime.buckets import Compression
-from runtime.program import HYBRID_AXES, Program
+from runtime.facts import ProgramFacts
+from runtime.meshes import HYBRID_AXES
+from runtime.program import Program
 from runtime.simulate import Part, Sharing, Timeline, simulate
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
+@dataclass(frozen=True)
+class Followed:
+    """A step of the pipelines at ``places`` of ``dp``: none takes longer. ``facts``: of their microbatches alone."""
+
+    timeline: Timeline
+    durations: PlanDurations
+    facts: ProgramFacts
+    places: tuple[int, ...]
+
+
+def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
+    """One step of ``plan``, without the optimizer's update, on the pipelines that take longest."""
+    facts = facts or ProgramFacts(plan.program)
+    if not plan.data_shares:
+        durations, places = PlanDurations(plan), tuple(range(plan.program.size("dp")))
+        return Followed(simulate(plan.program, durations, facts=facts), durations, facts, places)
+    alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
+    for place, seats in enumerate(PlanDurations(plan).machine.pipelines):
+        alike.setdefault((plan.data_shares[place], seats), []).append(place)
+    found = []
+    for (share, seats), places_of in alike.items():
+        durations, own = PlanDurations(plan, seats), facts.of_share(share)
+        timeline = simulate(own.program, durations, facts=own)
+        found.append(Followed(timeline, durations, own, tuple(places_of)))
+    return max(found, key=lambda each: each.timeline.step_time)
+
+
 def plan_timeline(plan: Plan) -> Timeline:
-    """One step of ``plan``, without the optimizer's update."""
-    return simulate(plan.program, PlanDurations(plan))
+    """The timeline of :func:`follow`."""
+    return follow(plan).timeline
 
 
 @dataclass(frozen=True)
@@ -40,7 +69,7 @@ class StageSeconds:
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
     """For each stage, without waiting."""
-    durations = PlanDurations(plan)
+    durations = follow(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
     for s, stage in enumerate(plan.program.stages):
@@ -53,10 +82,12 @@ def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
 
 
 class PlanDurations:
-    """The durations that the simulator asks for, from the plan's topology."""
+    """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
+    followed (``None``: the slowest of each stage)."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, seats: tuple[Seats, ...] | None = None) -> None:
         self.plan = plan
+        self._seats = seats
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
@@ -121,7 +152,7 @@ class PlanDurations:
             blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             mark_block(blocks[name], needing[name])
         costs = SeatCosts(blocks, self.plan.topology, train)
-        return tuple(costs.of_stage(seats) for seats in self.machine.seats)  # the graphs are spread already
+        return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
 
 
 def _trained(program: Program, name: str) -> bool:

@@ -13,7 +13,7 @@ from rich.text import Text
 from partitioner.errors import PlanError
 from partitioner.explain_tables import heading, indented, table
 from partitioner.plan import Plan
-from partitioner.timing import plan_timeline
+from partitioner.timing import follow, plan_timeline
 from partitioner.units import percent, seconds_text
 from runtime.program import Program
 from runtime.simulate import COMPUTE, Timeline
@@ -100,7 +100,9 @@ def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
     Raises :class:`PlanError` where the trace is of another plan.
     """
     _check(plan.program, spans)
-    timeline = plan_timeline(plan)
+    of = follow(plan)
+    timeline = of.timeline
+    spans = [s for s in spans if plan.program.coordinates(s.rank)["dp"] in of.places]
     total = max(s.end for s in spans)
     short = [
         f"The step was predicted to take {seconds_text(timeline.step_time)}, and took {seconds_text(total)}: "
@@ -130,8 +132,9 @@ def _check(program: Program, spans: Sequence[Span]) -> None:
             f"the trace is not of this plan: it has {len(ranks)} ranks, the plan {program.world_size}; write one of a "
             "whole run of this plan with `partitioner trace`"
         )
+    lists = {rank: program.rank(rank).instructions for rank in ranks}
     for s in spans:
-        instructions = program.stages[s.stage].instructions if s.stage < len(program.stages) else ()
+        instructions = lists[s.rank]
         if (s.index < len(instructions) and str(instructions[s.index]) != s.text) or s.index > len(instructions):
             raise PlanError(
                 f"the trace is not of this plan: rank {s.rank} has {s.text} as instruction {s.index}; "

@@ -32,19 +32,19 @@ def split_batch(
     model: FoldedModel,
     blocks: Mapping[str, BlockSharding],
     values: Mapping[str, Layout],
+    parts: int,
     num_microbatches: int,
-    dp: int,
 ) -> FoldedModel:
-    """The model of one microbatch on one rank of ``dp``.
+    """The model of one microbatch, of ``parts`` that the batch falls into, ``num_microbatches`` of them on a rank.
 
     Raises :class:`UnsupportedError` where samples are coupled in a way that ``num_microbatches`` > 1 cannot keep exact.
     """
-    size = num_microbatches * dp
-    if size == 1:
+    if parts == 1:
         return model
-    local = {name: shard_block(block, blocks[name], DATA, size) for name, block in model.blocks.items()}
+    local = {name: shard_block(block, blocks[name], DATA, parts) for name, block in model.blocks.items()}
     specs = {
-        name: TensorSpec(local_shape(values[name], spec.shape, size), spec.dtype) for name, spec in model.values.items()
+        name: TensorSpec(local_shape(values[name], spec.shape, parts), spec.dtype)
+        for name, spec in model.values.items()
     }
     split = model.with_(blocks=local, values=specs)
     split = _extract_totals(split)

@@ -23,7 +23,8 @@ from runtime.batch import own_values, share_of
 from runtime.disk import forget
 from runtime.errors import AgreementError, BatchError, LaunchError
 from runtime.groups import Communicator, all_ranks
-from runtime.program import RankProgram, axes_beside
+from runtime.meshes import axes_beside
+from runtime.program import RankProgram
 
 EVERY = 1024  # steps, once powers of two are farther apart
 _PROBES = 8  # gradients that are looked at
@@ -160,7 +161,7 @@ class Agreement:
         whole = replace(share, paths=frozenset(paths))
         values = own_values(program, share, batch, True) if local else own_values(program, whole, batch)
         given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
-        at, count = share.index, share.count
+        at, count = self.rank.coordinates["dp"], program.size("dp")
         high, low = self._extremes({at * len(paths) + k: h for k, h in given.items()}, count * len(paths))
         differ = (high != low).nonzero().flatten().tolist()
         if not differ:

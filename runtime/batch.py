@@ -17,26 +17,29 @@ from runtime.program import InputData, Program, RankProgram
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank reads of a global batch: the inputs at ``paths``, and of their rows part ``index`` of ``count``.
+    """What a rank reads of a global batch: the inputs at ``paths``, and of their rows these ``parts`` of ``count``.
 
     Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have the same share.
     """
 
     paths: frozenset[str]
-    index: int
+    parts: range
     count: int
 
     def rows(self, length: int) -> range:
         """Its rows of ``length``, one run; none where it reads no inputs."""
         each = length // self.count
-        return range(self.index * each, (self.index + 1) * each) if self.paths else range(0)
+        return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
 def share_of(rank: RankProgram) -> Share:
     """The inputs that a rank's program loads, and its rows of them: those of its place on ``dp``."""
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
-    return Share(paths, rank.coordinates["dp"], rank.program.mesh.get("dp", 1))
+    if not rank.program.data_shares:  # a batch need not split into microbatches here, as long as it does into these
+        at = rank.coordinates["dp"]
+        return Share(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
+    return Share(paths, rank.share, rank.program.batch_microbatches)
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def _checked(data: InputData, leaves: Mapping[str, Any], share: Share | None = N
     """An input of the planned shape; of a ``share`` alone where one is given."""
     expected, dim = data.shape, data.batch_dim
     if share is not None and dim is not None:
-        expected = (*expected[:dim], expected[dim] // share.count, *expected[dim + 1 :])
+        expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
     tensor = leaves.get(data.path)
     if not isinstance(tensor, Tensor):
         have = ", ".join(k for k, v in leaves.items() if isinstance(v, Tensor)) or "no tensors"
@@ -130,7 +133,11 @@ def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
             f"this is the whole global batch; pass samples {rows.start} to {rows.stop - 1} of it, which are this "
             "rank's, or leave out local=True"
         )
-    return f"with local=True every rank passes its own part, one of {share.count} over dp, of the planned global batch"
+    rows = share.rows(data.shape[data.batch_dim])
+    return (
+        "with local=True every rank passes its own part of the planned global batch, here its "
+        f"{len(rows)} samples from {rows.start} on"
+    )
 
 
 def _kind(dtype: torch.dtype) -> str:

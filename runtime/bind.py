@@ -107,9 +107,9 @@ class Library:
 class Moment:
     """Which microbatch runs now: the one thing about a run that a graph can ask for (``axis_index`` of ``data``)."""
 
-    def __init__(self, first: int, num_microbatches: int, device: torch.device) -> None:
+    def __init__(self, share: range, device: torch.device) -> None:
         self.microbatch = 0
-        self._indices = [torch.tensor(first + i, device=device) for i in range(num_microbatches)]
+        self._indices = [torch.tensor(i, device=device) for i in share]
 
     def data_index(self) -> Tensor:
         return self._indices[self.microbatch]
@@ -122,8 +122,7 @@ class Binder:
         self.rank = rank
         self.library = library
         self.communicator = communicator
-        count = rank.program.num_microbatches
-        self.moment = Moment(rank.coordinates["dp"] * count, count, library.device)
+        self.moment = Moment(rank.share, library.device)
         self._compiled: dict[tuple[str, Needs | None, str], Compiled] = {}
 
     @property

@@ -11,18 +11,18 @@ from torch import Tensor
 from passes.serialize import dtype_of
 from runtime.bind import Binder, gradient_needs
 from runtime.offload import Copier, Parked, address
-from runtime.program import CallData, Program
+from runtime.program import CallData, RankProgram
 from runtime.sinks import Sink
 
 
 class Environment:
     """The values of each microbatch and their gradients, and what forward keeps for backward."""
 
-    def __init__(self, program: Program, device: torch.device, copier: Copier | None = None) -> None:
-        self.program = program
+    def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
+        self.program = program = rank.program
         self.device = device
-        self.values: list[dict[str, Tensor]] = [{} for _ in range(program.num_microbatches)]
-        self.gradients: list[dict[str, Tensor]] = [{} for _ in range(program.num_microbatches)]
+        self.values: list[dict[str, Tensor]] = [{} for _ in rank.share]
+        self.gradients: list[dict[str, Tensor]] = [{} for _ in rank.share]
         self.saved: dict[tuple[int, int], list[Any]] = {}
         self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
         self.parked: dict[tuple[int, int], Parked] = {}

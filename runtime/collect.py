@@ -112,7 +112,7 @@ def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> An
             held += [along_tp] if along_tp else []
         if not held:
             return None
-        for m in range(program.num_microbatches):
+        for m in range(len(program.share(dp))):
             along_cp = [join_shards([h[m] for h in along_tp], Layout.parse(output.layout)) for along_tp in held]
             pieces.append(join_shards(along_cp, Layout.parse(output.context)))
     if output.batch == "R":

@@ -64,7 +64,7 @@ class Executor:
         self.binder = Binder(rank, library, communicator)
         self.hosted = hosted
         self.updates = Updates(rank, states, communicator)
-        self.env = Environment(self.program, library.device, copier)
+        self.env = Environment(rank, library.device, copier)
         self.sender = Sender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
@@ -215,7 +215,7 @@ class Executor:
         """This rank's part of an input for one microbatch."""
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
-            length = whole.shape[data.batch_dim] // self.program.num_microbatches
+            length = whole.shape[data.batch_dim] // len(self.rank.share)
             whole = whole.narrow(data.batch_dim, microbatch * length, length)
         value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
         part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
@@ -243,7 +243,7 @@ class Executor:
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()
-                for microbatch in range(self.program.num_microbatches):
+                for microbatch in range(len(self.rank.share)):
                     self._place(microbatch, name, value)
 
         return total

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.compression import wire_share
 from runtime.listing import Listing
 from runtime.offload import staying_values
-from runtime.program import Bucket, CallData, Program, Value
+from runtime.program import Bucket, CallData, Program, Value, shortened
 from runtime.state_bytes import StateSizes, state_sizes
 
 Flags = tuple[bool, ...]
@@ -91,9 +91,23 @@ class ProgramFacts:
             assert isinstance(instructions, Listing), "a list that does not grow"
             microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
             stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
-        facts = ProgramFacts(
-            self.program.model_copy(update={"stages": tuple(stages), "num_microbatches": microbatches})
+        return self._with(stages=tuple(stages), num_microbatches=microbatches)
+
+    def of_share(self, num_microbatches: int) -> ProgramFacts:
+        """The facts of this program as ranks see it that have the first ``num_microbatches`` alone."""
+        if num_microbatches == self.program.num_microbatches:
+            return self
+        return self._with(
+            stages=tuple(
+                stage.model_copy(update={"instructions": shortened(stage.instructions, self.program, num_microbatches)})
+                for stage in self.program.stages
+            ),
+            num_microbatches=num_microbatches,
+            data_shares=(),
         )
+
+    def _with(self, **changed: Any) -> ProgramFacts:
+        facts = ProgramFacts(self.program.model_copy(update=changed))
         known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
         return facts

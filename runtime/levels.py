@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from runtime.buckets import Bucket
-from runtime.program import Program, axes_beside
+from runtime.meshes import axes_beside
+from runtime.program import Program
 from runtime.zero import zero_axes
 
 GATHERING = 1  # gatherings of sums that are under way at a time: each takes memory

@@ -25,7 +25,7 @@ class LossSum:
         program = rank.program
         assert program.loss is not None
         self.communicator = communicator
-        self.count = program.num_microbatches
+        self.count = len(rank.share)
         dtype = dtype_of(program.values[program.loss].dtype)
         self.dtype = torch.float32 if dtype in _NARROW else dtype
         self.group = communicator.group(rank.group("dp"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from runtime.groups import Link
 from runtime.levels import rest_axes
 from runtime.losses import loss_edges
-from runtime.program import AXES, MESH_AXES, Program, RankProgram
+from runtime.meshes import AXES, MESH_AXES
+from runtime.program import Program, RankProgram
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
 _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))

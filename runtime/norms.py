@@ -9,7 +9,8 @@ from passes.serialize import dtype_of
 from runtime.errors import LaunchError
 from runtime.gradients import Gradients
 from runtime.groups import Communicator
-from runtime.program import AXES, RankProgram
+from runtime.meshes import AXES
+from runtime.program import RankProgram
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 

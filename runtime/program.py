@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -19,21 +19,20 @@ from pydantic import Field
 from passes.layouts import Layout, Shard, local_shape
 from runtime.buckets import Bucket
 from runtime.listing import Data, Instruction, Instructions, Op
+from runtime.meshes import (
+    AXES,
+    EXPERT_AXES,
+    HYBRID_AXES,
+    axes_beside,
+    expert_mesh,
+    hybrid_mesh,
+    num_ranks,
+)
 
-AXES = ("pp", "dp", "cp", "tp")  # outermost first: neighbouring ranks differ in the last axes
-MESH_AXES = (*AXES, "ep")  # what a mesh names: ep is folded over dp x cp x tp, its size multiplies with no other
-EXPERT_AXES = ("edp", "ep", "etp")  # the ranks of a stage as experts see them, outermost first
-HYBRID_AXES = ("dp_replicate", "dp_shard", "edp_replicate", "edp_shard")  # dp and edp in two, outermost first
-ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 FORMAT_VERSION = 1
 
 __all__ = [
-    "ALL_AXES",
-    "AXES",
-    "EXPERT_AXES",
     "FORMAT_VERSION",
-    "HYBRID_AXES",
-    "MESH_AXES",
     "BlockGraph",
     "Bucket",
     "CallData",
@@ -48,10 +47,6 @@ __all__ = [
     "Stage",
     "StateData",
     "Value",
-    "axes_beside",
-    "expert_mesh",
-    "hybrid_mesh",
-    "num_ranks",
     "shard_shape",
     "shards_of",
     "weights_fingerprint",
@@ -162,11 +157,15 @@ class Program(Data):
     ``zero``: what the ranks of a state's ``zero_axes`` share: optimizer states (1), gradients too (2), and parameters
     too (3). ``dp_shard``: the ranks of ``dp`` that do, neighbours (0: all); the rest, ``dp_replicate``, has replicas.
     Without ``zero``: those over which gradients are scattered first, where they are reduced level by level.
+
+    ``data_shares``: how many microbatches each rank of ``dp`` has, in the order of the batch, where that is not
+    ``num_microbatches``, the most of them, for all. A rank that has fewer passes over what its stage does for the rest.
     """
 
     mesh: dict[str, int]
     objective: Literal["train", "infer"]
     num_microbatches: int
+    data_shares: tuple[int, ...] = ()
     schedule: str
     blocks: dict[str, BlockGraph]
     states: dict[str, StateData]
@@ -190,6 +189,18 @@ class Program(Data):
     @property
     def world_size(self) -> int:
         return num_ranks(self.mesh)
+
+    def share(self, place: int) -> range:
+        """The microbatches of the batch, in its order, that the ranks at ``place`` of ``dp`` have."""
+        if not self.data_shares:
+            return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
+        start = sum(self.data_shares[:place])
+        return range(start, start + self.data_shares[place])
+
+    @property
+    def batch_microbatches(self) -> int:
+        """All microbatches of the batch."""
+        return sum(self.data_shares) if self.data_shares else self.num_microbatches * self.mesh.get("dp", 1)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
@@ -279,36 +290,6 @@ class Program(Data):
         return RankProgram(program=self, rank=rank)
 
 
-def num_ranks(mesh: Mapping[str, int]) -> int:
-    """The ranks of a mesh."""
-    return math.prod(mesh.get(axis, 1) for axis in AXES)
-
-
-def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
-    """The ranks of ``mesh`` as experts see them: replicas of an expert, then ``ep``, then ranks that share one."""
-    ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
-    room = num_ranks(mesh) // mesh.get("pp", 1)
-    return {"pp": mesh.get("pp", 1), "edp": room // (ep * shared), "ep": ep, "etp": shared}
-
-
-def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
-    """How ``dp`` falls into ``dp_replicate`` x ``dp_shard`` (0: all of it), and the experts' ``edp`` likewise.
-
-    Replicas of an expert that are among the ranks which share other states share it; where an expert is spread over
-    more than these, there are none.
-    """
-    dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
-    shard = dp_shard or dp
-    each = num_ranks(mesh) // mesh.get("pp", 1) // edp  # ranks over which all experts are spread once
-    inner = edp if shard == dp else math.gcd(edp, max(1, shard * mesh.get("cp", 1) * mesh.get("tp", 1) // each))
-    return {"dp_replicate": dp // shard, "dp_shard": shard, "edp_replicate": edp // inner, "edp_shard": inner}
-
-
-def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
-    """What ``axes`` have besides the axes that are ``shared``: of one that is shared in part, its replicas."""
-    return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)
-
-
 def weights_fingerprint(states: dict[str, StateData]) -> str:
     """A hash of the names, shapes and types of the parameters and buffers."""
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
@@ -335,6 +316,16 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
     return shape
 
 
+def shortened(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
+    """What is left of a stage's list for a rank that has only the first ``num_microbatches``.
+
+    What is done once a step is left: reductions are entered by all ranks.
+    """
+    if num_microbatches >= program.num_microbatches:
+        return instructions
+    return tuple(i for i in instructions if i.microbatch is None or i.microbatch < num_microbatches)
+
+
 class RankProgram(Data):
     """One rank's program: its stage's instructions, its shards, its groups. Derived, and self-contained as JSON."""
 
@@ -354,9 +345,14 @@ class RankProgram(Data):
     def stage(self) -> Stage:
         return self.program.stages[self.stage_index]
 
-    @property
+    @cached_property
+    def share(self) -> range:
+        """The microbatches of the batch that this rank has."""
+        return self.program.share(self.coordinates["dp"])
+
+    @cached_property
     def instructions(self) -> Instructions:
-        return self.stage.instructions if self.own is None else self.own
+        return shortened(self.stage.instructions, self.program, len(self.share)) if self.own is None else self.own
 
     def group(self, *axes: str) -> tuple[int, ...]:
         return self.program.group(self.rank, axes)

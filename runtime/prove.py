@@ -19,10 +19,11 @@ that mean nothing, data in the program that contradict each other though no rank
 is never sent). It assumes of channels what :class:`runtime.program.Instruction` says. It cannot know that a call reads
 the *right* value of the same shape, or that an output is the one that was meant: that is for ``verify``.
 
-Ranks of one stage run one list, so its instructions are followed once; where a rank's list was edited, only as many
-ranks are followed as can be told apart. Of lists with a steady state (:class:`runtime.listing.Listing`) those that have
-grown once and twice are followed: what every rank does and shows is then linear in how often they have grown, each part
-moving with its neighbours, so what agrees at two numbers of steps agrees at all.
+Ranks of one stage run one list, so its instructions are followed once, and once more for each number of microbatches
+that ranks have; where a rank's list was edited, only as many ranks are followed as can be told apart. Of lists with a
+steady state (:class:`runtime.listing.Listing`) those that have grown once and twice are followed: what every rank does
+and shows is then linear in how often they have grown, each part moving with its neighbours, so what agrees at two
+numbers of steps agrees at all.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from runtime.events import Collective, Send, Trace
 from runtime.facts import ProgramFacts
 from runtime.listing import Listing
 from runtime.memory import peak_bytes
-from runtime.program import Instruction, Instructions, Program, RankProgram
+from runtime.program import Instruction, Instructions, Program, RankProgram, shortened
 from runtime.proof.errors import ProofError, Refusal
 from runtime.proof.machine import run_list
 from runtime.proof.progress import Mismatch, Progress
@@ -126,7 +127,7 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
-    if not isinstance(first, Listing) or first.steps <= 2:
+    if facts.program.data_shares or not isinstance(first, Listing) or first.steps <= 2:
         return None
     if any(
         not isinstance(i, Listing) or (i.steps, i.unit) != (first.steps, first.unit) or not i.even for i in listings
@@ -142,7 +143,7 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 def _edited(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
     """The lists of the ranks that do not run their stage's."""
-    own = {}
+    own: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
         if id(given.program) not in compared:
@@ -152,9 +153,11 @@ def _edited(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[
         if given.rank != rank or not 0 <= rank < program.world_size:
             message = f"is the program of rank {given.rank}, of {program.world_size}"
             raise ProofError(message, rank=rank, index=0, instruction=_text(given.instructions, 0))
-        stage = program.stages[program.coordinates(rank)["pp"]]
-        if given.instructions is not stage.instructions and given.instructions != stage.instructions:
-            own[rank] = given.instructions
+        if given.own is None:
+            continue
+        stage, share = program.stages[program.coordinates(rank)["pp"]], len(given.share)
+        if given.own != shortened(stage.instructions, program, share):
+            own[rank] = given.own
     return own
 
 
@@ -162,30 +165,40 @@ def _run_lists(
     facts: ProgramFacts, own: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
-    program = facts.program
-    stride = program.strides["pp"]
-    by_stage = [stage.instructions for stage in program.stages]
-    edited = {rank % stride: None for rank in sorted(own)}
-    plain = next((column for column in range(stride) if column not in edited), None)
+    program, lists = facts.program, _lists(facts.program, own)
+    stride, num_stages = program.strides["pp"], len(program.stages)
+    shares = _shares(program)
+    of_share = {share: facts.of_share(share) for share in set(shares)}
+    edited = dict.fromkeys(rank % stride for rank in sorted(own))
+    first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
     known: dict[tuple[int, ...], list[Trace]] = {}
     found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
-    for column in (*edited, *([] if plain is None else [plain])):  # faults of lists that were edited come first
-        ranks = [column + s * stride for s in range(len(by_stage))]
-        run = [own.get(rank, by_stage[s]) for s, rank in enumerate(ranks)]
+    for column in (*edited, *first.values()):  # faults of lists that were edited come first
+        ranks = range(column, num_stages * stride, stride)
+        run = [lists[rank] for rank in ranks]
         key = tuple(map(id, run))
         if key not in known:
-            known[key] = _run_column(facts, ranks, run)
+            known[key] = _run_column(of_share[shares[column]], ranks, run)
         found[column] = known[key]
-    like = [column if column in edited else plain for column in range(stride)]
-    of_columns = [found[column] for column in like if column is not None]
-    traces = {s * stride + c: of[s] for s in range(len(by_stage)) for c, of in enumerate(of_columns)}
-    return traces, _lists(program, own)
+    of_columns = [found[c if c in edited else first[share]] for c, share in enumerate(shares)]
+    traces = {s * stride + c: of[s] for s in range(num_stages) for c, of in enumerate(of_columns)}
+    return traces, lists
 
 
 def _lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """The list of every rank: its stage's, or its own."""
-    by_stage, stride = [stage.instructions for stage in program.stages], program.strides["pp"]
-    return {rank: by_stage[rank // stride] for rank in range(program.world_size)} | dict(own)
+    """The list of every rank: its stage's, as far as it has the microbatches, or its own."""
+    shares = _shares(program)
+    lists: dict[int, Instructions] = {}
+    for s, stage in enumerate(program.stages):
+        of = {share: shortened(stage.instructions, program, share) for share in set(shares)}
+        lists |= {s * len(shares) + column: of[share] for column, share in enumerate(shares)}
+    return lists | dict(own)
+
+
+def _shares(program: Program) -> list[int]:
+    """How many microbatches each rank of a stage has."""
+    each = program.strides["dp"]
+    return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:

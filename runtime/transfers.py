@@ -11,7 +11,7 @@ from torch import Tensor
 from passes.serialize import dtype_of
 from runtime.calls import Environment
 from runtime.groups import Communicator, Work
-from runtime.program import Instruction, RankProgram, Stage
+from runtime.program import Instruction, Instructions, RankProgram, Stage, shortened
 from runtime.waiting import wait_for
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
@@ -112,8 +112,8 @@ def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
     me = rank.stage_index
     for peer in {i.peer for i in rank.instructions if i.op in SENDING and i.peer not in (None, me)}:
         assert peer is not None
-        theirs = stages[peer].instructions
-        reads = _first_reads(stages[peer], me)
+        theirs = shortened(stages[peer].instructions, rank.program, len(rank.share))
+        reads = _first_reads(stages[peer], theirs, me)
         answers = {
             c: [j for j, i in enumerate(theirs) if i.op == f"SEND_{c}" and i.peer == me for _ in i.values]
             for c in ("F", "B")
@@ -132,15 +132,15 @@ def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
     return found
 
 
-def _first_reads(stage: Stage, source: int) -> dict[str, list[tuple[int, int]]]:
+def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
     """For each channel, the receives of ``stage`` from ``source`` in order: (where it is first read, its tensors)."""
     reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
-    for index, instruction in enumerate(stage.instructions):
+    for index, instruction in enumerate(instructions):
         if instruction.op in RECEIVING and instruction.peer == source:
             channel = instruction.op[-1]
             slots = {(channel, instruction.microbatch, v) for v in instruction.values}
-            later = enumerate(stage.instructions[index + 1 :], index + 1)
-            read_at = next((j for j, i in later if slots & set(slots_read(i, stage))), len(stage.instructions))
+            later = enumerate(instructions[index + 1 :], index + 1)
+            read_at = next((j for j, i in later if slots & set(slots_read(i, stage))), len(instructions))
             latest = max([read_at, *(place for place, _ in reads[channel])])  # a channel is released in its order
             reads[channel].append((latest, len(instruction.values)))
     return reads

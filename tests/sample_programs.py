@@ -7,8 +7,8 @@ from typing import Any
 from partitioner.constraints import Constraints
 from partitioner.plan import Baseline, Candidate, Certificate, Estimate, OperatorShare, Plan
 from partitioner.topology import Topology
+from runtime.meshes import AXES
 from runtime.program import (
-    AXES,
     BlockGraph,
     Bucket,
     CallData,

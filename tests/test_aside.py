@@ -23,7 +23,7 @@ from partitioner.requests import precision_of
 from partitioner.solve import aside
 from partitioner.solve.aside import Aside, Later
 from partitioner.solve.helper import Helper, can_help, check_threads, shared
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
 

@@ -99,7 +99,11 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "more stages than calls": (PlanError, r"at most \d+ .*calls", lambda: attempt(world=16, pp=16)),
     "world is not the topology's": (ConstraintError, r"makes 2 .*expected 4", lambda: attempt(pp=2, dp=1, tp=1)),
     "mesh does not divide the world": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=3)),
-    "batch does not divide": (ConstraintError, r"batch of 7 does not split", lambda: attempt(given=inputs(7), dp=2)),
+    "batch does not divide": (
+        ConstraintError,
+        r"batch of 7 does not split by dp=2.* zero=2",
+        lambda: attempt(given=inputs(7), dp=2, zero=2),
+    ),
     "microbatch does not divide": (ConstraintError, r"batch of 8", lambda: attempt(dp=2, microbatch_size=3)),
     "negative tp": (ConstraintError, r"tp", lambda: Constraints(tp=-1)),
     "misspelt constraint": (ConstraintError, r"tensor_parallel", lambda: Constraints(tensor_parallel=2)),

@@ -16,7 +16,8 @@ from partitioner.errors import ConstraintError
 from partitioner.reference import run_reference
 from partitioner.verify import compare
 from runtime.engine import Engine
-from runtime.program import Program, expert_mesh
+from runtime.meshes import expert_mesh
+from runtime.program import Program
 from runtime.prove import ProofError, prove
 from tests.experts_zoo import PlainExperts, plain, plain_inputs
 from tests.test_runtime_state import on_every_rank

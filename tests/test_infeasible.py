@@ -154,12 +154,12 @@ JOBS: dict[str, Infeasible] = {
     "pins: virtual stages of one stage": Infeasible(
         PlanError, "pp=2|virtual_stages=1", pins={"pp": 1, "virtual_stages": 2}
     ),
-    "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2}),
+    "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2, "zero": 2}),
     "batch: microbatch does not divide": Infeasible(
         ConstraintError, "microbatch_size=|global_batch=", pins={"dp": 2, "microbatch_size": 3}
     ),
     "batch: smaller than dp": Infeasible(ConstraintError, "dp=|global_batch=", batch=2, pins={"dp": 4}),
-    "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=8),
+    "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=4),
     "stage_of: no such module": Infeasible(ConstraintError, "layers.3", pins={"pp": 2, "stage_of": {"layer.3": -1}}),
     "stage_of: nothing like it": Infeasible(ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"decoder": 0}}),
     "stage_of: many that are wrong": Infeasible(

@@ -35,7 +35,7 @@ from partitioner.job import Job
 from partitioner.solve.arrangement import arrangements
 from partitioner.solve.linked import aligned, linked_groups
 from partitioner.solve.placement import Found, Placements, signature
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.solve.stages import SLACK
 from partitioner.timing import plan_timeline
 from partitioner.topology import loads

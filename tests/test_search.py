@@ -30,16 +30,8 @@ from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
 from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.points import (
-    Point,
-    Space,
-    baselines,
-    even_chunks,
-    hybrids,
-    left_out,
-    points,
-    several_stages,
-)
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, baselines, even_chunks, hybrids, left_out, points, several_stages
 from partitioner.solve.siblings import Siblings
 from partitioner.topology import Topology
 from passes.capture import capture

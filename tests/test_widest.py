@@ -16,7 +16,8 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.widest import best_group, no_slower
 from partitioner.evaluate import Evaluator
 from partitioner.floors import Floors
-from partitioner.solve.points import Point, Space
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space
 from partitioner.solve.stages import SLACK
 from partitioner.topology import loads
 from partitioner.topology.groups import group_of

@@ -31,9 +31,10 @@ from runtime.errors import InstructionError
 from runtime.facts import ProgramFacts
 from runtime.listing import Listing
 from runtime.memory import peak_bytes, state_bytes
+from runtime.meshes import hybrid_mesh
 from runtime.pieces import join_pieces, padded_piece, take_piece
 from runtime.precision import with_precision
-from runtime.program import Instruction, Program, hybrid_mesh
+from runtime.program import Instruction, Program
 from runtime.prove import ProofError, prove
 from runtime.simulate import simulate
 from tests.context_models import Decoder

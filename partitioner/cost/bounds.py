@@ -35,7 +35,7 @@ from partitioner.cost.states import StateCost, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.solve.shortage import check_room
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.topology.hosts import BOUNDLESS
@@ -55,10 +55,6 @@ class How(TypedDict, total=False):
 _FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
 _TINY_S = 1e-15
-
-
-def _at_speed(cost: CallCost, speed: float) -> CallCost:
-    return cost if speed == 1 else replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
 
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
@@ -167,11 +163,14 @@ class ModelBounds:
     ) -> Vector:
         """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
         those of even stages, or as the largest call paces it. ``together``: stages, if faster ones do more."""
-        m = np.array([p.num_microbatches(self.global_batch) for p in points], dtype=np.float64)
+        m = np.array([self.rounds(p) for p in points])
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
         fill = np.array(
-            [least_fill(p.schedule, p.pp, int(n), p.virtual_stages) for p, n in zip(points, m, strict=True)]
+            [
+                (0.0, 0.0) if self._varies(p) and not known else least_fill(p.schedule, p.pp, int(n), p.virtual_stages)
+                for p, n, known in zip(points, m, formula, strict=True)
+            ]
         )
         whole = ahead + back
         slowest = np.maximum(whole / (pp if together is None else together), largest)
@@ -190,8 +189,26 @@ class ModelBounds:
         best = self._seconds(self.blocks, points)
         speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
         by_point = zip(points, np.stack(speeds, axis=1), strict=True)
-        stages = [stage_speeds(of_kinds, self._counts, point.pp) for point, of_kinds in by_point]
-        return np.array([of[0] for of in stages]), np.array([of.sum() for of in stages])
+        fastest, together = zip(*(self._stage_speeds(of_kinds, point) for point, of_kinds in by_point), strict=True)
+        return np.array(fastest), np.array(together)
+
+    def _stage_speeds(self, of_kinds: Vector, point: Point) -> tuple[float, float]:
+        """Of one point: the fastest, and all. Where the batch is shared out as replicas are fast, all devices count."""
+        if self.job.shares_out(point):
+            return float(of_kinds.max()), float(of_kinds @ self._counts) / int(self._counts.sum()) * point.pp
+        of_stages = stage_speeds(of_kinds, self._counts, point.pp)
+        return float(of_stages[0]), float(of_stages.sum())
+
+    def _varies(self, point: Point) -> bool:
+        """Whether faster replicas may have more microbatches."""
+        return bool(self._paced) and self.job.shares_out(point)
+
+    def rounds(self, point: Point) -> float:
+        """Microbatches of a rank: of the one that has most, or of all in the mean where these are shared out as
+        replicas are fast."""
+        if self._varies(point):
+            return point.parts(self.global_batch) / point.dp
+        return point.num_microbatches(self.global_batch)
 
     def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
         """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""
@@ -301,11 +318,13 @@ class ModelBounds:
             return bound
         return max(bound, self.staged([point], self.relaxed(point, floor)))
 
-    def relaxed(self, point: Point, floor: Floor | None = None, **how: Unpack[How]) -> LeastTime:
-        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``how``: see
-        :func:`partitioner.solve.least.least_time`."""
-        fastest = float(self._speeds([point])[0][0])
-        calls = {name: _at_speed(cost, fastest) for name, cost in self.calls(point).items()}
+    def relaxed(
+        self, point: Point, floor: Floor | None = None, speed: float | None = None, **how: Unpack[How]
+    ) -> LeastTime:
+        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``speed``: of
+        the fastest stage, if not the point's. ``how``: see :func:`partitioner.solve.least.least_time`."""
+        fastest = self.speeds(point)[0] if speed is None else speed
+        calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
         if floor:
             calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
         return self.least(point, self.model, calls, self.share_of_states(point), **how)
@@ -387,4 +406,5 @@ class ModelBounds:
         # as if all of it could hide reductions
         after = float(self._after(points, np.full(len(points), ahead + back)).min())
         of_point = (np.array([seconds]) for seconds in (ahead, back, largest))
-        return (float(self._pipelines(points[:1], *of_point)[0]) + after) * _ROUNDING
+        least = min(points, key=self.rounds)
+        return (float(self._pipelines([least], *of_point)[0]) + after) * _ROUNDING

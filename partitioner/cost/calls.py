@@ -71,6 +71,20 @@ class CallCost:
     host_bytes: float = 0.0
     slim: CallCost | None = None
 
+    def paced(self, factor: float) -> CallCost:
+        """The same call, if all of it takes ``factor`` times as long."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            forward_comm_s=self.forward_comm_s * factor,
+            backward_comm_s=self.backward_comm_s * factor,
+            selective_s=self.selective_s * factor,
+            slim=self.slim and self.slim.paced(factor),
+        )
+
     def selective(self) -> CallCost:
         """The same call, if attention scores are made again for their backward."""
         return self.slim if self.slim is not None else self._selective

@@ -11,7 +11,7 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.spread import hidden
 from partitioner.job import Job
 from partitioner.solve.placement import Placements
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel

@@ -21,7 +21,7 @@ from partitioner.topology.groups import Group, placed
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from runtime.compression import CODECS
-from runtime.program import AXES
+from runtime.meshes import AXES
 
 
 def reducer_of(machine: Machine, stage: int, how: Reducing) -> Reducer:

@@ -21,6 +21,7 @@ from partitioner.topology.groups import (
     between,
     placed,
     reference_type,
+    replica_paces,
     stage_capacity,
     stage_groups,
     stage_links,
@@ -32,7 +33,7 @@ from partitioner.topology.model import Topology
 from partitioner.topology.nested import first_group, is_nested
 from partitioner.topology.parts import DeviceType, Link
 from passes.hashing import hashed_once
-from runtime.program import AXES, HYBRID_AXES, hybrid_mesh
+from runtime.meshes import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
 _SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
@@ -47,6 +48,9 @@ class Seat:
     kind: str
     speed: float
     groups: tuple[tuple[str, Group], ...]
+
+
+Seats = tuple[Seat, ...]  # the different ones that wait for each other
 
 
 @dataclass(frozen=True)
@@ -247,22 +251,42 @@ class Machine:
         return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
 
     @property
-    def seats(self) -> tuple[tuple[Seat, ...], ...]:
+    def seats(self) -> tuple[Seats, ...]:
         """The different seats; each with the slowest groups of the stage. Equal ones are one and the same object."""
         return self._once(("seats", self.ep, self.expert_tp), self._seats)
 
-    def _seats(self) -> tuple[tuple[Seat, ...], ...]:
+    def _seats(self) -> tuple[Seats, ...]:
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
         if self.ep > 1:
             inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
-        known: dict[tuple[Seat, ...], tuple[Seat, ...]] = {}
+        known: dict[Seats, Seats] = {}
         by_stage = zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
         seats = (
             tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
             for paces, *groups in by_stage
         )
         return tuple(known.setdefault(of_stage, of_stage) for of_stage in seats)
+
+    @property
+    def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+        """For each rank of ``dp`` its seats by stage, which do not wait for other replicas'. Equal ones are one and
+        the same object."""
+        return self._once(("pipelines", self.ep, self.expert_tp), self._pipelines)
+
+    def _pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+        if len(self.topology.paces[0]) == 1:
+            return (self.seats,) * self.mesh.get("dp", 1)
+        groups = [of_stage[0].groups for of_stage in self.seats]
+        known: dict[Any, Any] = {}
+        found = []
+        for by_stage in replica_paces(self.topology, self.mesh, self.devices):
+            seats = []
+            for paces, of_stage in zip(by_stage, groups, strict=True):
+                each = tuple(Seat(kind, speed, of_stage) for kind, speed in paces)
+                seats.append(known.setdefault(each, each))
+            found.append(known.setdefault(tuple(seats), tuple(seats)))
+        return tuple(found)
 
     def devices_of(self, stage: int) -> list[DeviceType]:
         """The different kinds of devices, at their speeds."""

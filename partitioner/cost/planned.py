@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from partitioner.constraints import Constraints
+from partitioner.solve.point import Point
 from partitioner.topology.model import Topology
 from passes.blocks import FoldedModel
 
@@ -24,6 +25,7 @@ class Planned(Protocol):
     def constraints(self) -> Constraints: ...
     @property
     def train(self) -> bool: ...
+    def shares_out(self, point: Point) -> bool: ...
     @property
     def optimizer(self) -> str: ...
     @property

@@ -68,7 +68,7 @@ class SeatCosts:
         key = seats, spread
         if key not in self._of_stage:
             costs = [self.at(seat, spread) for seat in seats]
-            self._of_stage[key] = costs[0] if len(costs) == 1 else _slowest(costs)
+            self._of_stage[key] = slowest(costs)
         return self._of_stage[key]
 
     def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
@@ -77,6 +77,11 @@ class SeatCosts:
         different = {id(seats): seats for seats in machine.seats}
         found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
         return tuple(found[id(seats)] for seats in machine.seats)
+
+    def by_pipeline(self, machine: Machine) -> tuple[Costs, ...]:
+        """For each stage of each different replica of ``machine``, whose ranks do not wait for others'."""
+        spread = machine.spread
+        return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)
 
 
 def fastest(costs: Sequence[Costs]) -> Costs:
@@ -94,8 +99,10 @@ def fastest(costs: Sequence[Costs]) -> Costs:
     }
 
 
-def _slowest(costs: list[Costs]) -> Costs:
+def slowest(costs: Sequence[Costs]) -> Costs:
     """Call by call the most seconds."""
+    if len(costs) == 1:
+        return costs[0]
     return {
         name: replace(
             costs[0][name],

@@ -18,7 +18,7 @@ from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link
 from partitioner.units import digits, plural, seconds_text
-from runtime.program import MESH_AXES
+from runtime.meshes import MESH_AXES
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan

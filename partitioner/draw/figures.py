@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, percent, plural, seconds_text
-from runtime.program import MESH_AXES
+from runtime.meshes import MESH_AXES
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
 COLLECTIVE_NAMES = {
@@ -42,13 +42,18 @@ def memory_text(plan: Plan) -> str:
     return f"{bytes_text(peaks[fullest])} of {bytes_text(rooms[fullest])}"
 
 
+def _microbatches(plan: Plan) -> str:
+    few = f"{min(plan.data_shares):,} to " if plan.data_shares else ""
+    return f"{few}{plan.num_microbatches:,}"
+
+
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
     estimate = plan.estimate
     return [
         ("mesh", mesh_text(plan.mesh)),
         ("ranks", f"{plan.world_size:,}"),
-        ("microbatches", f"{plan.num_microbatches:,}"),
+        ("microbatches", _microbatches(plan)),
         ("schedule", plan.schedule),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),

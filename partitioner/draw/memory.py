@@ -18,11 +18,11 @@ from partitioner.draw.timeline import tick_step
 from partitioner.explain_tables import disk_text, host_text
 from partitioner.held import fixed_sizes, moving_sizes
 from partitioner.plan import Plan
-from partitioner.timing import PlanDurations
+from partitioner.timing import PlanDurations, follow
 from partitioner.units import bytes_text, percent, ranges, seconds_text
 from runtime.facts import ProgramFacts
 from runtime.memory import Moment, memory_moments
-from runtime.simulate import Span, Timeline, simulate
+from runtime.simulate import Span, Timeline
 
 KINDS: dict[str, tuple[str, str]] = {
     "parameters": ("memory", "parameters and buffers of the model"),
@@ -60,10 +60,8 @@ class Level:
 
 def draw_plan_memory(plan: Plan) -> str:
     """The picture as SVG text."""
-    durations = PlanDurations(plan)
-    facts = ProgramFacts(plan.program)
-    timeline = simulate(plan.program, durations, facts=facts)
-    return to_text(_Chart(plan, timeline, stage_levels(plan, timeline, durations, facts)).draw())
+    of = follow(plan)
+    return to_text(_Chart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw())
 
 
 def stage_levels(
@@ -73,7 +71,7 @@ def stage_levels(
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
-        instructions = plan.program.stages[stage].instructions
+        instructions = facts.program.stages[stage].instructions
         levels: list[Level] = []
         before = Moment(None, 0, 0)
         for span, (moments, after) in zip(lane.spans, memory_moments(facts, stage, instructions), strict=True):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from partitioner.solve.linked import aligned, linked_groups
 from partitioner.solve.nesting import all_nestings
 from partitioner.topology.model import Topology
-from runtime.program import AXES
+from runtime.meshes import AXES
 
 Ints = NDArray[np.int64]
 

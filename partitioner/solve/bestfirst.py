@@ -21,7 +21,7 @@ from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, 
 from partitioner.plan import Candidate, Certificate
 from partitioner.schedules import schedule_name
 from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.points import Point, in_order
+from partitioner.solve.point import Point, in_order
 from passes.errors import PartitionError
 
 _MOST_ROWS = 1000  # of a certificate, besides those that were solved

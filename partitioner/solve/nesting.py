@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from partitioner.cost.collectives import collective_time
 from partitioner.topology.model import Topology
 from partitioner.topology.nested import first_group
-from runtime.program import AXES
+from runtime.meshes import AXES
 
 Ints = NDArray[np.int64]
 Steps = tuple[int, ...]  # ranks behind which another part of an axis begins, from the inside out

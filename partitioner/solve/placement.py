@@ -24,7 +24,7 @@ from partitioner.solve.nesting import equal_levels, fits, nestings
 from partitioner.topology.groups import Group
 from partitioner.topology.model import Topology
 from passes.errors import PartitionError
-from runtime.program import AXES
+from runtime.meshes import AXES
 
 Ints = NDArray[np.int64]
 Result = TypeVar("Result")
@@ -165,7 +165,7 @@ def signature(machine: Machine) -> Hashable:
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
     links = tuple((link.bandwidth, link.latency) for link in machine.links)
-    return machine.seats, machine.capacity, links, tuple(together), across
+    return machine.seats, machine.pipelines, machine.capacity, links, tuple(together), across
 
 
 def _neighbours(devices: Ints, mesh: Mapping[str, int]) -> Iterator[Ints]:

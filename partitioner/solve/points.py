@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +11,11 @@ from numpy.typing import NDArray
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
-from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of, schedule_name
+from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of
+from partitioner.solve.point import Point
 from partitioner.solve.unfit import uneven, why_none
 from partitioner.topology.model import Topology
 from partitioner.units import divisors
-from passes.hashing import hashed_once
-from runtime.program import hybrid_mesh
 
 Times = Callable[[Sequence["Point"]], NDArray[np.float64]]  # bounds of all at once
 
@@ -35,93 +33,12 @@ SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where non
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
 
 
-@hashed_once
-@dataclass(frozen=True, order=True)
-class Point:
-    """One combination. ``recompute`` is left to the stages unless it is pinned.
-
-    ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
-    sharding, over ``dp_shard`` of the ``dp`` ranks (0: all), each of ``cp``.
-    """
-
-    pp: int
-    dp: int
-    tp: int
-    microbatch_size: int
-    schedule: str | ScheduleTable = "1f1b"
-    cp: int = 1
-    ep: int = 1
-    etp: int = 0
-    zero: int = 0
-    virtual_stages: int = 1
-    dp_shard: int = 0
-
-    def sharing(self, zero: int, dp_shard: int = 0) -> Point:
-        """The same with states sharded like this."""
-        axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
-        return Point(*axes, zero, self.virtual_stages, dp_shard)
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """The axes whose sizes multiply to the number of ranks; experts are folded over them."""
-        return {**self.mesh, "ep": 1}
-
-    @property
-    def expert_tp(self) -> int:
-        """Ranks that share one expert."""
-        return self.etp or self.tp
-
-    @property
-    def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that have the same weights, but for experts."""
-        return self.dp * self.cp
-
-    @property
-    def sharers(self) -> int:
-        """Those of them that share the weights under ZeRO."""
-        return (self.dp_shard or self.dp) * self.cp
-
-    @property
-    def expert_sharers(self) -> int:
-        """The ranks that share the experts that they have under ZeRO."""
-        return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
-
-    def num_microbatches(self, global_batch: int) -> int:
-        return global_batch // (self.dp * self.microbatch_size)
-
-    def __str__(self) -> str:
-        more = [f"{n}={v}" for n, v, one in self._more if v != one]
-        mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
-        return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", schedule_name(self.schedule)])
-
-    @property
-    def kind(self) -> tuple[Hashable, ...]:
-        """Points of one kind run the same local graphs; only microbatches and stages differ."""
-        return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
-
-    @property
-    def _more(self) -> list[tuple[str, int, int]]:
-        shard = ("dp_shard", self.dp_shard, 0)
-        return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
-
-
-in_order = attrgetter(*(f.name for f in fields(Point)))  # a key, which is built once where a comparison builds two
-
-
 @dataclass(frozen=True)
 class Space:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens; ``repeated``: calls of blocks that repeat (0: all)."""
+    sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
+    as many microbatches."""
 
     topology: Topology
     global_batch: int
@@ -132,6 +49,7 @@ class Space:
     experts: int = 0
     length: int = 0
     repeated: int = 0
+    even: bool = False
 
     @property
     def world_size(self) -> int:
@@ -139,8 +57,12 @@ class Space:
 
     @property
     def units(self) -> int:
-        """What ``dp`` divides: samples, or the groups that they meet in."""
+        """What is shared out over ``dp``: samples, or the groups that they meet in."""
         return self.global_batch // (self.constraints.group_size or 1)
+
+    def splits(self, dp: int) -> bool:
+        """Whether every rank of ``dp`` can have some of the batch: as much as the others, or about as much."""
+        return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     @property
     def widest(self) -> int:
@@ -149,15 +71,28 @@ class Space:
 
     def sizes(self, dp: int) -> list[int]:
         """The microbatches that there may be."""
-        size = self.constraints.group_size
-        return [found for found in divisors(self.global_batch // dp) if size in (None, found)]
+        pinned = self.constraints
+        if self.units % dp and pinned.microbatch_size is None:
+            return [size for size in divisors(self.global_batch) if self.global_batch // size >= dp]
+        sizes = divisors(self.global_batch // dp) if self.units % dp == 0 else []
+        given = pinned.microbatch_size
+        if given is None or given in sizes:
+            return sizes if given is None else [given]
+        shared = not self.even and self.global_batch % given == 0 and self.global_batch // given >= dp
+        return [given] if shared else []
+
+    def allows(self, point: Point) -> bool:
+        """Whether the microbatches of ``point`` can be shared out over ``dp``."""
+        even = self.global_batch % (point.dp * point.microbatch_size) == 0
+        return even or (not self.even and point.shares_out)
 
 
 def points(space: Space) -> list[Point]:
     """All points that the constraints allow.
 
     ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
-    it is pinned; ``dp`` and the microbatch divide the batch; there are calls for every stage. What is not executed yet
+    it is pinned; the microbatch divides the batch, and there is one for every rank of ``dp``; there are calls for every
+    stage. What is not executed yet
     is there only where it is asked for.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
@@ -168,13 +103,14 @@ def points(space: Space) -> list[Point]:
     pinned.check_sharding()
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     found = [
-        Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard)
+        point
         for pp, dp, tp, cp in meshes(space)
         for ep, etp in _expert_axes(space, dp * cp * tp, tp)
         for schedule, virtual in _schedules(space, pp)
         for zero, shard in _zero(space, dp, cp)
         for size in space.sizes(dp)
-        if pinned.microbatch_size in (None, size) and _is_for(table, pp, space.global_batch // dp // size)
+        if space.allows(point := Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
+        and _is_for(table, pp, point.num_microbatches(space.global_batch))
     ]
     if not found:
         raise PlanError(why_none(space))
@@ -213,14 +149,14 @@ def meshes(space: Space) -> list[tuple[int, int, int, int]]:
                 continue
             for cp in _context_axes(space, world // tp // pp):
                 dp = world // tp // pp // cp
-                if pinned.dp in (None, dp) and space.units % dp == 0:
+                if pinned.dp in (None, dp) and space.splits(dp):
                     found.append((pp, dp, tp, cp))
     return found
 
 
 def _context_axes(space: Space, room: int) -> list[int]:
     """The ``cp`` of ``room`` ranks. Each gets two pieces of the sequence, one from either end, so that causal work is
-    even. Where the batch does not split over as many ranks as are left, fewer tokens may be on each."""
+    even. Where the batch does not split evenly over as many ranks as are left, fewer tokens may be on each."""
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
@@ -228,7 +164,8 @@ def _context_axes(space: Space, room: int) -> list[int]:
     usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
     if any(space.units % (room // cp) == 0 for cp in usual):
         return usual
-    return [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.units % (room // cp) == 0][:1]
+    fewer = [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.units % (room // cp) == 0][:1]
+    return list(dict.fromkeys((*(cp for cp in usual if space.splits(room // cp)), *fewer)))
 
 
 def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
@@ -371,7 +308,7 @@ def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
         return {}
     size = space.constraints.group_size or 1
     point = Point(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
-    if space.units % space.world_size:
+    if not space.splits(space.world_size):
         return {point: uneven(space, space.world_size)}
     return {point: "excluded by the constraints"}
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from partitioner.errors import CapacityError
 from partitioner.solve.pipelines import is_plain
-from partitioner.solve.points import Point
+from partitioner.solve.point import Point
 
 Found = TypeVar("Found")
 

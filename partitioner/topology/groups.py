@@ -24,7 +24,7 @@ from partitioner.topology.model import Topology
 from partitioner.topology.pairs import pair_links
 from partitioner.topology.parts import Level, Link, Measured
 from passes.hashing import hashed_once
-from runtime.program import AXES, expert_mesh, num_ranks
+from runtime.meshes import AXES, expert_mesh, num_ranks
 
 _POST_S = 1e-6  # to post one send and one receive
 _RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
@@ -377,6 +377,17 @@ def stage_paces(
         return (tuple(paces),) * mesh.get("pp", 1)
     grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return tuple(tuple(paces[k] for k in np.unique(of_device[row]).tolist()) for row in grid)
+
+
+def replica_paces(
+    topology: Topology, mesh: Mapping[str, int], devices: Devices = None
+) -> list[tuple[tuple[tuple[str, float], ...], ...]]:
+    """For each rank of ``dp``, for each stage, the different (kind, speed) of its devices."""
+    paces, of_device = topology.paces
+    pp, dp = mesh.get("pp", 1), mesh.get("dp", 1)
+    grid = of_device[placed(topology, mesh, devices).reshape(pp, dp, -1)]
+    rows = [[tuple(paces[k] for k in np.unique(row).tolist()) for row in of_stage] for of_stage in grid]
+    return [tuple(of_stage[place] for of_stage in rows) for place in range(dp)]
 
 
 def reference_type(topology: Topology) -> str:

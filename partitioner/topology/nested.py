@@ -13,7 +13,7 @@ from operator import mul
 
 from partitioner.topology.groups import Devices, Group, group_of, placed
 from partitioner.topology.model import Topology
-from runtime.program import AXES
+from runtime.meshes import AXES
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:

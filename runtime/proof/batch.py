@@ -23,7 +23,7 @@ def check_inputs(program: Program) -> None:
 def _input_problem(program: Program, given: InputData) -> str:
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
-    pieces = program.num_microbatches * math.prod(program.mesh.get(a, 1) for a in DATA_AXES)
+    pieces = program.batch_microbatches
     value, shape = program.values[given.value], list(given.shape)
     if given.batch_dim is not None:
         if not 0 <= given.batch_dim < len(shape) or shape[given.batch_dim] % pieces:

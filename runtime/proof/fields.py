@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.program import ALL_AXES, Instruction, Program
+from runtime.meshes import ALL_AXES
+from runtime.program import Instruction, Program
 from runtime.proof.errors import Refusal
 
 FIELDS: dict[str, frozenset[str]] = {

@@ -6,7 +6,8 @@ from passes.layouts import Layout, divides
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts
 from runtime.levels import level_problem
-from runtime.program import ALL_AXES, AXES, EXPERT_AXES, HYBRID_AXES, Program, StateData
+from runtime.meshes import ALL_AXES, AXES, EXPERT_AXES, HYBRID_AXES
+from runtime.program import Program, StateData
 from runtime.proof.errors import Refusal
 
 

@@ -13,7 +13,8 @@ from passes.check import describe
 from passes.layouts import Layout
 from passes.serialize import dtype_of
 from runtime.facts import ProgramFacts, graph_fault
-from runtime.program import MESH_AXES, CallData, Program, Value, shard_shape, weights_fingerprint
+from runtime.meshes import MESH_AXES
+from runtime.program import CallData, Program, Value, shard_shape, weights_fingerprint
 from runtime.proof.batch import check_inputs, check_outputs
 from runtime.proof.errors import Refusal
 from runtime.proof.states import check_buckets, check_state
@@ -86,12 +87,19 @@ def _mesh(program: Program) -> None:
         )
     if program.num_microbatches < 1:
         raise Refusal("structure", f"{program.num_microbatches} microbatches")
+    shares = program.data_shares
+    if shares and (len(shares) != program.size("dp") or min(shares) < 1 or max(shares) != program.num_microbatches):
+        raise Refusal(
+            "structure",
+            f"the shares {shares} of the microbatches; expected one for each of the {program.size('dp')} ranks of dp, "
+            f"of at least one microbatch and at most {program.num_microbatches}, which one of them has",
+        )
 
 
 def _blocks(program: Program) -> None:
     """Every graph is well-formed, and infers the values that it carries."""
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
-    axes[DATA] = axes["dp"] * program.num_microbatches
+    axes[DATA] = program.batch_microbatches
     for name in program.blocks:
         fault = graph_fault(program, name, axes)
         if fault is not None:

@@ -145,7 +145,7 @@ def _over_batch(facts: ProgramFacts) -> None:
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]
-    size = program.num_microbatches * program.mesh.get(DATA_AXES[0], 1)
+    size = program.batch_microbatches
     if size == 1:
         return
     known: dict[str, Sameness] = {i.value: "alike" if i.batch_dim is None else "different" for i in program.inputs}

@@ -1,0 +1,177 @@
+"""What a step takes on one placement: its stages cut, its batch shared out, and all of it priced."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from partitioner.cost.calls import CallCost
+from partitioner.cost.estimate import estimate, stage_problem
+from partitioner.cost.levels import lost_by
+from partitioner.cost.machine import Machine, Seat, Seats
+from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
+from partitioner.cost.states import StateCost, with_lost
+from partitioner.cost.tails import least_update, run_tails
+from partitioner.job import Job
+from partitioner.localize import LocalModel
+from partitioner.plan import Estimate
+from partitioner.schedules import ranks_of
+from partitioner.solve.joint import cut_for_step
+from partitioner.solve.pipelines import is_formula, least_fill
+from partitioner.solve.point import Point
+from partitioner.solve.shares import share_out
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stages import StageSplit, solve_stages
+from partitioner.solve.virtual import followed, solve_virtual
+
+
+class Judged(NamedTuple):
+    """Stages that were cut for a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty:
+    all have as many)."""
+
+    problem: StageProblem
+    split: StageSplit
+    estimate: Estimate
+    data_shares: tuple[int, ...]
+
+
+def virtual_ranks(point: Point) -> tuple[int, ...]:
+    """Of each virtual stage, of a schedule that is followed; empty where a formula says what it takes."""
+    return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
+
+
+def split_of(problem: StageProblem, point: Point, *, proven: bool = True) -> StageSplit:
+    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, and errors: see
+    :func:`partitioner.solve.virtual.solve_virtual`."""
+    if is_formula(point.schedule):
+        return solve_stages(problem)
+    return solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
+
+
+@dataclass
+class Judge:
+    """Prices placements of ``point``. ``local``, ``costs``, ``states``: what a rank runs, what that takes, what it
+    holds; ``reference``: the seat that the sharding is chosen for; ``check``: raises where hosts lack memory for what
+    is offloaded. ``proven``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`.
+
+    ``leasts``: for each placement that was judged, what no plan on it goes below.
+    """
+
+    job: Job
+    point: Point
+    local: LocalModel
+    costs: SeatCosts
+    states: Mapping[str, StateCost]
+    reference: Seat
+    check: Callable[[Estimate, Machine], None]
+    proven: bool = True
+    enough_s: float = math.inf
+    leasts: list[float] = field(default_factory=list)
+    _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
+
+    def __call__(self, machine: Machine) -> tuple[float, Judged]:
+        """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
+        job, point, machine = self.job, self.point, self.dressed(machine)
+        held = with_lost(self.states, lost_by(machine, job.constraints))
+        ranks = virtual_ranks(point)
+        shares, costs_by_stage = self._shared_out(machine)
+        problem = stage_problem(
+            self.local.model,
+            self.costs.at(self.reference, machine.spread),
+            held,
+            machine,
+            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            ranks=ranks,
+            constraints=job.constraints,
+            train=job.train,
+            costs_by_stage=costs_by_stage,
+            scattered_bytes=machine.scattered_bytes(point.num_microbatches(job.global_batch)),
+        )
+        order = point.schedule, point.virtual_stages if ranks else None
+
+        def price(split: StageSplit) -> tuple[float, Estimate]:
+            expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
+            if job.constraints.offload:
+                self.check(expected, machine)
+            return expected.step_time, expected
+
+        cut = cut_for_step(
+            problem,
+            partial(split_of, point=point, proven=self.proven),
+            price,
+            least_update(problem, held, machine),
+            lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
+            self.enough_s if self.proven else 0.0,
+        )
+        other_shares = len(set(machine.pipelines)) > 1 and job.shares_out(point)  # may be better
+        self.leasts.append(min(cut.least_s, self.least(machine)) if other_shares else cut.least_s)
+        return cut.step_s, Judged(problem, cut.split, cut.priced, shares)
+
+    def least(self, machine: Machine) -> float:
+        """What no plan on ``machine`` goes below, quickly: stages that are all as fast as the best and hold the same
+        share of the work, of the rank that has the most microbatches of those that must have some."""
+        point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
+        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
+        ahead, back = self._fastest(self.dressed(machine))
+        filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
+        return (ahead + back) * num_microbatches / point.pp + filled
+
+    def dressed(self, machine: Machine) -> Machine:
+        """``machine`` with what else the point says: one and the same object each time."""
+        if id(machine) not in self._dressed:  # with what keeps it alive
+            self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
+        return self._dressed[id(machine)][1]
+
+    def _shared_out(self, machine: Machine) -> tuple[tuple[int, ...], Sequence[Costs]]:
+        """The microbatches of each rank of ``dp``, and what calls take by stage: on the slowest devices, or, where
+        faster replicas take more microbatches, as if all took as many, each in so much less time."""
+        point, batch, pipelines = self.point, self.job.global_batch, machine.pipelines
+        if len(set(pipelines)) == 1 or not self.job.shares_out(point):
+            return point.data_shares(batch), self.costs.by_stage(machine)
+        fill = float(point.pp - 1)
+        seconds = {seats: self._seconds(seats, machine) for seats in dict.fromkeys(pipelines)}
+        shares = share_out(point.parts(batch), [seconds[seats] for seats in pipelines], fill)
+        each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in seconds}
+        most = max(shares)
+        pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
+        by_stage = [
+            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in each])
+            for s in range(point.pp)
+        ]
+        return (() if min(shares) == most else shares), by_stage
+
+    def _seconds(self, seats: tuple[Seats, ...], machine: Machine) -> float:
+        """Of a microbatch in a replica's pipeline whose stages all take as long, on ``seats`` by stage."""
+        work = (sum(self._through(self.costs.of_stage(of_stage, machine.spread))) for of_stage in seats)
+        return 1 / sum(1 / max(seconds, 1e-30) for seconds in work)
+
+    def _fastest(self, machine: Machine) -> tuple[float, float]:
+        """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
+        of = self.costs.by_pipeline(machine) if self.job.shares_out(self.point) else self.costs.by_stage(machine)
+        return self._through(fastest(list({id(costs): costs for costs in of}.values())))
+
+    def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
+        """Seconds of a microbatch through all calls."""
+        often = Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
+        ahead, back = (sum(n * getattr(of[b], name) for b, n in often.items()) for name in _TOTALS)
+        return ahead, back if self.job.train else 0.0
+
+    def _followed(self, problem: StageProblem) -> StageProblem:
+        """``problem`` with what its schedule says of the microbatches that stages hold."""
+        point = self.point
+        if is_formula(point.schedule):
+            return problem
+        return followed(problem, point.schedule, point.pp, point.virtual_stages)
+
+
+def _paced(costs: Costs, factor: float) -> Costs:
+    return {name: cost.paced(factor) for name, cost in costs.items()}
+
+
+_TOTALS = ("forward_total_s", "backward_total_s")

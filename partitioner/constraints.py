@@ -202,8 +202,8 @@ class Constraints(BaseModel):
             )
         if global_batch // size < dp:
             raise ConstraintError(
-                f"the global batch of {global_batch} has fewer microbatches than ranks: it does not split by {what}; "
-                f"expected at most {global_batch}"
+                f"the global batch of {global_batch} does not split by {what}: fewer microbatches than ranks; expected "
+                f"at most {global_batch}"
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:

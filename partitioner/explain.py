@@ -28,6 +28,7 @@ from partitioner.explain_tables import (
     status_word,
 )
 from partitioner.finish import NEAR
+from partitioner.laggards import WITHOUT
 from partitioner.outline import CallGroup, Outline, outline
 from partitioner.plan import Baseline, Candidate, Plan
 from partitioner.timing import stage_seconds
@@ -323,6 +324,8 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield _line(candidate_counts(plan.certificate) + ".")
     chosen = plan.certificate.objective
     yield from (_line(_baseline(b, chosen)) for b in plan.certificate.baselines)
+    if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
+        yield _line("topology.without(...) is the topology without the devices that you name.")
     yield candidate_table(plan)
 
 

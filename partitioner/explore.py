@@ -24,7 +24,8 @@ from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
 from partitioner.job import Job
-from partitioner.plan import Baseline, Certificate
+from partitioner.laggards import is_even, without_laggards
+from partitioner.plan import Baseline, Candidate, Certificate
 from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Evaluated, Progress, search
 from partitioner.solve.point import Point
@@ -172,10 +173,6 @@ def _explore(
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
     rows = certificate.candidates
-    baselines = Later(
-        lambda: compared(always, rows, lambda point: evaluated(beside.solve(point))),
-        worth_it=any(not is_known(standard, rows) for standard in always),
-    )
     if not result.interrupted and leaves_schedule(space):
         found, certificate = best_schedule(
             evaluate,
@@ -186,7 +183,21 @@ def _explore(
             certificate,
             deadline,
         )
-    return Explored(found, certificate, baselines)
+
+    def others() -> tuple[Baseline, ...]:
+        if not compare:
+            return ()
+        fewer = without_laggards(job, found.estimate.step_time, space_of, partial(best, deadline - time.monotonic()))
+        return compared(always, rows, lambda point: evaluated(beside.solve(point))) + fewer
+
+    unknown = any(not is_known(standard, rows) for standard in always)
+    return Explored(found, certificate, Later(others, worth_it=unknown or (compare and not is_even(job.topology))))
+
+
+def best(time_limit_s: float, job: Job) -> Candidate:
+    """The row of the best plan of ``job``. Raises as :func:`explore` does."""
+    rows = explore(job, time_limit_s, compare=False).certificate.candidates
+    return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 
 __all__ = ["OFFLOAD_SETS", "Explored", "Point", "explore", "rooms", "space_of"]

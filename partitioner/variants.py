@@ -11,6 +11,7 @@ from typing import Any
 from partitioner.constraints import Constraints
 from partitioner.explore import OFFLOAD_SETS
 from partitioner.job import Job
+from partitioner.laggards import is_even, smaller_clusters
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload, has_disks
 from partitioner.topology.resize import with_devices, with_memory, with_nodes
@@ -142,8 +143,11 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """More nodes of the same kind, or as many devices as the pinned axes ask for."""
+    """Without devices that differ, more nodes of the same kind, or as many devices as the pinned axes ask for."""
     topology, now = base.topology, base.topology.num_devices
+    for smaller in () if is_even(topology) else smaller_clusters(topology):
+        text = f"{plural(smaller.num_devices, 'device')} instead of {now} ({smaller.name})"
+        yield _and(base, _ROOM + math.log2(now / smaller.num_devices), "smaller", text, topology=smaller)
     counts = {topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}
     for nodes in sorted(n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES):
         larger = with_nodes(topology, nodes) if topology != _local(topology) else None

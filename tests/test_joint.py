@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition, prepare
-from partitioner import evaluate as evaluate_module
+from partitioner import judge as judge_module
 from partitioner.solve.joint import cut_for_step
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import SLACK, StageSplit, solve_stages
@@ -132,7 +132,7 @@ def test_no_pinned_cut_beats_the_plan_or_its_bound(uneven: Any, pins: dict[str, 
 def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeypatch: pytest.MonkeyPatch):
     """Of the stages that are found: the seconds after the pipeline are the most that one of their runs leaves."""
     seen: list[tuple[float, float]] = []
-    plain = evaluate_module.cut_for_step
+    plain = judge_module.cut_for_step
 
     def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float) -> Any:
         cut = plain(problem, solve, price, least, tails, enough)
@@ -144,7 +144,7 @@ def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeyp
         seen.append((max(left), counted))
         return cut
 
-    monkeypatch.setattr(evaluate_module, "cut_for_step", watched)
+    monkeypatch.setattr(judge_module, "cut_for_step", watched)
     for zero in (0, 1):
         pins = Constraints(pp=2, dp=4, tp=1, zero=zero, schedule="1f1b")
         partition(uneven, slow(), constraints=pins, estimate_only=True)
@@ -157,14 +157,14 @@ def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeyp
 @pytest.mark.parametrize("zero", [0, 1])
 def test_no_run_is_left_within_a_step_that_is_too_short(uneven: Any, zero: int, monkeypatch: pytest.MonkeyPatch):
     seen: list[bool] = []
-    plain = evaluate_module.cut_for_step
+    plain = judge_module.cut_for_step
 
     def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float) -> Any:
         cut = plain(problem, solve, price, least, tails, enough)
         seen.extend(bool(np.isinf(table).all()) for part in (1e-6, 1e-3) for table in tails(part * cut.step_s))
         return cut
 
-    monkeypatch.setattr(evaluate_module, "cut_for_step", watched)
+    monkeypatch.setattr(judge_module, "cut_for_step", watched)
     partition(uneven, slow(), constraints=Constraints(pp=2, dp=4, tp=1, zero=zero), estimate_only=True)
     assert seen
     assert all(seen)

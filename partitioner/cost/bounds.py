@@ -166,12 +166,7 @@ class ModelBounds:
         m = np.array([self.rounds(p) for p in points])
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
-        fill = np.array(
-            [
-                (0.0, 0.0) if self._varies(p) and not known else least_fill(p.schedule, p.pp, int(n), p.virtual_stages)
-                for p, n, known in zip(points, m, formula, strict=True)
-            ]
-        )
+        fill = np.array([self._fill(p) for p in points])
         whole = ahead + back
         slowest = np.maximum(whole / (pp if together is None else together), largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
@@ -189,26 +184,20 @@ class ModelBounds:
         best = self._seconds(self.blocks, points)
         speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
         by_point = zip(points, np.stack(speeds, axis=1), strict=True)
-        fastest, together = zip(*(self._stage_speeds(of_kinds, point) for point, of_kinds in by_point), strict=True)
+        by_stage = (stage_speeds(s, self._counts, p.pp, self.job.shares_out(p)) for p, s in by_point)
+        fastest, together = zip(*by_stage, strict=True)
         return np.array(fastest), np.array(together)
 
-    def _stage_speeds(self, of_kinds: Vector, point: Point) -> tuple[float, float]:
-        """Of one point: the fastest, and all. Where the batch is shared out as replicas are fast, all devices count."""
-        if self.job.shares_out(point):
-            return float(of_kinds.max()), float(of_kinds @ self._counts) / int(self._counts.sum()) * point.pp
-        of_stages = stage_speeds(of_kinds, self._counts, point.pp)
-        return float(of_stages[0]), float(of_stages.sum())
-
-    def _varies(self, point: Point) -> bool:
-        """Whether faster replicas may have more microbatches."""
-        return bool(self._paced) and self.job.shares_out(point)
-
     def rounds(self, point: Point) -> float:
-        """Microbatches of a rank: of the one that has most, or of all in the mean where these are shared out as
-        replicas are fast."""
-        if self._varies(point):
-            return point.parts(self.global_batch) / point.dp
-        return point.num_microbatches(self.global_batch)
+        """Microbatches of a rank: of the one that has most, or of all in the mean where faster ones have more."""
+        differ = self._paced and self.job.shares_out(point)
+        return point.parts(self.global_batch) / point.dp if differ else point.num_microbatches(self.global_batch)
+
+    def _fill(self, point: Point) -> tuple[float, float]:
+        """See :func:`least_fill`; nothing where it depends on numbers that differ from rank to rank."""
+        if self._paced and self.job.shares_out(point) and not is_formula(point.schedule):
+            return 0.0, 0.0
+        return least_fill(point.schedule, point.pp, point.num_microbatches(self.global_batch), point.virtual_stages)
 
     def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
         """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""

@@ -95,13 +95,16 @@ def _best_link(links: Sequence[Link]) -> Link:
     return Link(name="best", bandwidth=bandwidth, latency=latency, level=-1)
 
 
-def stage_speeds(speeds: Vector, counts: NDArray[np.int64], stages: int) -> Vector:
-    """The greatest speeds that ``stages`` can have if each goes at its slowest device's, fastest first.
+def stage_speeds(speeds: Vector, counts: NDArray[np.int64], stages: int, apart: bool = False) -> tuple[float, float]:
+    """The greatest speeds that the fastest of ``stages``, and all together, can have if each goes at its slowest
+    device's; ``apart``: if devices of a stage do not wait for each other.
 
     ``speeds``: of kinds of devices, of which there are ``counts``.
     """
+    if apart:
+        return float(speeds.max()), float(speeds @ counts) / int(counts.sum()) * stages
     order = np.argsort(-speeds, kind="stable")
     per_stage = int(counts.sum()) // stages
     last = np.arange(1, stages + 1) * per_stage
     found: Vector = speeds[order][np.searchsorted(np.cumsum(counts[order]), last)]
-    return found
+    return float(found[0]), float(found.sum())

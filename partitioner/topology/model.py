@@ -46,6 +46,8 @@ from partitioner.topology.parts import (
     Part,
     Pattern,
 )
+from partitioner.topology.roads import road_graph
+from partitioner.topology.without import without
 from partitioner.topology.wording import explain
 
 
@@ -334,27 +336,11 @@ class Topology(Part):
         Nodes carry ``kind`` (``device`` or ``hub``) and ``level``; edges ``bandwidth`` and ``latency`` (half of the
         level's on each of the two edges that a message takes over a hub).
         """
-        graph: nx.Graph[str] = nx.Graph()
-        for i, name in enumerate(self.names):
-            graph.add_node(name, kind="device", level=-1, index=i)
-        for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):
-            ids, counts = np.unique(groups, return_counts=True)
-            shared = set(ids[counts > 1].tolist())
-            for name, group in zip(self.names, groups.tolist(), strict=True):
-                if group in shared:
-                    hub = f"{level.name}:{group}"
-                    graph.add_node(hub, kind="hub", level=number)
-                    share = float(self.network_share[self.index[name]]) if spans_nodes(level) else 1.0
-                    bandwidth = level.bandwidth * share / level.oversubscription
-                    graph.add_edge(name, hub, bandwidth=bandwidth, latency=level.latency / 2)
-        for first in np.flatnonzero((self.place_of == 0) & (self.pattern_of >= 0)).tolist():
-            pattern, matrix = self.pattern_kinds[self.pattern_of[first]]
-            for i, j in np.argwhere(np.triu(matrix)).tolist():
-                ends = self.names[first + i], self.names[first + j]
-                graph.add_edge(*ends, bandwidth=float(matrix[i, j]), latency=self.patterns[pattern].latency)
-        for link in self.links:
-            graph.add_edge(*link.between, bandwidth=link.bandwidth, latency=link.latency)
-        return graph
+        return road_graph(self)
+
+    def without(self, *names: str) -> Topology:
+        """The topology without these devices, see :func:`partitioner.topology.without.without`."""
+        return without(self, names)
 
     def to_yaml(self) -> str:
         """Self-contained text that :meth:`load` reads back to an equal topology."""

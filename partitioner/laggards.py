@@ -1,0 +1,72 @@
+"""Would fewer devices do more? A mesh uses all devices of its topology, and one that is slow, small or far may cost
+more than it adds: then the report says what the others do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.bounds import ModelBounds
+from partitioner.job import Job
+from partitioner.plan import Baseline, Candidate
+from partitioner.solve.points import Space, points
+from partitioner.topology import Topology
+from passes.errors import PartitionError
+
+WITHOUT = "Without"
+_MOST = 3  # smaller clusters that are looked at
+_WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
+
+SpaceOf = Callable[[Job, ModelBounds], Space]
+Best = Callable[[Job], Candidate]
+
+
+def smaller_clusters(topology: Topology) -> Iterator[Topology]:
+    """``topology`` without its slowest devices, the smallest, those with the least of the network, or the smallest
+    nodes; those that lose least of its speed first."""
+    paces, of_device = topology.paces
+    rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
+    sizes = np.bincount(topology.node_of)[topology.node_of]
+    lost: dict[tuple[str, ...], float] = {}
+    for key in (rates, topology.usable.astype(float), topology.network_share, sizes.astype(float)):
+        for level in np.unique(key)[1:].tolist():
+            gone = np.flatnonzero(key < level)
+            lost.setdefault(tuple(topology.names[d] for d in gone), float(rates[gone].sum()))
+    for names in sorted(lost, key=lambda names: (lost[names], len(names)))[:_MOST]:
+        try:
+            yield topology.without(*names)
+        except PartitionError:  # what is left cannot be written down
+            continue
+
+
+def is_even(topology: Topology) -> bool:
+    """Whether no device is slower, smaller or farther than another, and all nodes have as many."""
+    own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
+    alike = all(len(np.unique(values)) == 1 for values in own)
+    return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
+
+
+def without_laggards(job: Job, best_s: float, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
+    """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``)."""
+    found = []
+    for topology in () if is_even(job.topology) else smaller_clusters(job.topology):
+        fewer = replace(job, topology=topology)
+        try:
+            if _least(fewer, space_of) >= _WORTH * best_s:
+                continue
+            candidate = best(fewer)
+        except PartitionError:
+            continue
+        if (candidate.step_time or best_s) < _WORTH * best_s:
+            gone = topology.name.removeprefix(f"{job.topology.name} without ")
+            found.append(Baseline(name=f"{WITHOUT} {gone}", candidate=candidate))
+    return tuple(found)
+
+
+def _least(job: Job, space_of: SpaceOf) -> float:
+    """What no plan of ``job`` goes below. Raises a :class:`PartitionError` where there is none."""
+    bounds = ModelBounds(job)
+    return float(bounds.times(points(space_of(job, bounds))).min())

@@ -1,0 +1,133 @@
+"""A cluster without some of its devices, and when the report advises it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.errors import InfeasibleError, TopologyError
+from partitioner.laggards import is_even, smaller_clusters
+from partitioner.topology import loads
+
+MIXED = """
+name: lab
+types:
+  fast: {memory: 80 GB, peak: {fp32: 100 TFLOP/s}, memory_bandwidth: 2 TB/s}
+  slow: {memory: 16 GB, peak: {fp32: 2 TFLOP/s}, memory_bandwidth: 0.2 TB/s}
+nodes:
+  - {type: fast, devices: 4, count: 2, nics: 2}
+  - {type: slow, devices: 2, names: [left, right]}
+levels:
+  - {name: inside, nodes: 1, bandwidth: 200 GB/s, latency: 5 us}
+  - {name: all, bandwidth: 50 GB/s, latency: 10 us}
+overrides: {node1/3: {speed: 0.5}, left: {memory: 8 GB}}
+links: [{between: [node0/0, left], bandwidth: 10 GB/s, latency: 20 us}]
+node_overrides: {1: {speed: 0.9}}
+"""
+
+
+def test_what_is_left_keeps_its_name_its_kind_and_what_it_has_of_its_own():
+    topology = loads(MIXED)
+    fewer = topology.without("node0/1", "node0/2", "left")
+    assert fewer.names == ("node0/0", "node0/3", "node1/0", "node1/1", "node1/2", "node1/3", "right")
+    assert fewer.name == "lab without node0/1, node0/2, left"
+    assert [fewer.devices[fewer.index["node1/3"]].speed, fewer.devices[0].speed] == [0.45, 1.0]
+    assert fewer.links == ()
+    assert loads(fewer.to_yaml()) == fewer
+
+
+def test_a_node_that_is_gone_moves_the_numbers_of_the_others():
+    fewer = loads(MIXED).without(*(f"node0/{k}" for k in range(4)))
+    assert fewer.num_nodes == 2
+    assert fewer.node_overrides.keys() == {0}
+    assert fewer.names[0] == "node1/0"
+    assert "without node 0" in fewer.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["mixed", "dgx-h100", "dgx-v100", "mi300x"]), seed=st.integers(0, 10_000))
+def test_links_among_what_is_left_stay(name: str, seed: int):
+    topology = loads(MIXED) if name == "mixed" else Topology.preset(name, nodes=2)
+    rng = np.random.default_rng(seed)
+    gone = rng.random(topology.num_devices) < rng.choice([0.1, 0.5])
+    if gone.all():
+        gone[0] = False
+    names = [topology.names[d] for d in np.flatnonzero(gone)]
+    try:
+        fewer = topology.without(*names)
+    except TopologyError:
+        with pytest.raises(TopologyError, match=r"leave|describe"):
+            topology.without(*names)
+        return
+    kept = np.flatnonzero(~gone)
+    assert fewer.names == tuple(topology.names[d] for d in kept)
+    assert [d.memory for d in fewer.devices] == [topology.devices[d].memory for d in kept]
+    direct = np.array([[topology.link(i, j).name != "routed" for j in kept] for i in kept])
+    for before, after in zip(topology.links_between(kept), fewer.links_between(range(len(kept))), strict=True):
+        assert np.array_equal(before[direct], after[direct])
+
+
+def test_what_cannot_be_left_out_is_said():
+    topology = loads(MIXED)
+    with pytest.raises(TopologyError, match="has no device 'node7/0'; it has 'node0/0' to 'right'"):
+        topology.without("node7/0")
+    with pytest.raises(TopologyError, match="leave some in"):
+        topology.without(*topology.names)
+    pairs = MIXED.replace("name: inside, nodes: 1", "name: inside, devices: 2")
+    with pytest.raises(TopologyError, match="joins aligned runs"):
+        loads(pairs).without("node0/1")
+
+
+def test_smaller_clusters_lack_what_is_slow_small_or_far():
+    found = [fewer.name for fewer in smaller_clusters(loads(MIXED))]
+    assert "lab without node 2" in found
+    assert is_even(Topology.preset("dgx-h100", nodes=3))
+    assert not is_even(loads(MIXED))
+
+
+class Tower(nn.Module):
+    def __init__(self, width: int = 2048, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        return x.square().mean()
+
+
+def planned(topology: Topology, samples: int = 16, width: int = 2048, **pins: int) -> Plan:
+    with torch.device("meta"):
+        model, x = Tower(width), torch.empty(samples, 512, width)
+    return partition(model, topology, (x,), constraints=Constraints(**pins))
+
+
+def test_the_report_says_what_the_others_do_without_the_slow_ones():
+    topology = loads(MIXED)
+    plan = planned(topology, tp=2)
+    (row,) = [b for b in plan.certificate.baselines if b.name.startswith("Without")]
+    assert row.name == "Without node 2"
+    assert row.candidate is not None
+    alone = planned(topology.without("left", "right"), tp=2)
+    assert row.candidate.step_time == pytest.approx(alone.estimate.step_time, rel=0.02)
+    assert alone.estimate.step_time < plan.estimate.step_time
+    assert "topology.without(...)" in plan.explain()
+
+
+def test_nothing_is_said_where_all_help():
+    names = [b.name for b in planned(Topology.preset("dgx-h100")).certificate.baselines]
+    assert not any(name.startswith("Without") for name in names)
+
+
+def test_a_device_that_is_too_small_may_be_left_out_for_there_to_be_a_plan():
+    small = loads(MIXED.replace("memory: 16 GB", "memory: 200 MB").replace("left: {memory: 8 GB}", "left: {speed: 1}"))
+    with pytest.raises(InfeasibleError) as caught:
+        planned(small, pp=1, tp=1, zero=0)
+    (change,) = [c for c in caught.value.changes if "without node 2" in c.text]
+    assert planned(change.topology, pp=1, tp=1, zero=0).world_size == 8

@@ -113,6 +113,7 @@ def unpinned(constraints: Constraints) -> Constraints:
     free: dict[str, Any] = {
         **dict.fromkeys(OF_POINT),
         "microbatch_size": constraints.group_size,
+        "data_shares": None,
         "ahead": False,
         "stage_of": {},
     }

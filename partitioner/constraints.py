@@ -49,7 +49,8 @@ class Constraints(BaseModel):
     """What is given is fixed; ``None`` leaves the choice to the search.
 
     ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
-    rank and microbatch. ``schedule``: a name of ``partitioner/schedules.py`` (all but ``1f1b`` and ``gpipe`` are for
+    rank and microbatch. ``data_shares``: the microbatches of each rank of ``dp`` (``None``: about as many, or as ranks
+    are fast). ``schedule``: a name of ``partitioner/schedules.py`` (all but ``1f1b`` and ``gpipe`` are for
     several stages), a CSV file, or a :class:`ScheduleTable`.
     ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
     the end. ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads
@@ -87,6 +88,7 @@ class Constraints(BaseModel):
     ep: PositiveInt | None = None
     etp: PositiveInt | None = None
     microbatch_size: PositiveInt | None = None
+    data_shares: tuple[PositiveInt, ...] | None = None
     schedule: str | ScheduleTable | None = None
     virtual_stages: PositiveInt | None = None
     recompute: Recompute | None = None
@@ -189,6 +191,7 @@ class Constraints(BaseModel):
     def check_batch(self, global_batch: int) -> None:
         """Raise :class:`ConstraintError` unless ``global_batch`` samples split as pinned: evenly where that has to be,
         else into microbatches of which there is one for every rank of ``dp``."""
+        self._check_shares(global_batch)
         dp, size = self.dp or 1, self.microbatch_size or 1
         if global_batch % (dp * size) == 0:
             return
@@ -205,6 +208,20 @@ class Constraints(BaseModel):
                 f"the global batch of {global_batch} does not split by {what}: fewer microbatches than ranks; expected "
                 f"at most {global_batch}"
             )
+
+    def _check_shares(self, global_batch: int) -> None:
+        shares = self.data_shares
+        if shares is None:
+            return
+        wrong = next((f"{n}={v}" for n, v, most in (("zero", self.zero, 1), ("ep", self.ep, 1)) if (v or 0) > most), "")
+        size = global_batch // sum(shares) if shares and global_batch % sum(shares) == 0 else None
+        if size is None or self.dp not in (None, len(shares)) or self.microbatch_size not in (None, size):
+            raise ConstraintError(
+                f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected as many as "
+                f"the global batch of {global_batch} has, for as many ranks as dp has"
+            )
+        if wrong and len(set(shares)) > 1:
+            raise ConstraintError(f"data_shares={shares} with {wrong}, under which all ranks of dp have as many")
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
         """Raise :class:`ConstraintError` if ``tp`` divides none of ``dims``, the sizes of the weights' dims."""

@@ -109,7 +109,8 @@ class Judge:
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
             self.enough_s if self.proven else 0.0,
         )
-        other_shares = len(set(machine.pipelines)) > 1 and job.shares_out(point)  # may be better
+        free = job.constraints.data_shares is None and job.shares_out(point)
+        other_shares = free and len(set(machine.pipelines)) > 1  # may be better
         self.leasts.append(min(cut.least_s, self.least(machine)) if other_shares else cut.least_s)
         return cut.step_s, Judged(problem, cut.split, cut.priced, shares)
 
@@ -132,11 +133,12 @@ class Judge:
         """The microbatches of each rank of ``dp``, and what calls take by stage: on the slowest devices, or, where
         faster replicas take more microbatches, as if all took as many, each in so much less time."""
         point, batch, pipelines = self.point, self.job.global_batch, machine.pipelines
-        if len(set(pipelines)) == 1 or not self.job.shares_out(point):
+        alike = len(set(pipelines)) == 1 or not self.job.shares_out(point)
+        given, fill = self.job.constraints.data_shares, float(point.pp - 1)
+        if alike and given is None:
             return point.data_shares(batch), self.costs.by_stage(machine)
-        fill = float(point.pp - 1)
         seconds = {seats: self._seconds(seats, machine) for seats in dict.fromkeys(pipelines)}
-        shares = share_out(point.parts(batch), [seconds[seats] for seats in pipelines], fill)
+        shares = given or share_out(point.parts(batch), [seconds[seats] for seats in pipelines], fill)
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in seconds}
         most = max(shares)
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import runtime
@@ -93,6 +94,7 @@ def test_no_other_shares_end_earlier(parts: int, seconds: list[float], fill: flo
         (3, {"dp": 3}, (2, 2, 1)),
         (4, {"dp": 4, "zero": 1, "microbatch_size": 1}, (3, 3, 2, 2)),
         (7, {"dp": 7}, (2, 2, 2, 1, 1, 1, 1)),
+        (3, {"data_shares": (1, 1, 3)}, (1, 1, 3)),
         (6, {"dp": 3, "tp": 2, "microbatch_size": 2}, (2, 2, 1)),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "1f1b"}, (4, 3, 3)),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "gpipe", "recompute": "full"}, (4, 3, 3)),
@@ -256,7 +258,65 @@ def test_no_pin_beats_the_bound(fast: int, slow: int, samples: int, zero: int | 
         assert free.estimate.step_time <= pinned.estimate.step_time * 1.02
 
 
+def test_shares_that_are_given_are_taken_or_refused():
+    nodes = "[{type: fast, devices: 4}]"
+    plan = wide(nodes, 8, data_shares=(1, 1, 1, 5))
+    even = wide(nodes, 8, data_shares=(2, 2, 2, 2))
+    assert (plan.data_shares, even.data_shares) == ((1, 1, 1, 5), ())
+    assert plan.estimate.step_time > 2 * even.estimate.step_time
+    wrong = (
+        {"data_shares": (1, 2)},
+        {"dp": 2, "data_shares": (1, 1, 2)},
+        {"microbatch_size": 4, "data_shares": (3, 1)},
+    )
+    for pins in wrong:
+        with pytest.raises(ValueError, match="as many as the global batch of 8 has"):
+            wide(nodes, 8, **pins)
+    with pytest.raises(ValueError, match="zero=3, under which all ranks of dp have as many"):
+        wide(nodes, 8, zero=3, data_shares=(1, 1, 1, 5))
+
+
 def test_what_brings_ranks_together_within_a_microbatch_needs_even_shares():
     for pins in ({"zero": 2}, {"zero": 3}):
         with pytest.raises(ValueError, match="ranks of dp all have as many microbatches with zero"):
             wide("[{type: fast, devices: 4}]", 6, dp=4, **pins)
+
+
+def trained(path: str, folder: str, steps: int, resumed: str | None, saved: str | None) -> dict[str, Tensor]:
+    """The parameters after some steps on the whole batch, clipped; of the whole model, on rank 0."""
+    engine = Engine(path, folder)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    if resumed is not None:
+        engine.load(resumed, optimizer)
+    for _ in range(steps):
+        engine.step({k: v.double() if k == "x" else v for k, v in batch().items()})
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    if saved is not None:
+        engine.save(saved, optimizer)
+    return engine.state_dict(full=True)
+
+
+def test_training_that_goes_on_under_other_shares_is_that_of_one_process(tmp_path: Path):
+    torch.manual_seed(0)
+    model = Tower().double().eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    whole = {k: v.double() if k == "x" else v for k, v in batch().items()}
+    paths = []
+    for name, ranks, pins in (("a", 3, {"dp": 3, "zero": 1}), ("b", 4, {"dp": 4, "microbatch_size": 1})):
+        plan = partition(model, Topology.local(ranks), whole, constraints=Constraints(**pins))
+        assert plan.data_shares
+        paths.append(str(plan.save(tmp_path / f"{name}.json")))
+    folder, kept = str(tmp_path), str(tmp_path / "kept")
+    with LocalRanks(3) as pool:
+        pool.call(trained, paths[0], folder, 2, None, kept)
+    with LocalRanks(4) as pool:
+        found, *_ = pool.call(trained, paths[1], folder, 3, kept, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(**whole)["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter).abs().max() < 1e-12, name

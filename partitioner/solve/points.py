@@ -83,7 +83,10 @@ class Space:
 
     def allows(self, point: Point) -> bool:
         """Whether the microbatches of ``point`` can be shared out over ``dp``."""
-        even = self.global_batch % (point.dp * point.microbatch_size) == 0
+        given = self.constraints.data_shares
+        if given is not None and (len(given), sum(given)) != (point.dp, point.parts(self.global_batch)):
+            return False
+        even = self.global_batch % (point.dp * point.microbatch_size) == 0 if given is None else len(set(given)) == 1
         return even or (not self.even and point.shares_out)
 
 

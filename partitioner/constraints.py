@@ -197,11 +197,9 @@ class Constraints(BaseModel):
             return
         given = [f"{n}={v}" for n, v in (("dp", self.dp), ("microbatch_size", self.microbatch_size)) if v]
         what = " x ".join(given) + (f" = {dp * size}" if len(given) > 1 else "")
-        why = next((f"{n}={v}" for n, v, most in (("zero", self.zero, 1), ("ep", self.ep, 1)) if (v or 0) > most), "")
-        if global_batch % size or why:
+        if global_batch % size:
             raise ConstraintError(
                 f"the global batch of {global_batch} does not split by {what}; expected a divisor of {global_batch}"
-                + (f", since ranks of dp all have as many microbatches with {why}" if why and self.dp else "")
             )
         if global_batch // size < dp:
             raise ConstraintError(
@@ -213,15 +211,12 @@ class Constraints(BaseModel):
         shares = self.data_shares
         if shares is None:
             return
-        wrong = next((f"{n}={v}" for n, v, most in (("zero", self.zero, 1), ("ep", self.ep, 1)) if (v or 0) > most), "")
         size = global_batch // sum(shares) if shares and global_batch % sum(shares) == 0 else None
         if size is None or self.dp not in (None, len(shares)) or self.microbatch_size not in (None, size):
             raise ConstraintError(
                 f"data_shares={shares} is {sum(shares)} microbatches on {len(shares)} ranks of dp; expected as many as "
                 f"the global batch of {global_batch} has, for as many ranks as dp has"
             )
-        if wrong and len(set(shares)) > 1:
-            raise ConstraintError(f"data_shares={shares} with {wrong}, under which all ranks of dp have as many")
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
         """Raise :class:`ConstraintError` if ``tp`` divides none of ``dims``, the sizes of the weights' dims."""

@@ -195,7 +195,7 @@ class Evaluator:
         if not self.placements.complete(point.grid):
             return self._at_best(point, costs)
         machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
-        each = costs.by_pipeline if self.job.shares_out(point) else costs.by_stage
+        each = costs.by_pipeline if self.job.goes_apart(point) else costs.by_stage
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:

@@ -58,9 +58,10 @@ class Job:
         """Those that ``model`` is of."""
         return self.constraints.group_size or self.global_batch
 
-    def shares_out(self, point: Point) -> bool:
-        """Whether ranks of ``dp`` may have different numbers of microbatches."""
-        return not self.model.updates and point.dp > 1 and point.shares_out
+    def goes_apart(self, point: Point) -> bool:
+        """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more of it:
+        under ZeRO 2 and 3 they do in each microbatch."""
+        return not self.model.updates and point.dp > 1 and point.zero < 2 and point.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
         """How the batch is split where experts are spread over ``ep`` ranks."""

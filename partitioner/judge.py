@@ -109,7 +109,7 @@ class Judge:
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
             self.enough_s if self.proven else 0.0,
         )
-        free = job.constraints.data_shares is None and job.shares_out(point)
+        free = job.constraints.data_shares is None and job.goes_apart(point)
         other_shares = free and len(set(machine.pipelines)) > 1  # may be better
         self.leasts.append(min(cut.least_s, self.least(machine)) if other_shares else cut.least_s)
         return cut.step_s, Judged(problem, cut.split, cut.priced, shares)
@@ -133,7 +133,7 @@ class Judge:
         """The microbatches of each rank of ``dp``, and what calls take by stage: on the slowest devices, or, where
         faster replicas take more microbatches, as if all took as many, each in so much less time."""
         point, batch, pipelines = self.point, self.job.global_batch, machine.pipelines
-        alike = len(set(pipelines)) == 1 or not self.job.shares_out(point)
+        alike = len(set(pipelines)) == 1 or not self.job.goes_apart(point)
         given, fill = self.job.constraints.data_shares, float(point.pp - 1)
         if alike and given is None:
             return point.data_shares(batch), self.costs.by_stage(machine)
@@ -155,7 +155,7 @@ class Judge:
 
     def _fastest(self, machine: Machine) -> tuple[float, float]:
         """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
-        of = self.costs.by_pipeline(machine) if self.job.shares_out(self.point) else self.costs.by_stage(machine)
+        of = self.costs.by_pipeline(machine) if self.job.goes_apart(self.point) else self.costs.by_stage(machine)
         return self._through(fastest(list({id(costs): costs for costs in of}.values())))
 
     def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:

@@ -79,8 +79,9 @@ class CallFacts:
 class ProgramFacts:
     """The facts of every call of a program whose names and shapes are consistent (``runtime/proof/structure.py``)."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, passes_over: bool = False) -> None:
         self.program = program
+        self.passes_over = passes_over  # microbatches that other ranks have: it shares and reduces with them, in vain
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
@@ -98,6 +99,7 @@ class ProgramFacts:
         if num_microbatches == self.program.num_microbatches:
             return self
         return self._with(
+            passes_over=True,
             stages=tuple(
                 stage.model_copy(update={"instructions": shortened(stage.instructions, self.program, num_microbatches)})
                 for stage in self.program.stages
@@ -106,8 +108,8 @@ class ProgramFacts:
             data_shares=(),
         )
 
-    def _with(self, **changed: Any) -> ProgramFacts:
-        facts = ProgramFacts(self.program.model_copy(update=changed))
+    def _with(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
+        facts = ProgramFacts(self.program.model_copy(update=changed), passes_over)
         known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
         return facts

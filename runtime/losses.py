@@ -26,6 +26,7 @@ class LossSum:
         assert program.loss is not None
         self.communicator = communicator
         self.count = len(rank.share)
+        self.at_end = bool(program.data_shares)  # ranks end at different microbatches, with collectives in between
         dtype = dtype_of(program.values[program.loss].dtype)
         self.dtype = torch.float32 if dtype in _NARROW else dtype
         self.group = communicator.group(rank.group("dp"))
@@ -52,12 +53,12 @@ class LossSum:
         value = value.to(self.dtype)
         self.value = value.clone() if self.value is None else self.value + value
         self._left -= 1
-        if self._left == 0:
-            self._pending = self.group.all_reduce(self.value)
-            if self.group.size == 1:
-                self._send()
+        if self._left == 0 and not self.at_end:
+            self._sum()
 
     def finish(self) -> None:
+        if self.at_end and self.source is None:
+            self._sum()
         if self._pending is not None:
             self.value = self._pending.wait()
         if self._receive is not None:
@@ -66,6 +67,12 @@ class LossSum:
             self._send()
         for work in self._sends:
             wait_for(work)
+
+    def _sum(self) -> None:
+        assert self.value is not None
+        self._pending = self.group.all_reduce(self.value)
+        if self.group.size == 1:
+            self._send()
 
     def _send(self) -> None:
         assert self.value is not None, "the program's loss is computed on no stage"

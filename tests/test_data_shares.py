@@ -95,6 +95,12 @@ def test_no_other_shares_end_earlier(parts: int, seconds: list[float], fill: flo
         (4, {"dp": 4, "zero": 1, "microbatch_size": 1}, (3, 3, 2, 2)),
         (7, {"dp": 7}, (2, 2, 2, 1, 1, 1, 1)),
         (3, {"data_shares": (1, 1, 3)}, (1, 1, 3)),
+        (3, {"dp": 3, "zero": 2}, (2, 2, 1)),
+        (3, {"dp": 3, "zero": 3}, (2, 2, 1)),
+        (4, {"dp": 4, "zero": 2, "dp_shard": 2, "microbatch_size": 1}, (3, 3, 2, 2)),
+        (6, {"pp": 2, "dp": 3, "zero": 3, "microbatch_size": 1, "schedule": "zb-1p"}, (4, 3, 3)),
+        (6, {"pp": 2, "dp": 3, "zero": 2, "microbatch_size": 1, "schedule": "zb-v"}, (4, 3, 3)),
+        (3, {"dp": 3, "zero": 3, "offload": "parameters"}, (2, 2, 1)),
         (6, {"dp": 3, "tp": 2, "microbatch_size": 2}, (2, 2, 1)),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "1f1b"}, (4, 3, 3)),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "gpipe", "recompute": "full"}, (4, 3, 3)),
@@ -272,14 +278,20 @@ def test_shares_that_are_given_are_taken_or_refused():
     for pins in wrong:
         with pytest.raises(ValueError, match="as many as the global batch of 8 has"):
             wide(nodes, 8, **pins)
-    with pytest.raises(ValueError, match="zero=3, under which all ranks of dp have as many"):
-        wide(nodes, 8, zero=3, data_shares=(1, 1, 1, 5))
 
 
-def test_what_brings_ranks_together_within_a_microbatch_needs_even_shares():
-    for pins in ({"zero": 2}, {"zero": 3}):
-        with pytest.raises(ValueError, match="ranks of dp all have as many microbatches with zero"):
-            wide("[{type: fast, devices: 4}]", 6, dp=4, **pins)
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).square().mean()
+
+
+def test_what_needs_the_whole_batch_needs_even_shares():
+    with pytest.raises(ValueError, match="dp must divide the global batch of 10"):
+        partition(Counting(), Topology.local(3), (torch.randn(10, WIDTH),), constraints=Constraints(dp=3))
 
 
 def trained(path: str, folder: str, steps: int, resumed: str | None, saved: str | None) -> dict[str, Tensor]:

@@ -101,8 +101,8 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "mesh does not divide the world": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=3)),
     "batch does not divide": (
         ConstraintError,
-        r"batch of 7 does not split by dp=2.* zero=2",
-        lambda: attempt(given=inputs(7), dp=2, zero=2),
+        r"batch of 7 does not split by dp=2 x microbatch_size=2 = 4; expected a divisor",
+        lambda: attempt(given=inputs(7), dp=2, microbatch_size=2),
     ),
     "microbatch does not divide": (ConstraintError, r"batch of 8", lambda: attempt(dp=2, microbatch_size=3)),
     "negative tp": (ConstraintError, r"tp", lambda: Constraints(tp=-1)),

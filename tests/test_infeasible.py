@@ -154,7 +154,9 @@ JOBS: dict[str, Infeasible] = {
     "pins: virtual stages of one stage": Infeasible(
         PlanError, "pp=2|virtual_stages=1", pins={"pp": 1, "virtual_stages": 2}
     ),
-    "batch: dp does not divide": Infeasible(ConstraintError, "global_batch=64", batch=63, pins={"dp": 2, "zero": 2}),
+    "batch: dp does not divide": Infeasible(
+        ConstraintError, "microbatch_size=3|global_batch=64", batch=63, pins={"dp": 4, "microbatch_size": 4}
+    ),
     "batch: microbatch does not divide": Infeasible(
         ConstraintError, "microbatch_size=|global_batch=", pins={"dp": 2, "microbatch_size": 3}
     ),

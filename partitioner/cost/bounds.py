@@ -184,18 +184,18 @@ class ModelBounds:
         best = self._seconds(self.blocks, points)
         speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
         by_point = zip(points, np.stack(speeds, axis=1), strict=True)
-        by_stage = (stage_speeds(s, self._counts, p.pp, self.job.shares_out(p)) for p, s in by_point)
+        by_stage = (stage_speeds(s, self._counts, p.pp, self.job.goes_apart(p)) for p, s in by_point)
         fastest, together = zip(*by_stage, strict=True)
         return np.array(fastest), np.array(together)
 
     def rounds(self, point: Point) -> float:
         """Microbatches of a rank: of the one that has most, or of all in the mean where faster ones have more."""
-        differ = self._paced and self.job.shares_out(point)
+        differ = self._paced and self.job.goes_apart(point)
         return point.parts(self.global_batch) / point.dp if differ else point.num_microbatches(self.global_batch)
 
     def _fill(self, point: Point) -> tuple[float, float]:
         """See :func:`least_fill`; nothing where it depends on numbers that differ from rank to rank."""
-        if self._paced and self.job.shares_out(point) and not is_formula(point.schedule):
+        if self._paced and self.job.goes_apart(point) and not is_formula(point.schedule):
             return 0.0, 0.0
         return least_fill(point.schedule, point.pp, point.num_microbatches(self.global_batch), point.virtual_stages)
 

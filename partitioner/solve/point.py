@@ -77,10 +77,10 @@ class Point:
 
     @property
     def shares_out(self) -> bool:
-        """Whether a rank of ``dp`` may have fewer microbatches than another: nothing is brought together over ``dp``
-        within one, no weights and no rows of experts, and the schedule is not written for a number of them."""
+        """Whether a rank of ``dp`` may have fewer microbatches than another: no call brings rows of experts together
+        over ``dp``, and the schedule is not written for a number of them."""
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
-        return self.zero < 2 and inside and isinstance(self.schedule, str)
+        return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
         """The most that a rank has where all are alike: somewhere a rank has as many in any case."""

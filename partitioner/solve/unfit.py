@@ -35,13 +35,18 @@ def why_none(space: Space) -> str:
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return (
-        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must divide the "
-        f"{batch}, {_depth(space)} (the calls that can be placed), tp must "
+        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
+        f"{_shared(space)} the {batch}, {_depth(space)} (the calls that can be placed), tp must "
         f"divide a dim of a weight{_widest(space)}"
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
         + (_asked_by(schedule) if schedule else "")
     )
+
+
+def _shared(space: Space) -> str:
+    """What the batch asks of ``dp``."""
+    return "divide" if space.even or space.experts else "be at most"
 
 
 def _depth(space: Space) -> str:

@@ -82,6 +82,7 @@ class StateGradients:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
+        self.passes_over = facts.passes_over
         self.here = facts.program.stages[stage]
         self.missing: dict[str, set[tuple[int, int]]] = {}  # state -> (call, microbatch) whose backward is to come
         for position, call in enumerate(facts.stages[stage]):
@@ -119,7 +120,7 @@ class StateGradients:
         for state in states:
             if state in self.sealed:
                 raise Refusal("order", f"comes after instruction {self.sealed[state]} took the gradient of {state!r}")
-        if self.unscattered.isdisjoint(states):
+        if self.unscattered.isdisjoint(states) and not self.passes_over:
             raise Refusal(
                 "twice", f"nothing was added to bucket {number} since instruction {self.scattered.get(number)}"
             )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -131,3 +132,26 @@ def test_a_function_of_the_model_is_left_as_it_was():
 def test_a_gradient_that_is_not_linear_is_refused():
     with pytest.raises(UnsupportedError, match=r"Clipped\.backward is not linear"):
         partition(Model(Clipped.apply), Topology.local(2), (torch.randn(4, 8),))
+
+
+class Picking(nn.Module):
+    """Picks by an index inside of ``torch.vmap``, which torch does by a function with a gradient of its own."""
+
+    def __init__(self, table: Tensor | None) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(4)) if table is None else table
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table
+        with TransformGetItemToIndex():
+            picked = torch.vmap(lambda place: table[place])(torch.arange(3, -1, -1))
+        return (self.net(x) * picked).square().mean()
+
+
+def test_a_function_of_torchs_own_is_opened_where_no_gradient_goes_through_it():
+    model, inputs = Picking(torch.arange(4.0)), (torch.randn(4, 4),)
+    plan = partition(model, Topology.local(2), inputs, constraints=Constraints(tp=2, pp=1, dp=1))
+    assert plan.verify(model, inputs).ok
+    with pytest.raises(UnsupportedError, match="runs a function of its own"):
+        partition(Picking(None), Topology.local(2), inputs)

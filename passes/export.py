@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from passes.autocast import casts_traced
 from passes.caches import switch_caches_off
+from passes.conversions import conversions_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
@@ -148,6 +149,7 @@ def export(
             contained,
             written,
             grouped_traced(),
+            _conversions(twin),
             known,
             hits_traced(twin.hits),
         ):
@@ -243,10 +245,14 @@ def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, co
     inputs nor weights has numbers."""
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
-        with _quiet(), mode, torch.no_grad(), grouped_traced():
+        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
+
+
+def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
+    return conversions_traced(twin.module, double=twin.casts is None)
 
 
 def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:

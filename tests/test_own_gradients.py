@@ -155,3 +155,40 @@ def test_a_function_of_torchs_own_is_opened_where_no_gradient_goes_through_it():
     assert plan.verify(model, inputs).ok
     with pytest.raises(UnsupportedError, match="runs a function of its own"):
         partition(Picking(None), Topology.local(2), inputs)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps what it returns alone: backward runs the layer again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.no_grad():
+            y = x + layer(x.flip(-1))
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        assert ctx.layer.training, "call model.train() first"
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.layer(x.flip(-1)).backward(grad)
+        return grad + x.grad, None
+
+
+class Reversing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(self.first(x), self.layer).square().mean()
+
+
+def test_a_backward_that_gives_weights_gradients_as_a_side_effect_is_refused():
+    with pytest.raises(UnsupportedError, match=r"Reversible\.backward runs layers again and calls backward\(\)"):
+        partition(Reversing(), Topology.local(2), (torch.randn(4, 8),))
+    with pytest.raises(UnsupportedError, match=r"Reversible\.backward does not run: call model\.train\(\) first; the"):
+        partition(Reversing().eval(), Topology.local(2), (torch.randn(4, 8),))

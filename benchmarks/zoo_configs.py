@@ -130,11 +130,33 @@ def _kind_of(name: str) -> tuple[str, Callable[[int, Scale], int]] | None:
 def tiny_config(model_type: str, keep: Keep = frozenset()) -> PreTrainedConfig:
     """The architecture's configuration with small dims.
 
-    ``keep``: kinds and names of fields that are as by default, and ``name=value`` for what fields are to be.
+    ``keep``: kinds and names of fields that are as by default, ``name=value`` for what fields are to be, and
+    ``Class.name`` for what parts of a class are to have as the others do.
 
     Raises whatever the configuration raises where it does not accept them.
     """
-    return _tiny(_default(CONFIG_MAPPING[model_type], _asked(keep)), keep)
+    config = _tiny(_default(CONFIG_MAPPING[model_type], _asked(keep)), keep)
+    parts = list(_parts(config))
+    for kind, name in (entry.split(".") for entry in keep if "." in entry and "=" not in entry):
+        known = next((value for part in parts if (value := _held(part, name)) is not None), None)
+        for part in parts:
+            if type(part).__name__ == kind and known is not None:
+                setattr(part, name, known)
+    return config
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and all within it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def _held(config: PreTrainedConfig, name: str) -> Any:
+    """What a configuration has by a name, itself or in a table."""
+    tables = [vars(config), *(v for v in vars(config).values() if isinstance(v, dict))]
+    return next((table[name] for table in tables if table.get(name) is not None), None)
 
 
 def _asked(keep: Keep) -> dict[str, Any]:
@@ -151,10 +173,11 @@ def _default(kind: Any, asked: dict[str, Any]) -> PreTrainedConfig:
 
 
 def repaired(keep: Keep, error: str) -> Keep:
-    """``keep``, and the fields that an error names, or asks to have a value."""
+    """``keep``, and the fields that an error names, asks to have a value, or does not find in a part."""
     asked = re.findall(r"\b(\w+)`? ?(?:must be|==?) ?`?(True|False|None|\d+)\b", error)
     named = set(re.findall(r"[a-z]+(?:_[a-z0-9]+)+", error))
-    return keep | {f"{name}={value}" for name, value in asked} | (named - {name for name, _ in asked})
+    missing = {".".join(found) for found in re.findall(r"'(\w+Config)' object has no attribute '(\w+)'", error)}
+    return keep | missing | {f"{name}={value}" for name, value in asked} | (named - {name for name, _ in asked})
 
 
 def attempts() -> Iterator[Keep]:
@@ -181,7 +204,7 @@ def _tiny(default: PreTrainedConfig, keep: Keep, around: frozenset[int] = frozen
         value = _get(default, name)
         if isinstance(value, PreTrainedConfig):
             given[name] = _tiny(value, keep, around | inside)
-        elif value is None and "fill" in keep and _filled(name, default, scale) is not None:
+        elif (value is None or value == {}) and "fill" in keep and _filled(name, default, scale) is not None:
             given[name] = _filled(name, default, scale)
         elif value is not None and not isinstance(value, bool | str) and name not in keep:
             new = _small(name, value, scale, keep)
@@ -250,6 +273,10 @@ def _filled(name: str, default: PreTrainedConfig, scale: Scale) -> Any:
     if name.startswith("default_"):  # one of those that another field lists
         listed = _get(default, f"{name.removeprefix('default_')}s")
         return listed[0] if isinstance(listed, list | tuple) and listed else None
+    if name.startswith("clip"):
+        return 8.0
+    if name == "rope_parameters" and _get(default, "layer_types"):
+        return {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _get(default, "layer_types")}
     if name == "layer_types":
         return ["full_attention"] * len(scale.kept)
     found = _kind_of(name)

@@ -191,6 +191,8 @@ def _candidates(
     """Arguments to try, those with labels first."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    if kind == "image" and not main.endswith("_ids") and "pixel_values" in parameters:  # it takes inputs of many kinds
+        main = "pixel_values"
     if main not in parameters:
         main = next(iter(parameters))
     _, labels, padded = KINDS[kind]
@@ -267,6 +269,7 @@ def _values(name: str, config: PreTrainedConfig, padded: bool) -> Iterator[Any]:
             for n in dict.fromkeys((2 * frames, frames, 64, 128))
             for shape in ((mels, n), (n, mels))
         ]
+        spectra += [torch.randn(BATCH, 64, n * mels, generator=_generator(5)) for n in (2, 4)]  # several frames as one
         yield from (*raw, *spectra) if name == "input_values" else (*spectra, *raw)
     else:
         yield _tokens(config, 1)

@@ -24,14 +24,24 @@ from torch.utils import _pytree as pytree
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import State, TensorSpec
+from passes.caches import caches_matter, held_by
 from passes.errors import CaptureError, InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
-from passes.export import Twin, cast, export, make_twin
+from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hits import Hits
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
-from passes.inputs import NO_BATCH, Inputs, bind_inputs, sample_dims_of, split_inputs, without_numbers
+from passes.inputs import (
+    NO_BATCH,
+    Bound,
+    Inputs,
+    bind_inputs,
+    sample_batch,
+    sample_dims_of,
+    split_inputs,
+    without_numbers,
+)
 from passes.likeness import Group
 from passes.putaway import PutAway
 from passes.repeats import Repeats
@@ -42,6 +52,12 @@ __all__ = ["PRECISIONS", "Captured", "capture"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
 _KEPT_BUFFER_NUMEL = 1 << 16
+_FEW = 2  # samples of a batch, to see what forward does
+_CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
+_CACHES_KEPT = (
+    "forward computes something else where it makes generation caches: the plan makes them, and returns none; "
+    "switch use_cache off in the model's configuration to plan it without"
+)
 
 
 def capture(
@@ -92,9 +108,10 @@ def capture(
             dtype=dtype,
             with_labels=objective == "train" and loss is None,
         )
-        canonical, kept, notes = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype), twin.notes
+        canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
         with hooks_refused() if objective == "train" else nullcontext():
             train = objective == "train"
+            twin, notes = _with_caches_settled(model, twin, (args, kwargs), dtype)
             captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
             pairs = []
             for parity, empty in enumerate(captured.turns):
@@ -189,7 +206,24 @@ def _trace(
 
 def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
     """Another twin, as if forward had not run."""
-    return replace(make_twin(model, dtype, twin.mode, twin.casts), asked=twin.asked, hits=hits)
+    return replace(make_twin(model, dtype, twin.mode, twin.casts, twin.kept), asked=twin.asked, hits=hits)
+
+
+def _with_caches_settled(
+    model: nn.Module, twin: Twin, arguments: Bound, dtype: torch.dtype | None
+) -> tuple[Twin, tuple[str, ...]]:
+    """The twin to trace, and what is to be said of its generation caches."""
+    if not twin.caches:
+        return twin, ()
+    args, kwargs = (
+        without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
+    )
+    run = functools.partial(try_forward, twin, args, kwargs, constants=True)
+    before = held_by(twin.module)
+    matter = caches_matter(twin.module, twin.mode, twin.caches, run)
+    if matter or held_by(twin.module) != before:
+        twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 
 def _restored(
@@ -295,7 +329,7 @@ def _fit_program(
                 f"the ExportedProgram was made for {node.name} of shape {tuple(want.shape)}; got {tuple(leaf.shape)}: "
                 "export it with a dynamic batch dim, or pass the module"
             )
-    return (program if _is_static(program) else export(twin, args, kwargs)), twin.notes
+    return (program if _is_static(program) else export(twin, args, kwargs)), ()
 
 
 def _is_static(program: ExportedProgram) -> bool:

@@ -37,10 +37,13 @@ from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from passes.autocast import casts_traced
+from passes.caches import switch_caches_off
+from passes.conversions import conversions_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
+from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
 
@@ -56,16 +59,18 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class Twin:
-    """The copy without numbers, the mode that its tensors belong to, and what was changed in it.
+    """The copy without numbers, and the mode that its tensors belong to.
 
+    ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
     ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
     """
 
     module: nn.Module
     mode: FakeTensorMode
-    notes: tuple[str, ...]
+    caches: tuple[Any, ...] = ()
     casts: str | None = None
+    kept: bool = False
     held: Mapping[str, Tensor] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     hits: Hits = field(default_factory=Hits)
@@ -76,9 +81,15 @@ class Twin:
 
 
 def make_twin(
-    model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode | None = None, casts: str | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    mode: FakeTensorMode | None = None,
+    casts: str | None = None,
+    keep_caches: bool = False,
 ) -> Twin:
     """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
+
+    ``keep_caches``: generation caches are left on where they are on.
 
     Raises :class:`CaptureError` where the model cannot be copied.
     """
@@ -109,26 +120,12 @@ def make_twin(
             "or pass an ExportedProgram"
         ) from error
     held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
-    return Twin(twin, mode, tuple(_drop_caches(twin)), casts, held)
+    return Twin(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
 
 
 def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
     """What ``module.to(to)`` makes of a tensor of ``dtype``."""
     return to if to is not None and dtype.is_floating_point else dtype
-
-
-def _drop_caches(model: nn.Module) -> Iterator[str]:
-    """Switch generation caches off in every configuration that the model's modules hold."""
-    dropped = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        nested = [v for v in vars(config).values() if hasattr(v, "use_cache")] if hasattr(config, "__dict__") else []
-        for part in (config, *nested):
-            if getattr(part, "use_cache", False) is True:
-                part.use_cache = False
-                dropped = True
-    if dropped:
-        yield "generation caches are left out: use_cache is off in the plan"
 
 
 def export(
@@ -143,7 +140,7 @@ def export(
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked)
-        contained, written = _in_containers(twin.module), writes_traced(twin.module)
+        contained, written = _in_containers(twin.module, bare=twin.kept), writes_traced(twin.module)
         with (
             _quiet(),
             _lines_noted(),
@@ -152,6 +149,7 @@ def export(
             contained,
             written,
             grouped_traced(),
+            _conversions(twin),
             known,
             hits_traced(twin.hits),
         ):
@@ -187,16 +185,21 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_containers(model: nn.Module) -> Iterator[None]:
-    """Forward's results are in containers that torch knows."""
+def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
+    """Forward's results are in containers that torch knows; ``bare``: without objects that it does not, as caches."""
     forward = model.forward
 
     @functools.wraps(forward)
     def contained(*args: Any, **kwargs: Any) -> Any:
-        return in_containers(forward(*args, **kwargs))
+        output = in_containers(forward(*args, **kwargs))
+        return pytree.tree_map(lambda leaf: leaf if _is_plain(leaf) else None, output) if bare else output
 
     with mock.patch.dict(model.__dict__, {"forward": contained}):
         yield
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or is_simple(leaf)
 
 
 @contextlib.contextmanager
@@ -237,13 +240,19 @@ class _Line(tuple[str, ...]):
 _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss
 
 
-def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The twin's output without numbers; where its forward fails, the exception."""
+def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False) -> Any:
+    """The twin's output without numbers; where its forward fails, the exception. ``constants``: what depends on neither
+    inputs nor weights has numbers."""
     try:
-        with _quiet(), twin.mode, torch.no_grad(), grouped_traced():
+        mode = contextlib.nullcontext() if constants else twin.mode
+        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
+
+
+def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
+    return conversions_traced(twin.module, double=twin.casts is None)
 
 
 def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:

@@ -11,6 +11,7 @@ import copy
 import operator
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
 
 from passes.errors import UnsupportedError
 from passes.export import source_of
@@ -32,6 +35,7 @@ _CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
 _CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
 _NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+)")
 _CAUSE = re.compile(r"\n.*", re.DOTALL)
+_CALLS_FUNCTION = "_call_custom_autograd_function_in_pre_dispatch"
 _TRANSFORMS = "torch._functorch.predispatch"
 # In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
@@ -46,7 +50,7 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     _check_followed(program)
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
-    functional = not spell_out(graph) and inliner.transforms is None
+    functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
     functional = functional and (not inliner.mutates or remove_inplace(graph))
     flat = copy.copy(program)
     flat._graph_module = fx.GraphModule({}, graph)
@@ -143,6 +147,7 @@ class _Inliner:
         self.memory = Memory()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
+        self.closed = False  # whether there are calls of functions that are to be traced anew
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
 
     def run(self, program: ExportedProgram) -> fx.Graph:
@@ -198,6 +203,8 @@ class _Inliner:
                 f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
                 "pass the module, or take the region out and give the precision by partition(precision=...)"
             )
+        elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
+            return self.applied(node, function, *pytree.tree_unflatten(args[2:], args[1]))
         else:
             raise UnsupportedError(
                 f"the operator {name}{_line_of(node, args)} runs a function of its own, which cannot be partitioned: "
@@ -205,6 +212,18 @@ class _Inliner:
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
         return self.body(owner, dict(zip(inner, operands, strict=True)), grad)
+
+    def _needs_grad(self, args: list[Any]) -> bool:
+        return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
+
+    def applied(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        """A call of a ``torch.autograd.Function`` that torch.export leaves closed, to be opened when it is traced anew:
+        without a gradient it is what its forward is."""
+        made = self.graph.call_function(function, args, kwargs)
+        made.meta = dict(node.meta)
+        self.memory.follows(made)
+        self.closed = True
+        return made
 
     def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
@@ -231,6 +250,12 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
+
+
+def _own_function(args: list[Any]) -> Callable[..., Any] | None:
+    """What calls a ``torch.autograd.Function`` by name, if that is what a closed call is of."""
+    function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
+    return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
 
 
 def _returns_itself(node: fx.Node) -> bool:

@@ -29,6 +29,7 @@ _ASKING = frozenset(
     {
         Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist,
         Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
+        Tensor.__format__,
     }
 )  # fmt: skip
 _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer

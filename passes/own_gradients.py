@@ -9,8 +9,9 @@ operators, so that it is sharded, cut and recomputed like any others.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -100,7 +101,15 @@ def _transposed(
         given: list[Any] = [torch.zeros_like(y) if isinstance(y, Tensor) else None for y in outputs]
         for k, grad in zip(which, grads, strict=True):
             given[k] = grad
-        found = own(ctx, *given)
+        try:
+            with mock.patch.object(torch.autograd, "backward", functools.partial(_refuse_backward, cls)):
+                found = own(ctx, *given)
+        except AssertionError as error:
+            said = next(iter(str(error).splitlines()), "").rstrip(".") or "an assertion in it fails"
+            raise UnsupportedError(
+                f"{cls.__module__}.{cls.__qualname__}.backward does not run: {said}; "
+                "the model cannot be trained as it is, with or without a plan"
+            ) from error
         found = found if isinstance(found, tuple | list) else (found,)
         chosen = [g for g, need in zip(found, needs, strict=False) if need]
         pairs = zip(chosen, inputs, strict=True)
@@ -123,6 +132,14 @@ def _transposed(
 
         made = make_fx(transpose, tracing_mode="real")(seeds, moves)
     return _without_seeds(cls, made, len(seeds))
+
+
+def _refuse_backward(cls: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{cls.__module__}.{cls.__qualname__}.backward runs layers again and calls backward() on them, so that "
+        "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns all "
+        "gradients: call the layers in forward without it, and let the plan choose what is recomputed (recompute=)"
+    )
 
 
 def _without_seeds(cls: Any, made: fx.GraphModule, num_seeds: int) -> fx.GraphModule:

@@ -30,6 +30,17 @@ def hit(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
+def named(self: Mixture, x: Tensor) -> Tensor:
+    """The number of an expert in the name of its module."""
+    shares, masks = masks_of(self, x)
+    y = torch.zeros_like(x)
+    for i in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+        place, row = torch.where(masks[i].squeeze(0))
+        expert = self.experts.get_submodule(f"{i[0]}")
+        y.index_add_(0, row, expert(x[None, row].reshape(-1, H)) * shares[row, place, None])
+    return y
+
+
 def flat(self: Mixture, x: Tensor) -> Tensor:
     """By number, out of a table of truth values, and added out of place."""
     shares, masks = masks_of(self, x)
@@ -56,7 +67,7 @@ def crowded(self: Mixture, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("loop", [hit, flat, crowded])
+@pytest.mark.parametrize("loop", [hit, named, flat, crowded])
 @pytest.mark.parametrize("missed", [False, True], ids=["", "an expert without rows"])
 def test_turns_without_rows_come_to_nothing(loop: Loop, missed: bool):
     model, x = built(loop)

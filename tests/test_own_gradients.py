@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -131,3 +132,63 @@ def test_a_function_of_the_model_is_left_as_it_was():
 def test_a_gradient_that_is_not_linear_is_refused():
     with pytest.raises(UnsupportedError, match=r"Clipped\.backward is not linear"):
         partition(Model(Clipped.apply), Topology.local(2), (torch.randn(4, 8),))
+
+
+class Picking(nn.Module):
+    """Picks by an index inside of ``torch.vmap``, which torch does by a function with a gradient of its own."""
+
+    def __init__(self, table: Tensor | None) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(4)) if table is None else table
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table
+        with TransformGetItemToIndex():
+            picked = torch.vmap(lambda place: table[place])(torch.arange(3, -1, -1))
+        return (self.net(x) * picked).square().mean()
+
+
+def test_a_function_of_torchs_own_is_opened_where_no_gradient_goes_through_it():
+    model, inputs = Picking(torch.arange(4.0)), (torch.randn(4, 4),)
+    plan = partition(model, Topology.local(2), inputs, constraints=Constraints(tp=2, pp=1, dp=1))
+    assert plan.verify(model, inputs).ok
+    with pytest.raises(UnsupportedError, match="runs a function of its own"):
+        partition(Picking(None), Topology.local(2), inputs)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps what it returns alone: backward runs the layer again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.no_grad():
+            y = x + layer(x.flip(-1))
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        assert ctx.layer.training, "call model.train() first"
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.layer(x.flip(-1)).backward(grad)
+        return grad + x.grad, None
+
+
+class Reversing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(self.first(x), self.layer).square().mean()
+
+
+def test_a_backward_that_gives_weights_gradients_as_a_side_effect_is_refused():
+    with pytest.raises(UnsupportedError, match=r"Reversible\.backward runs layers again and calls backward\(\)"):
+        partition(Reversing(), Topology.local(2), (torch.randn(4, 8),))
+    with pytest.raises(UnsupportedError, match=r"Reversible\.backward does not run: call model\.train\(\) first; the"):
+        partition(Reversing().eval(), Topology.local(2), (torch.randn(4, 8),))

@@ -110,6 +110,22 @@ def test_what_an_error_names_is_as_by_default_and_what_it_asks_for_is_given():
     assert config.is_decoder and config.hidden_size == 768 and config.intermediate_size < 3072
 
 
+def test_what_a_part_does_not_have_it_has_as_the_others_do():
+    keep = repaired(frozenset(), "'DbrxAttentionConfig' object has no attribute 'rope_theta'")
+    config = tiny_config("dbrx", keep)
+    assert config.attn_config.rope_theta == config.rope_parameters["rope_theta"]
+
+
+def test_rotations_of_each_type_of_layer_are_filled_in_where_there_are_none():
+    config = tiny_config("cohere_compass_text", frozenset(("fill",)))
+    assert set(config.rope_parameters) == set(config.layer_types)
+
+
+@pytest.mark.parametrize("name", ["image:perceiver", "ctc:granite_speech5_ctc", "causal:dbrx"])
+def test_models_that_take_images_among_others_stacked_frames_or_a_bound_are_built(name: str):
+    assert build(name).model.num_parameters() > 0
+
+
 def test_widths_that_fit_another_part_fit_it_again():
     config = tiny_config("dia", frozenset(("match",)))
     assert config.decoder_config.cross_hidden_size == config.encoder_config.hidden_size == 64

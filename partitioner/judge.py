@@ -84,7 +84,7 @@ class Judge:
             self.costs.at(self.reference, machine.spread),
             held,
             machine,
-            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),
+            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the longest list
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
             ranks=ranks,
@@ -116,7 +116,7 @@ class Judge:
 
     def least(self, machine: Machine) -> float:
         """What no plan on ``machine`` goes below, quickly: stages that are all as fast as the best and hold the same
-        share of the work, of the rank that has the most microbatches of those that must have some."""
+        share of the work, of a rank that has as many microbatches as some rank must have."""
         point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
         fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
         ahead, back = self._fastest(self.dressed(machine))
@@ -131,14 +131,14 @@ class Judge:
 
     def _shared_out(self, machine: Machine) -> tuple[tuple[int, ...], Sequence[Costs]]:
         """The microbatches of each rank of ``dp``, and what calls take by stage: on the slowest devices, or, where
-        faster replicas take more microbatches, as if all took as many, each in so much less time."""
-        point, batch, pipelines = self.point, self.job.global_batch, machine.pipelines
-        alike = len(set(pipelines)) == 1 or not self.job.goes_apart(point)
+        pipelines go each at its own pace, as if those that have fewer took as many, each in so much less time."""
+        point, pipelines = self.point, machine.pipelines
         given, fill = self.job.constraints.data_shares, float(point.pp - 1)
-        if alike and given is None:
-            return point.data_shares(batch), self.costs.by_stage(machine)
+        if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
+            shares = given or point.data_shares(self.job.global_batch)
+            return () if len(set(shares)) == 1 else shares, self.costs.by_stage(machine)
         seconds = {seats: self._seconds(seats, machine) for seats in dict.fromkeys(pipelines)}
-        shares = given or share_out(point.parts(batch), [seconds[seats] for seats in pipelines], fill)
+        shares = given or share_out(point.parts(self.job.global_batch), [seconds[seats] for seats in pipelines], fill)
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in seconds}
         most = max(shares)
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}

@@ -95,8 +95,7 @@ def points(space: Space) -> list[Point]:
 
     ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
     it is pinned; the microbatch divides the batch, and there is one for every rank of ``dp``; there are calls for every
-    stage. What is not executed yet
-    is there only where it is asked for.
+    stage. What is not executed yet is there only where it is asked for.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
     """

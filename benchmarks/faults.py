@@ -52,6 +52,9 @@ from runtime.watch.board import Board
 MESHES = [
     {"pp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 3}, {"dp": 3}, {"tp": 3}, {"pp": 4}, {"dp": 4}, {"tp": 4},
     {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, {"dp": 2, "tp": 2},
+    # ranks that have not as many microbatches
+    {"dp": 4, "microbatch_size": 2}, {"dp": 2, "microbatch_size": 4, "zero": 3},
+    {"pp": 2, "dp": 2, "microbatch_size": 4}, {"dp": 2, "tp": 2, "microbatch_size": 4},
 ]  # fmt: skip
 _LONG_S = 60.0  # of patience with a run without a fault, on a machine that others use
 
@@ -84,13 +87,9 @@ class Bench:
     def plan(self, mesh: dict[str, int]) -> Planned:
         key = json.dumps(mesh)
         if key not in self._plans:
-            given = Constraints(
-                **{"pp": 1, "dp": 1, "tp": 1, **mesh}, microbatch_size=12 // mesh.get("dp", 1) // 3 or 1
-            )
-            size = 1
-            for n in mesh.values():
-                size *= n
-            plan = partition(self.model, Topology.local(size), next(Data()), constraints=given)
+            axes = {"pp": 1, "dp": 1, "tp": 1, "microbatch_size": 12 // mesh.get("dp", 1) // 3 or 1, **mesh}
+            topology = Topology.local(axes["pp"] * axes["dp"] * axes["tp"])
+            plan = partition(self.model, topology, next(Data()), constraints=Constraints(**axes))
             path = self.folder / f"plan-{len(self._plans)}.json"
             plan.save(path)
             self._plans[key] = Planned(mesh, str(path), plan.program)

@@ -354,6 +354,12 @@ class RankProgram(Data):
     def instructions(self) -> Instructions:
         return shortened(self.stage.instructions, self.program, len(self.share)) if self.own is None else self.own
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where its instructions are in its stage's list, of which other ranks may have more; empty where none has."""
+        kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
+        return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
+
     def group(self, *axes: str) -> tuple[int, ...]:
         return self.program.group(self.rank, axes)
 

@@ -54,7 +54,8 @@ class Spot:
 @dataclass(frozen=True)
 class About:
     """What a recorder's numbers mean. ``actions[k]``: the instruction that the ``k``-th action belongs to; its last one
-    is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share."""
+    is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share.
+    ``places``: see :attr:`runtime.program.RankProgram.places`."""
 
     rank: int
     world_size: int
@@ -64,11 +65,12 @@ class About:
     actions: tuple[int, ...]
     spots: tuple[Spot, ...]
     clock_s: float
+    places: tuple[int, ...] = ()
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> About:
         spots = tuple(Spot(**{**s, "values": tuple(s["values"])}) for s in data["spots"])
-        return cls(**{**data, "actions": tuple(data["actions"]), "spots": spots})
+        return cls(**{**data, "actions": tuple(data["actions"]), "spots": spots, "places": tuple(data["places"])})
 
 
 class Recorder:
@@ -88,6 +90,7 @@ class Recorder:
             actions=tuple(actions),
             spots=tuple(spots_of(rank)),
             clock_s=time.time() - time.monotonic(),
+            places=rank.places,
         )
         write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)), durable=False)
         start = array("q", bytes(8 * (_HEAD + _SLOTS * self.room)))

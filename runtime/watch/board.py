@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.errors import Failure
 from runtime.files import write_text
-from runtime.recorder import Moment, Recording, Spot
+from runtime.recorder import About, Moment, Recording, Spot
 from runtime.watch.addresses import ranks_named
 from runtime.watch.place import Place
 
@@ -30,7 +30,7 @@ class RankState:
     stage: int
     moment: Moment
     spot: Spot | None
-    index: int | None
+    index: int | None  # of the instruction
     idle_s: float
     silent_s: float
     here: bool = True
@@ -40,12 +40,13 @@ class RankState:
     failure: Failure | None = None
     failed_at: float = 0.0
     lost: tuple[int, ...] = ()  # whom it was waiting for when it failed
+    stage_index: int | None = None  # of the instruction in the stage's list, where ranks leave out some of that
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Comparable between ranks that run the same list. What comes after a step is behind all of its actions."""
+        """Comparable between ranks of a stage. What comes after a step is behind all of its actions."""
         inside = self.moment.phase == "step"
-        return self.moment.step, int(not inside), self.moment.action
+        return self.moment.step, int(not inside), self.moment.action if self.stage_index is None else self.stage_index
 
     @property
     def doing(self) -> str:
@@ -144,6 +145,7 @@ class Board:
             failure=None if failed is None else Failure.from_data(failed["failure"]),
             failed_at=0.0 if failed is None else failed["at"],
             lost=() if failed is None else self._lost(rank, failed),
+            stage_index=_stage_index(about, index),
         )
 
     def _lost(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
@@ -157,6 +159,12 @@ class Board:
             content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())
             return content
         return None
+
+
+def _stage_index(about: About, index: int | None) -> int | None:
+    if not about.places or index is None:
+        return None
+    return about.places[index] if index < len(about.places) else about.places[-1] + 1  # the end of the step
 
 
 def _process(pid: int) -> tuple[bool, bool]:

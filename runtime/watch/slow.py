@@ -1,10 +1,11 @@
 """A rank that is slower than the others: named from its own work, without what it waits.
 
-In a step all ranks take the same time, and the slow one is the one that does not wait. Ranks of one stage do the same
-work and are compared with each other; a rank that is alone on its stage with what it took before, in proportion to what
-has become of the others. Medians throughout: a step that was disturbed changes nothing. On a machine that others use,
-work takes now this, now that long on every rank, and some medians are far apart by chance: so nearly every step of the
-slow rank has to take longer than nearly every other one, which chance does to one in ten thousand windows.
+In a step all ranks take the same time, and the slow one is the one that does not wait. Ranks of one stage that have as
+many microbatches do the same work and are compared with each other; a rank that is alone with what it took before, in
+proportion to what has become of the others. Medians throughout: a step that was disturbed changes nothing. On a machine
+that others use, work takes now this, now that long on every rank, and some medians are far apart by chance: so nearly
+every step of the slow rank has to take longer than nearly every other one, which chance does to one in ten thousand
+windows.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def slow_ranks(
     now = {rank: _typical(list(samples[rank])[-_WINDOW:]) for rank in about}
     found = []
     for rank, work in now.items():
-        peers = [r for r in now if r != rank and about[r].stage == about[rank].stage]
+        own = about[rank]
+        peers = [r for r in now if r != rank and (about[r].stage, about[r].places) == (own.stage, own.places)]
         reference = _typical([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
         if reference is None:
             continue

@@ -186,6 +186,15 @@ def test_a_rank_that_leaves_out_one_more_is_refused():
         prove(plan.program, {2: rank.with_instructions(less)})
 
 
+def test_a_rank_knows_where_it_is_in_its_stage_s_list():
+    _, plan = planned(6, pp=2, dp=3, microbatch_size=1)
+    for number in range(6):
+        rank = plan.rank(number)
+        assert tuple(rank.stage.instructions[k] for k in rank.places) == tuple(rank.instructions)
+    _, even = planned(2, dp=2)
+    assert even.rank(0).places == ()
+
+
 def test_a_plan_with_shares_is_the_same_from_its_file(tmp_path: Path):
     _, plan = planned(6, pp=2, dp=3, microbatch_size=1)
     again = Plan.load(plan.save(tmp_path / "plan.json"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,15 @@ def test_a_rank_alone_on_its_stage_is_compared_with_its_past():
     for slow_steps in (10, 16):
         samples[1] = [STEP] * (24 - slow_steps) + [{**STEP, 0: 0.110}] * slow_steps
         assert [(s.rank, s.index) for s in slow_ranks(samples, ranks, 1.5)] == [(1, 0)]
+
+
+def test_who_has_more_microbatches_is_not_slow():
+    short, long = (0, 2), (0, 1, 2)  # what of their stage's list they run
+    ranks = {r: replace(about(r, 0), places=long if r < 2 else short) for r in range(5)}
+    samples = {r: [STEP] * 12 for r in ranks} | {r: [{**STEP, 1: 0.100}] * 12 for r in range(2)}
+    assert slow_ranks(samples, ranks, 1.5) == []
+    samples[4] = [{**STEP, 1: 0.100}] * 12
+    assert [s.rank for s in slow_ranks(samples, ranks, 1.5)] == [4]
 
 
 def test_one_disturbed_step_is_nothing():

@@ -107,6 +107,14 @@ def test_who_is_in_the_same_collective_is_not_waited_for():
     assert found.rank == 2
 
 
+def test_ranks_that_leave_out_microbatches_are_in_the_same_collective_at_another_action():
+    both = {"meeting": (0, 1, 2), "stage_index": 40}
+    longer, shorter = state(0, 40, waits=(1, 2), **both), state(1, 25, waits=(0, 2), **both)
+    found = cause(longer, shorter, state(2, 30, stage_index=33))
+    assert found is not None
+    assert found.rank == 2
+
+
 def lost(rank: int, *others: int, at: float = 98.0) -> RankState:
     failure = Failure(rank, "Connection closed by peer", "RuntimeError", "0F0", 3, secondary=True, step=5)
     return state(rank, failure=failure, failed_at=at, lost=others)

@@ -1,9 +1,9 @@
 """When everything happens: the same instructions, with durations.
 
-All ranks of a stage do the same, so one rank of each stage is followed. A rank computes one thing at a time. What it
-sends goes out at once, over one channel per neighbour and direction; reductions and scatters run one after another on
-the side, and gathers of parameters on another channel; what a receive, a call that reads what is gathered, TOTAL, SYNC,
-UPDATE or STEP waits for is idle time.
+All ranks of a stage that have as many microbatches do the same, so one rank of each stage is followed. A rank computes
+one thing at a time. What it sends goes out at once, over one channel per neighbour and direction; reductions and
+scatters run one after another on the side, and gathers of parameters on another channel; what a receive, a call that
+reads what is gathered, TOTAL, SYNC, UPDATE or STEP waits for is idle time.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ class _Chart:
     def draw(self) -> ET.Element:
         right = 84.0
         width = self.left + self.width + right
-        note = "One row per stage: its ranks all do the same."
+        alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
+        note = f"One row per stage: {alike}."
         note += " The optimizer's update is not drawn." if self.program.objective == "train" else ""
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())

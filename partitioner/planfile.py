@@ -71,7 +71,11 @@ def _rank_content(program: Program, rank: int) -> dict[str, Any]:
     states = {name: s for name, s in program.states.items() if index in s.stages}
     read = {v for c in mine.stage.calls for v in (*c.inputs, *c.outputs)}
     stages = tuple(
-        stage if i == index else stage.model_copy(update={"calls": (), "instructions": (), "buckets": ()})
+        stage.model_copy(
+            update={"instructions": mine.instructions}
+            if i == index
+            else {"calls": (), "instructions": (), "buckets": ()}
+        )
         for i, stage in enumerate(program.stages)
     )
     own = program.model_copy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,8 @@ def test_a_plan_with_shares_is_the_same_from_its_file(tmp_path: Path):
     assert again.program == plan.program
     assert again.data_shares == (4, 3, 3)
     again.prove()
+    last = json.loads(again.export_ranks(tmp_path / "ranks")[2].read_text())["program"]["stages"][0]["instructions"]
+    assert {i["microbatch"] for i in last if "microbatch" in i} == {0, 1, 2}
     for view in ("graph", "timeline", "memory", "topology"):
         again.to_svg(tmp_path / f"{view}.svg", view=view)
     assert "4 on 1 rank of dp, 3 on 2" in again.explain()

@@ -325,7 +325,9 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
     chosen = plan.certificate.objective
     yield from (_line(_baseline(b, chosen)) for b in plan.certificate.baselines)
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
-        yield _line("topology.without(...) is the topology without the devices that you name.")
+        yield _line(
+            'A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".'
+        )
     yield candidate_table(plan)
 
 

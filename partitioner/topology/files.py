@@ -142,7 +142,11 @@ def dump(topology: Topology) -> str:
 
 
 def parse(text: str) -> Topology:
-    """``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path."""
+    """``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path; any of these without devices, as
+    ``dgx-h100:2 without node1/3, node1/7``."""
+    whole, fewer, names = text.partition(" without ")
+    if fewer:
+        return parse(whole.strip()).without(*(name.strip() for name in names.split(",")))
     head, _, tail = text.partition(":")
     if head in known_presets() or head in ("local", "detect"):
         if tail and not tail.isdecimal():

@@ -378,7 +378,8 @@ class Topology(Part):
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """``local:4``, ``dgx-h100`` or ``dgx-h100:8`` (nodes), ``detect``, or the path of a YAML file."""
+        """``local:4``, ``dgx-h100`` or ``dgx-h100:8`` (nodes), ``detect``, or the path of a YAML file; any of these
+        ``without node1/3, left``."""
         from partitioner.topology.files import parse
 
         return parse(text)

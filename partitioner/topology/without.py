@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -21,17 +22,14 @@ Marks = NDArray[np.bool_]
 
 
 def without(topology: Topology, names: Collection[str]) -> Topology:
-    """``topology`` as if the devices ``names`` were not there; the others keep names and links.
+    """``topology`` as if the devices ``names`` were not there (``node3``: all of node 3); others keep names and links.
 
     Raises :class:`TopologyError` for names that no device has, where no device is left, and where what is left cannot
     be written down: levels join aligned runs, which a gap would move, and network cards are told apart by place.
     """
-    unknown = sorted(set(names) - set(topology.names))
-    if unknown:
-        raise TopologyError(
-            f"{topology.name} has no device {unknown[0]!r}; it has {topology.names[0]!r} to {topology.names[-1]!r}"
-        )
-    kept = np.array([name not in set(names) for name in topology.names])
+    kept = np.ones(topology.num_devices, dtype=bool)
+    for name in names:
+        kept[_devices(topology, name)] = False
     if not kept.any():
         raise TopologyError(f"{topology.name} without all of its {topology.num_devices} devices: leave some in")
     alive = {name for name, stays in zip(topology.names, kept.tolist(), strict=True) if stays}
@@ -61,9 +59,20 @@ def without(topology: Topology, names: Collection[str]) -> Topology:
     return smaller
 
 
-def _runs(
-    topology: Topology, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
+def _devices(topology: Topology, name: str) -> Ints:
+    """The device of a name, or all devices of a node."""
+    if name in topology.index:
+        return np.array([topology.index[name]])
+    node = re.fullmatch(r"node ?(\d+)", name)
+    if node is None or int(node[1]) >= topology.num_nodes:
+        raise TopologyError(
+            f"{topology.name} has no device or node {name!r}; it has the devices {topology.names[0]!r} to "
+            f"{topology.names[-1]!r}, and node0 to node{topology.num_nodes - 1}"
+        )
+    return np.flatnonzero(topology.node_of == int(node[1]))
+
+
+def _runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
     """Consecutive nodes of a group of which the same places are left: the group, these, and the devices' names."""
     start = 0
     for group in topology.nodes:

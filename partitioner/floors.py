@@ -160,7 +160,7 @@ class Floors:
         if not job.train or point.pp == 1 or job.constraints.offload:
             return 0.0
         m = self.bounds.rounds(point)
-        least = 1.0 if m != point.num_microbatches(job.global_batch) else m  # that a rank has, however they are shared
+        least = 1.0 if self.bounds.may_differ(point) else m  # that a rank has, however they are shared
         speed, speeds = self.bounds.speeds(point)
         ranks = Ranks(
             most_held(point.schedule, point.pp, int(least), point.virtual_stages),

@@ -44,8 +44,10 @@ def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
         durations, places = PlanDurations(plan), tuple(range(plan.program.size("dp")))
         return Followed(simulate(plan.program, durations, facts=facts), durations, facts, places)
     alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
-    for place, seats in enumerate(PlanDurations(plan).machine.pipelines):
-        alike.setdefault((plan.data_shares[place], seats), []).append(place)
+    machine = PlanDurations(plan).machine
+    apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
+    for place, seats in enumerate(machine.pipelines):
+        alike.setdefault((plan.data_shares[place], seats if apart else machine.seats), []).append(place)
     found = []
     for (share, seats), places_of in alike.items():
         durations, own = PlanDurations(plan, seats), facts.of_share(share)

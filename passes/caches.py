@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.likeness import Group, alike, is_simple, tensor_spec
+from passes.likeness import Group, alike, tensor_spec, told
 
 _LEAST = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.
@@ -216,18 +216,8 @@ class _Named(TorchFunctionMode):
             self._by_id[id(made)] = self.of(source)
 
     def _entry(self, value: Any) -> Any:
-        """What an argument is, equal for what is alike in two runs; what cannot be told is alike to itself alone."""
-        if isinstance(value, Tensor):
-            return "tensor", self.of(value)
-        if is_simple(value):
-            return type(value), repr(value)
-        if isinstance(value, tuple | list):
-            return type(value), tuple([self._entry(item) for item in value])
-        if isinstance(value, dict):
-            return dict, tuple([(key, self._entry(item)) for key, item in value.items()])
-        if isinstance(value, slice):
-            return slice, self._entry((value.start, value.stop, value.step))
-        return type(value), id(value)
+        """What an argument is, equal for what is alike in two runs."""
+        return told(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
 def _source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:

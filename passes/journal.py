@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 
 from passes.autocast import autocast_on
-from passes.likeness import is_simple
+from passes.likeness import told
 
 _SYMBOLS = (SymInt, SymFloat, SymBool)
 
@@ -78,18 +78,11 @@ class Journal(TorchFunctionMode):
 
     def _entry(self, value: Any) -> Any:
         """What a value is, equal for what is alike in two calls. What cannot be told is alike to itself alone."""
-        if isinstance(value, Tensor):
-            place = self._places.get(id(value))
-            return ("tensor", place) if place is not None else ("other", self._kept(value))
-        if is_simple(value):
-            return type(value), repr(value)
-        if isinstance(value, tuple | list):
-            return type(value), tuple([self._entry(item) for item in value])
-        if isinstance(value, dict):
-            return dict, tuple([(key, self._entry(item)) for key, item in value.items()])
-        if isinstance(value, slice):
-            return slice, self._entry((value.start, value.stop, value.step))
-        return type(value), id(value)
+        return told(value, self._tensor)
+
+    def _tensor(self, tensor: Tensor) -> tuple[str, Any]:
+        place = self._places.get(id(tensor))
+        return ("tensor", place) if place is not None else ("other", self._kept(tensor))
 
     def _kept(self, tensor: Tensor) -> int:
         """The identity of a tensor that came from elsewhere."""

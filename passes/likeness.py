@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,22 @@ def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
 def is_simple(value: Any) -> bool:
     """Whether a value is all that its ``repr`` says."""
     return type(value) in _PLAIN
+
+
+def told(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """What a value is, hashable and equal for what is alike in two runs; ``of_tensor`` says so of tensors. What cannot
+    be told is alike to itself alone."""
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if is_simple(value):
+        return type(value), repr(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple([told(item, of_tensor) for item in value])
+    if isinstance(value, dict):
+        return dict, tuple([(key, told(item, of_tensor)) for key, item in value.items()])
+    if isinstance(value, slice):
+        return slice, told((value.start, value.stop, value.step), of_tensor)
+    return type(value), id(value)
 
 
 def _frozen(value: Any, inside: dict[int, str]) -> Any:

@@ -259,7 +259,7 @@ def test_faster_devices_get_more_of_the_batch():
     assert all(plan.data_shares[place] == len(plan.program.share(place)) for place in longest.places)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     fast=st.integers(1, 3),
     slow=st.integers(1, 3),

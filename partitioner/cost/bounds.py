@@ -67,11 +67,6 @@ def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
     return cost.scaled(1 / parts).zero(point.zero, sharers)
 
 
-def _sharing(point: Point) -> tuple[Any, ...]:
-    """What decides how states are shared."""
-    return point.tp, point.ep, point.expert_tp, point.zero, point.zero and (point.sharers, point.expert_sharers)
-
-
 class ModelBounds:
     """Bounds of the points of one model, whose graphs and values are for ``samples`` of a batch, on one topology."""
 
@@ -188,14 +183,18 @@ class ModelBounds:
         fastest, together = zip(*by_stage, strict=True)
         return np.array(fastest), np.array(together)
 
+    def may_differ(self, point: Point) -> bool:
+        """Whether faster ranks may have more microbatches."""
+        return bool(self._paced) and self.job.goes_apart(point)
+
     def rounds(self, point: Point) -> float:
         """Microbatches of a rank: of the one that has most, or of all in the mean where faster ones have more."""
-        differ = self._paced and self.job.goes_apart(point)
-        return point.parts(self.global_batch) / point.dp if differ else point.num_microbatches(self.global_batch)
+        of_all = point.parts(self.global_batch) / point.dp
+        return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
 
     def _fill(self, point: Point) -> tuple[float, float]:
         """See :func:`least_fill`; nothing where it depends on numbers that differ from rank to rank."""
-        if self._paced and self.job.goes_apart(point) and not is_formula(point.schedule):
+        if self.may_differ(point) and not is_formula(point.schedule):
             return 0.0, 0.0
         return least_fill(point.schedule, point.pp, point.num_microbatches(self.global_batch), point.virtual_stages)
 
@@ -247,7 +246,7 @@ class ModelBounds:
 
     def share_of_states(self, point: Point) -> dict[str, StateCost]:
         """The least that each state can take on a rank."""
-        key = _sharing(point)
+        key = point.states_kind
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
@@ -267,7 +266,7 @@ class ModelBounds:
 
     def state_bytes(self, point: Point) -> float:
         """What states take on a rank, if all stages have as much of them."""
-        key = _sharing(point)
+        key = point.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
         return self._state_bytes[key] / point.pp

@@ -102,6 +102,11 @@ class Point:
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
+    def states_kind(self) -> tuple[Hashable, ...]:
+        """Points of one kind share their states alike."""
+        return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
+
+    @property
     def _more(self) -> list[tuple[str, int, int]]:
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]

@@ -9,32 +9,34 @@ from rich.text import Text
 
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
+from partitioner.explain_axes import experts, sequence
 from partitioner.explain_tables import (
     bars,
     candidate_counts,
     candidate_table,
     collective_table,
     estimate_table,
+    fate,
     figures,
     fullest_rank,
     heading,
     host_kinds,
     indented,
+    line,
     microbatches_text,
     plain,
     rule_table,
     searched,
     stage_table,
-    status_word,
 )
 from partitioner.finish import NEAR
 from partitioner.laggards import WITHOUT
 from partitioner.outline import CallGroup, Outline, outline
-from partitioner.plan import Baseline, Candidate, Plan
+from partitioner.plan import Baseline, Plan
 from partitioner.timing import stage_seconds
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
-from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from partitioner.units import bytes_text, count_text, percent, plural, ranges, seconds_text
 from runtime.updates import updated_states
 
 _SHOWN = 3  # buffers that are named
@@ -102,7 +104,8 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("What binds?", list(_binding(plan))),
         ("Where does the time go?", _breakdown(plan)),
         ("How is the model cut?", list(_cut(plan, whole))),
-        ("How is the sequence shared?", list(_sequence(plan))),
+        ("How is the sequence shared?", list(sequence(plan))),
+        ("How are the experts spread?", list(experts(plan))),
         ("Where do the weights live?", list(_weights(whole)) if whole else []),
         ("What is communicated?", list(_communication(plan, whole)) if whole else []),
         ("What else was considered?", list(_alternatives(plan))),
@@ -118,14 +121,10 @@ def _items(lines: Sequence[str]) -> list[RenderableType]:
     return [indented(Text(f"- {line}")) for line in lines]
 
 
-def _line(text: str) -> RenderableType:
-    return indented(Text(text))
-
-
 def _planned_only(plan: Plan) -> Iterator[RenderableType]:
     if plan.written is None:
         what = ", ".join(plan.planned_only)
-        yield _line(f"No: planned, not executed by this version: {what}. There are figures, and no program.")
+        yield line(f"No: planned, not executed by this version: {what}. There are figures, and no program.")
 
 
 def _fit(plan: Plan) -> Iterator[RenderableType]:
@@ -136,25 +135,23 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        yield _line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
+        yield line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
     elif peak <= (1 + NEAR) * room:
         more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
-        yield _line(f"Hardly: {where} needs {more}; nothing that needs less was found.")
+        yield line(f"Hardly: {where} needs {more}; nothing that needs less was found.")
     else:
-        yield _line(
-            f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
-        )
+        yield line(f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}.")
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
-        yield _line(f"In host memory are {held}: {size} of a rank at most.")
+        yield line(f"In host memory are {held}: {size} of a rank at most.")
     if "disk" in plan.offload:
         size = bytes_text(max((part.disk for part in plan.estimate.stages), default=0))
-        yield _line(f"The optimizer's states are on disk: {size} of a rank at most.")
+        yield line(f"The optimizer's states are on disk: {size} of a rank at most.")
     if plan.estimate.stages:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
-        yield _line(f"Its peak consists of, on stage {stage}:" if plan.num_stages > 1 else "Its peak consists of:")
+        yield line(f"Its peak consists of, on stage {stage}:" if plan.num_stages > 1 else "Its peak consists of:")
         yield bars([(MEMORY_KINDS.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
@@ -164,18 +161,18 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
     if total > 0:
         kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
         much = "most" if seconds > total / 2 else "the largest part"
-        yield _line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
+        yield line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])
         if share >= _TIGHT:
-            yield _line(f"Memory: the fullest rank is {percent(share)} full, so layouts that need more are ruled out.")
+            yield line(f"Memory: the fullest rank is {percent(share)} full, so layouts that need more are ruled out.")
         else:
-            yield _line(f"Not memory: the fullest rank is {percent(share)} full.")
+            yield line(f"Not memory: the fullest rank is {percent(share)} full.")
     yield from _disk_binds(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
-        yield _line(f"Fixed by you: {fixed}.")
+        yield line(f"Fixed by you: {fixed}.")
 
 
 def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
@@ -188,7 +185,7 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     seconds = max(2 * part.disk / (shares[r] or BOUNDLESS).disk_bandwidth for part, ranks in of_stages for r in ranks)
     moved = f"reading and writing its states on disk takes {seconds_text(seconds)} at least"
     binds = "Disk" if seconds >= _TIGHT * update else "Not the disk"
-    yield _line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
+    yield line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
 def _breakdown(plan: Plan) -> list[RenderableType]:
@@ -198,72 +195,29 @@ def _breakdown(plan: Plan) -> list[RenderableType]:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} MFU:"
-    return [_line(words), bars([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
+    return [line(words), bars([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
 
 
 def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     for axis, size in plan.mesh.items():
         if size > 1:
-            yield _line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
+            yield line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
     microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
     if plan.data_shares:
         microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
-    yield _line(f"{microbatches} per step{schedule}")
+    yield line(f"{microbatches} per step{schedule}")
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""
         again += ", attention scores recomputed in backward" if part.selective else ""
-        yield _line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
+        yield line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)
-        yield _line(f"stage {stage.index}: {calls}")
+        yield line(f"stage {stage.index}: {calls}")
     changed = updated_states(plan.program) if whole is not None else []
     if changed:
         names = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
-        yield _line(f"at the end of a step {plural(len(changed), 'buffer')} that forward changes: {names}")
-
-
-_ALGORITHMS = {
-    "ring": "keys and values travelling around a ring behind the computation",
-    "all_gather": "gathering keys and values",
-    "ulysses": "exchanging positions for heads (Ulysses)",
-}
-
-
-def _sequence(plan: Plan) -> Iterator[RenderableType]:
-    """Why there is a ``cp`` axis, and why attention runs as it does."""
-    cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
-    if cp == 1:
-        return
-    held = sorted({value.context for value in plan.written.values.values()}) if plan.written is not None else []
-    order = ", a piece from either end" if any(layout.endswith("z") for layout in held) else ", in order"
-    yield _line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and keeps as much of the activations.")
-    for way in plan.context:
-        what = f"attention by {_ALGORITHMS.get(way.algorithm, way.algorithm)} ({way.algorithm})"
-        if way.calls:
-            more = f": the step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
-            yield _line(f"- {plural(way.calls, 'call')} of {what}{more}")
-        elif way.step_time is not None:
-            yield _line(f"- {what} would take {seconds_text(way.step_time)}, {_against(way.step_time, chosen)}")
-        else:
-            yield _line(f"- {what} cannot be: {way.reason}")
-    if plan.constraints.cp is not None:
-        return
-    others = [c for c in plan.certificate.candidates if c.mesh.get("cp", 1) == 1]
-    solved = [c for c in others if c.step_time is not None]
-    if solved:
-        best = min(solved, key=lambda c: c.step_time or 0.0)
-        yield _line(f"Without sharing it, the best that was solved is {candidate_text(best)}: it {fate(best, chosen)}.")
-    elif others and all(c.status == "infeasible" for c in others):
-        yield _line("Without sharing it, no candidate fits.")
-    elif others:
-        least = min(c.bound for c in others if c.status != "infeasible")
-        yield _line(f"Without sharing it, no candidate can take less than {seconds_text(least)}.")
-
-
-def _against(seconds: float, chosen: float) -> str:
-    change = seconds / chosen - 1 if chosen else 0.0
-    return f"{percent(abs(change))} {'more' if change >= 0 else 'less'}"
+        yield line(f"at the end of a step {plural(len(changed), 'buffer')} that forward changes: {names}")
 
 
 def _calls_text(group: CallGroup) -> str:
@@ -286,7 +240,7 @@ def _weights(whole: Outline) -> Iterator[RenderableType]:
                     names.append(name)
     for blocks, ways in seen.items():
         if ways:
-            yield _line(f"{' + '.join(blocks)}:")
+            yield line(f"{' + '.join(blocks)}:")
             for way, names in ways.items():
                 yield indented(indented(Text(f"{way}: {', '.join(names)}")))
 
@@ -301,7 +255,7 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
         text = f"{bytes_text(link.num_bytes)} of {what} per microbatch"
         hand_overs.setdefault(text, []).append(f"{link.source}→{link.target}")
     for text, pairs in hand_overs.items():
-        yield _line(f"{'stages' if len(pairs) > 1 else 'stage'} {', '.join(pairs)}: {text}")
+        yield line(f"{'stages' if len(pairs) > 1 else 'stage'} {', '.join(pairs)}: {text}")
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
@@ -309,25 +263,23 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
             name = COLLECTIVE_NAMES.get(moved.op, moved.op)
             reductions.setdefault(f"{name} of {size}, once per step", []).append(stage.index)
     for text, stages in reductions.items():
-        yield _line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
+        yield line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
     for tie in whole.ties:
         places = sorted({p[0] for p in tie.places})
         if len(places) > 1:
             names = " = ".join([tie.state, *tie.aliases])
-            yield _line(f"stages {ranges(places)}: {bytes_text(tie.num_bytes)} of gradients of the tied weight {names}")
+            yield line(f"stages {ranges(places)}: {bytes_text(tie.num_bytes)} of gradients of the tied weight {names}")
 
 
 def _alternatives(plan: Plan) -> Iterator[RenderableType]:
     candidates = plan.certificate.candidates
     if not candidates:
         return
-    yield _line(candidate_counts(plan.certificate) + ".")
+    yield line(candidate_counts(plan.certificate) + ".")
     chosen = plan.certificate.objective
-    yield from (_line(_baseline(b, chosen)) for b in plan.certificate.baselines)
+    yield from (line(_baseline(b, chosen)) for b in plan.certificate.baselines)
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
-        yield _line(
-            'A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".'
-        )
+        yield line('A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".')
     yield candidate_table(plan)
 
 
@@ -338,35 +290,20 @@ def _baseline(baseline: Baseline, chosen: float) -> str:
     return f"{baseline.name} ({candidate_text(baseline.candidate)}): {fate(baseline.candidate, chosen)}{excluded}"
 
 
-def fate(candidate: Candidate, chosen: float) -> str:
-    """What became of a candidate, next to the ``chosen`` plan's seconds."""
-    why = f" ({candidate.reason})" if candidate.reason else ""
-    if candidate.status == "chosen":
-        return "this is the plan"
-    if candidate.status == "infeasible":
-        return f"{status_word(candidate)}{why}"
-    if candidate.status == "solved" and candidate.step_time is not None:
-        ratio = candidate.step_time / chosen if chosen else 1.0
-        more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
-        more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
-        return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
-    return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"
-
-
 def _certificate(plan: Plan) -> Iterator[RenderableType]:
     c = plan.certificate
     verdict = "it is optimal" if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}"
     least = f"no candidate can cost less than {seconds_text(c.bound)}"
-    yield _line(
+    yield line(
         f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}{searched(plan)}."
     )
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)
-        yield _line(f"{share} of the matrix-multiply work is sharded over {' and '.join(over)}.")
+        yield line(f"{share} of the matrix-multiply work is sharded over {' and '.join(over)}.")
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
-        yield _line(f"- {name} has no sharding rule and runs whole on every rank: {percent(share)} of the work")
+        yield line(f"- {name} has no sharding rule and runs whole on every rank: {percent(share)} of the work")
     yield from _items(plan.notes)

@@ -302,3 +302,23 @@ def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
 def _schedule(plan: Plan) -> str:
     chunks = plan.chosen.virtual_stages
     return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")
+
+
+def line(text: str) -> RenderableType:
+    """A line of a section."""
+    return indented(Text(text))
+
+
+def fate(candidate: Candidate, chosen: float) -> str:
+    """What became of a candidate, next to the ``chosen`` plan's seconds."""
+    why = f" ({candidate.reason})" if candidate.reason else ""
+    if candidate.status == "chosen":
+        return "this is the plan"
+    if candidate.status == "infeasible":
+        return f"{status_word(candidate)}{why}"
+    if candidate.status == "solved" and candidate.step_time is not None:
+        ratio = candidate.step_time / chosen if chosen else 1.0
+        more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
+        more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
+        return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
+    return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from partitioner import Topology, partition
 from partitioner.constraints import Constraints
-from partitioner.explain import explain, fate, summary
-from partitioner.explain_tables import candidate_counts
+from partitioner.explain import explain, summary
+from partitioner.explain_tables import candidate_counts, fate
 from partitioner.outline import outline
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.prepared import prepare
@@ -173,3 +174,43 @@ def test_the_largest_part_need_not_be_most(plan: Plan):
 def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
     with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, fp8 or None; got 'int8'"):
         prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")
+
+
+class Mixture(nn.Module):
+    """Four experts, of which every token goes to the best one."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, width, 16 * width))
+        self.down = nn.Parameter(torch.randn(4, 16 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        chosen = self.gate(flat).argmax(-1)
+        order = chosen.argsort()
+        rows, expert = flat[order], chosen[order]
+        made = torch.bmm(torch.bmm(rows[:, None], self.up[expert]).relu(), self.down[expert]).squeeze(1)
+        return torch.zeros_like(flat).index_add(0, order, made).square().mean()
+
+
+def explained(**pins: int) -> str:
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(dp=8, **pins))
+    return " ".join(explain(plan).split())
+
+
+def test_the_explanation_says_how_experts_are_spread():
+    text = explained()
+    assert "How are the experts spread? Each rank has 1 of 4 experts of a layer, and sends" in text
+    assert "4 ranks on 1 node. All experts are 2 MiB of parameters." in text
+    assert "Without spreading them, the best that was solved is dp 8" in text
+    assert "Over 2 ranks, " in text
+
+
+def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
+    text = explained(ep=2)
+    assert "Each rank has 2 of 4 experts of a layer" in text
+    assert "Without spreading them" not in text
+    assert "How are the experts spread?" not in explained(ep=1)

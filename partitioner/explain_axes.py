@@ -66,7 +66,7 @@ def experts(plan: Plan) -> Iterator[RenderableType]:
         of_size.setdefault(candidate.mesh.get("ep", 1), []).append(candidate)
     others = {size: of for size, of in sorted(of_size.items()) if size not in (1, ep)}
     bounded = {size: of for size, of in others.items() if all(c.status == "bounded" for c in of)}
-    for size in others.keys() - bounded.keys():
+    for size in (size for size in others if size not in bounded):
         yield from _without(plan, "ep", f"Over {size} ranks", size)
     if bounded:
         sizes, least = ", ".join(map(str, bounded)), min(c.bound for of in bounded.values() for c in of)

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +37,7 @@ from runtime.transfers import SENDING
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "dualpipe-v": 2}
 ALLOWED = 0.1  # of the simulator's
+MEETING_S = 1e-3  # more than a reduction of one number takes
 WAITED_S = 50e-6  # less is what it takes to look
 Transfers = dict[tuple[int, int], deque[float]]  # by source and target, in order
 
@@ -118,6 +122,14 @@ def _transfers(plan: Plan, steps: Sequence[Sequence[StepTimes]]) -> list[Transfe
     return found
 
 
+def _meet() -> None:
+    """Return on all ranks at the same moment: the simulator's begin a step at once."""
+    moment = torch.tensor(time.perf_counter() + MEETING_S, dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    while time.perf_counter() < moment.item():
+        pass
+
+
 def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Times]:
     """What each of the two ranks runs."""
     work = common.WORKLOADS[workload]
@@ -128,9 +140,16 @@ def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Time
             engine.step(batch)
         with timed(engine) as times:
             for _ in range(steps):
+                _meet()
                 engine.step(batch)
         found[name] = times
     return found
+
+
+def _bubble(ranks: Sequence[StepTimes]) -> float:
+    """The share of a step, from its first begin to its last end, in which a rank computes nothing."""
+    whole = max(step.begun + step.whole for step in ranks) - min(step.begun for step in ranks)
+    return 1 - statistics.mean(step.computing for step in ranks) / whole
 
 
 def run(workload: str, steps: int) -> dict[str, tuple[float, float]]:
@@ -153,7 +172,7 @@ def run(workload: str, steps: int) -> dict[str, tuple[float, float]]:
         of_steps = list(zip(*(rank.steps for rank in times), strict=True))
         for of_step, transfers in zip(of_steps, _transfers(plan, of_steps), strict=True):
             expected = simulate(plan.program, MeasuredDurations(plan, facts, of_step, transfers), facts=facts)
-            bubbles.append((statistics.mean(step.bubble for step in of_step), expected.bubble))
+            bubbles.append((_bubble(of_step), expected.bubble))
         measured, simulated = (statistics.median(shares) for shares in zip(*bubbles, strict=True))
         found[name] = measured, simulated
     return found

@@ -211,6 +211,7 @@ def _vectors(dim: int) -> tuple[Tensor, Tensor]:
 
 
 LONG = LlamaConfig(dim=128, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab=512, num_layers=2, seq=2048)
+VOCABULARY = LlamaConfig(num_layers=2, seq=128, vocab=32_768)
 EXPERTS = LlamaConfig(num_layers=2, seq=128, num_experts=8)
 
 
@@ -226,6 +227,7 @@ WORKLOADS = {
         Workload("mlp64", lambda: Mlp(64), lambda: _vectors(64), squared_error),
         Workload("mlp256", lambda: Mlp(256), lambda: _vectors(256), squared_error),
         Workload("llama", lambda: Llama(LlamaConfig()), lambda: _tokens(LlamaConfig(), 8), cross_entropy),
+        Workload("vocabulary", lambda: Llama(VOCABULARY), lambda: _tokens(VOCABULARY, 8), cross_entropy),
         Workload("experts", lambda: Llama(EXPERTS), lambda: _tokens(EXPERTS, 8), cross_entropy),
         Workload("long", lambda: Llama(LONG), lambda: _tokens(LONG, 1), cross_entropy),
     )

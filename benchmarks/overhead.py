@@ -87,6 +87,9 @@ def _jobs(only: str) -> list[Job]:
             shared = dict(pp=1, dp=2, tp=1, ep=2, zero=0)
             jobs.append(Job("ep2", name, {"ours": shared}, {"all-to-all": "ours"}))
             continue
+        if name == "vocabulary":  # most of the work is in the head and its loss
+            jobs.append(Job("dp2", name, _DATA_PARALLEL, {"ddp": "ours", "fsdp": "zero3"}))
+            continue
         jobs += [
             Job("tp2", name, {"ours": _TENSOR_PARALLEL}, {"explicit": "ours", "dtensor": "ours"}),
             Job("dp2", name, _DATA_PARALLEL, {"ddp": "ours", "fsdp": "zero3"}),

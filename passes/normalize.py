@@ -2,8 +2,8 @@
 
 Requires: a captured graph. Provides: no composite operators without a rule; no aliases, copies, casts or reshapes that
 do nothing, no bias-carrying products; means as sums times a constant, so that a sharded mean is a partial sum; losses
-as logsumexp, gather and sums over a count that depends on targets alone; constant attention masks recognised. Every
-rewrite is exact up to the order of sums.
+as each target's cross entropy and sums over a count that depends on targets alone; constant attention masks recognised.
+Every rewrite is exact up to the order of sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from passes.capture import Captured
 from passes.decompose import decompose
 from passes.gathered import ungather
 from passes.likewise import check_turns
+from passes.log_probabilities import pick_before_softmax
 from passes.looped import route_loops
 from passes.masks import drop_constant_masks
 from passes.normalize_algebra import ALGEBRA
@@ -66,6 +67,7 @@ def _normalized(captured: Captured) -> Captured:
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     results = _results(graph)
     drop_constant_masks(graph, constants)
+    pick_before_softmax(graph)
     unsort(graph)
     ungather(graph)
     became = _became(graph, results)

@@ -9,13 +9,16 @@ import math
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
+from passes.entropy import CROSS_ENTROPY, NARROW
 from passes.normalize_shapes import to_dtype
-from passes.normalize_shifts import unshifted
+from passes.normalize_shifts import CASTS, KEEPS, SWAPS, unshifted
 from passes.rewrite import Builder, Rule, aten, shape, val
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's reductions
+_MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _reduce(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
@@ -41,14 +44,17 @@ def cross_entropy(
         return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
     if reduction != NONE:
         logits, target = unshifted(build, logits, target, ignore_index)
-    normalizer = build(aten.logsumexp.default, logits, [dim], True)
     counts, index = _targets(build, target, ignore_index, dim)
-    terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))
-    weights = None
+    weights = normalizer = None
+    if label_smoothing:
+        normalizer = build(aten.logsumexp.default, logits, [dim], True)
+        terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))
+    else:
+        terms = target_terms(build, logits, index, dim)
     if weight is not None:
         weights = build(aten.index.Tensor, weight, [index])
         terms = build(aten.mul.Tensor, terms, weights)
-    if label_smoothing:
+    if normalizer is not None:
         smooth = _smooth_terms(build, logits, normalizer, weight, dim)
         size = shape(logits)[dim]
         terms = build(
@@ -57,6 +63,25 @@ def cross_entropy(
             build(aten.mul.Tensor, smooth, label_smoothing / size),
         )
     return _reduce_counted(build, terms, counts, weights, reduction, dim)
+
+
+def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
+    """Each row's cross entropy; logits that were widened for it are read as they were before."""
+    narrow = _before_cast(build, logits)
+    if narrow is None:
+        return build(CROSS_ENTROPY, logits, index, dim)
+    return build(CROSS_ENTROPY, narrow, index, dim, val(logits).dtype)
+
+
+def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
+    """``node`` without a cast to float32 that its elements have gone through on the way; ``None`` without one."""
+    if node.target in CASTS and val(node).dtype == torch.float32:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) and val(source).dtype in NARROW else None
+    if node.target not in _MOVES or not isinstance(node.args[0], fx.Node):
+        return None
+    source = _before_cast(build, node.args[0])
+    return None if source is None else build(node.target, source, *node.args[1:], **node.kwargs)
 
 
 def nll(

@@ -13,11 +13,11 @@ from torch import fx
 
 from passes.rewrite import Builder, aten, shape
 
-_CASTS = (aten._to_copy.default, aten.to.dtype)
-_KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+CASTS = (aten._to_copy.default, aten.to.dtype)
+KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
 _DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # of a slice
-_SWAPS = (aten.transpose.int, aten.permute.default)
-_PASSED: tuple[object, ...] = (*_CASTS, *_KEEPS, *_SWAPS)
+SWAPS = (aten.transpose.int, aten.permute.default)
+_PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
@@ -29,8 +29,8 @@ def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: in
     swaps = 0
     node = logits
     while node.target in _PASSED:
-        casts += [node] if node.target in _CASTS else []
-        swaps += node.target in _SWAPS
+        casts += [node] if node.target in CASTS else []
+        swaps += node.target in SWAPS
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     if node.target != aten.slice.Tensor or len(shape(node)) != 3 or swaps > 1:
@@ -58,4 +58,4 @@ def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: in
     )
 
 
-__all__ = ["unshifted"]
+__all__ = ["CASTS", "KEEPS", "SWAPS", "unshifted"]

@@ -115,7 +115,7 @@ def target_of(name: str) -> Any:
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):
-        for module in ("passes.random", "passes.experts", "passes.eight_bits"):
+        for module in ("passes.random", "passes.experts", "passes.eight_bits", "passes.entropy"):
             importlib.import_module(module)
     target: Any = torch.ops
     try:

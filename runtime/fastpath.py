@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes import entropy
+
 aten = torch.ops.aten
 
 FAST: dict[Any, Callable[..., Any]] = {
@@ -78,6 +80,8 @@ FAST: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: torch.index_select,
     aten.logsumexp.default: torch.logsumexp,
     aten._softmax.default: torch._softmax,
+    entropy.ops.target_and_logsumexp.default: entropy.target_and_logsumexp,
+    entropy.ops.target_and_logsumexp_backward.default: entropy.target_and_logsumexp_backward,
 }
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

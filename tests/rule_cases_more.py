@@ -28,6 +28,12 @@ POINTWISE = [
 ]
 CONTRACTION = [case("addmv", f(4), f(4, 6), f(6))]
 ATTENTION = [
+    case("partition::cross_entropy", f(4, 6), i(6, 4, 1), 1),
+    case("partition::cross_entropy", f(2, 4, 6, 8), i(6, 2, 4, 1, 8), -2),
+    case("partition::cross_entropy", f(6), i(6, 1), 0),
+    case(
+        "partition::cross_entropy", torch.full((4, 6), -torch.inf).double().index_fill(1, i(1, 1), 0.5), i(1, 4, 1), 1
+    ),
     case("partition::band_attention", *(f(2, 4, 6, 8) for _ in range(3)), -1, 0, 0.5),
     case("partition::band_attention", f(2, 4, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), 2, 0, 0.5),
 ]

@@ -98,12 +98,10 @@ def test_cross_entropy(data):
 def test_cross_entropy_is_a_sum_over_a_count_of_targets():
     names = assert_same(lambda x, t: F.cross_entropy(x, t), numbers(6, 5), torch.tensor([0, -100, 3, -100, 4, 1]))
     assert names == [
-        "logsumexp.default",
         "unsqueeze.default",
         "ne.Scalar",
         "where.ScalarOther",
-        "gather.default",
-        "sub.Tensor",
+        "partition.cross_entropy.default",
         "where.ScalarOther",
         "sum.default",
         "sum.default",

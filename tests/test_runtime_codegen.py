@@ -240,6 +240,15 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "aten.index_select.default": (torch.ones(2, 3), 1, torch.tensor([0, 2])),
     "aten.logsumexp.default": (torch.ones(2, 3), [1], True),
     "aten._softmax.default": (torch.ones(2, 3), 1, False),
+    "partition.target_and_logsumexp.default": (torch.rand(2, 3), torch.tensor([[0], [2]]), 1),
+    "partition.target_and_logsumexp_backward.default": (
+        torch.rand(2, 1),
+        torch.rand(2, 1),
+        torch.rand(2, 3),
+        torch.tensor([[0], [2]]),
+        torch.rand(2, 1),
+        1,
+    ),
 }
 _ONE = {"t", "clone", "sum", "neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid"}
 

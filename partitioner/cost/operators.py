@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, fx
 
 from passes.collectives import CONTEXT, collective_name
+from passes.entropy import wide
 from passes.factors import factors_of
 from passes.rules.algebra import argument
 from passes.rules.attention import band
@@ -97,6 +98,9 @@ _REDUCTIONS = frozenset(
 )
 # Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
 _SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
+# ``passes/entropy.py``: a piece of the logits is read twice, written once wide and read again; backward it is read,
+# and what is made of it written, read twice and written twice.
+CROSS_ENTROPY = frozenset(("cross_entropy", "target_and_logsumexp"))
 _SPECIAL = frozenset(
     "silu gelu exp expm1 log log1p sigmoid tanh softplus mish elu erf sin cos pow silu_backward gelu_backward".split()
 )
@@ -209,7 +213,15 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
         # a gather reads as much as it writes; a scatter writes over a copy
         table = operands[0] if name.startswith(("scatter", "index_put", "index_add", "index_copy")) else results[0]
         return [_kernel("lookup", [*operands[1:], table, *results])]
+    if name in CROSS_ENTROPY:
+        return [_entropy_kernel("softmax", operands[0], 2, 2, 4)]
     return [_kernel(_kind(node, name), [*operands, *results])]
+
+
+def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
+    """Passes over logits as they are and over what is made of them in the type in which exponents are added up."""
+    made = replace(logits, dtype=wide(logits.dtype))
+    return _kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
 
 def form_kernels(
@@ -249,6 +261,8 @@ def backward_kernels(
         return [_kernel("lookup", [o, result, result], launches=2) for o in wanted]
     if name in _SUMS:
         return []
+    if name in CROSS_ENTROPY:
+        return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)]
     kind = _kind(node, name)
     if name in _LINEAR and len(operands) == 1:
         return [_kernel(kind, [result, wanted[0]])]

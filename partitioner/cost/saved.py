@@ -15,9 +15,10 @@ from typing import Literal
 
 from torch import Tensor, fx
 
-from partitioner.cost.operators import VIEWS, is_view, operator_name
+from partitioner.cost.operators import CROSS_ENTROPY, VIEWS, is_view, operator_name
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, CONTEXT, collective_name
+from passes.entropy import MOST_PIECES, wide
 from passes.factors import needs_gradient, operands_of, results_of
 from passes.gradients import differentiable
 
@@ -45,7 +46,9 @@ _NEEDS: dict[str, Need] = {
         "exp expm1 sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax cumprod".split(),
         "result",
     ),
-    **dict.fromkeys("logsumexp amax amin max min norm linalg_vector_norm prod".split(), "both"),
+    **dict.fromkeys(
+        "logsumexp cross_entropy target_and_logsumexp amax amin max min norm linalg_vector_norm prod".split(), "both"
+    ),
     **dict.fromkeys(
         """where masked_fill embedding index_select gather index take_along_dim scatter scatter_add index_put index_add
         index_copy masked_select sort topk tril triu dropout native_dropout""".split(),
@@ -252,9 +255,17 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
                 kept += saved[value]
             elif value in last:
                 alive += _nbytes(value)
-        peak = max(peak, alive + kept - total)
+        peak = max(peak, alive + kept - total + _scratch(node))
         alive -= sum(_nbytes(value) for value in dying.get(place, ()))
     return max(0, peak), alive
+
+
+def _scratch(node: fx.Node) -> int:
+    """Bytes of what an operator makes of a piece of its operand at a time."""
+    if operator_name(node) not in CROSS_ENTROPY:
+        return 0
+    logits: Tensor = operands_of(node)[0].meta["val"]
+    return logits.numel() * wide(logits.dtype).itemsize // MOST_PIECES
 
 
 def _backward_peak(block: Block) -> int:
@@ -269,7 +280,7 @@ def _backward_peak(block: Block) -> int:
     for node in reversed(list(block.graph.nodes)):
         if node.op != "call_function" or not needs_gradient(node) or is_view(node):
             continue
-        moment = 0
+        moment = _scratch(node)
         for operand in operands_of(node):
             value = value_of(operand)
             if not needs_gradient(operand):

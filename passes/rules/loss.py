@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
-from passes.layouts import PARTIAL
+from passes.collectives import ops as collective
+from passes.entropy import wide
+from passes.layouts import PARTIAL, REPLICATED
 from passes.rules.algebra import (
     NAMES,
+    Local,
     Lowering,
     OpFactors,
     argument,
@@ -18,11 +24,14 @@ from passes.rules.algebra import (
     operands_of,
     results_of,
     shape,
+    value,
 )
+from passes.rules.indexing import own_rows
 from passes.rules.pointwise import elementwise
 from passes.rules.reduction import divided_by_ranks
 from passes.rules.registry import family
 
+aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
 
 
@@ -92,3 +101,37 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
     patterns = [names[rank - len(shape(o)) :] for o in operands_of(node)]
     left = [n for d, n in enumerate(names) if d != dim]
     return named(node, patterns, [left], whole=frozenset(names) - frozenset(left))
+
+
+@family("partition::cross_entropy")
+def cross_entropy(node: fx.Node) -> OpFactors:
+    """A number for each row of all its classes; over sharded ones every rank brings the sum and the target of its own.
+
+    ``partition::target_and_logsumexp`` is what such a rank computes: a graph has it after sharding alone.
+    """
+    logits, _ = operands_of(node)
+    names = NAMES[: len(shape(logits))]
+    dim = as_dim(argument(node, "dim"), len(names))
+    rows = [name if d != dim else None for d, name in enumerate(names)]
+    result = results_of(node)[0]
+    sent = 2 * math.prod(result.shape) * wide(result.dtype).itemsize // result.dtype.itemsize
+    lowering = Lowering(_cross_entropy_sharded, REPLICATED, (("all_gather", sent),))
+    return named(node, [names, rows], [rows], lower={names[dim]: lowering})
+
+
+def _cross_entropy_sharded(local: Local) -> fx.Node:
+    logits, index = local.operands
+    dim = as_dim(argument(local.node, "dim"), len(shape(logits)))
+    own, elsewhere = own_rows(local, index, shape(logits)[dim])
+    both = local.call(collective.target_and_logsumexp.default, logits, own, dim)
+    target, logsumexp = (local.call(operator.getitem, both, place) for place in range(2))
+    target = local.call(aten.masked_fill.Scalar, target, elsewhere, 0.0)
+    pair = local.call(aten.stack.default, [target, logsumexp])
+    # Every rank goes on with the numbers of all, so each has the whole gradient of its own.
+    alike = local.call(aten.unsqueeze.default, pair, 0)
+    alike = local.call(collective.all_gather.default, alike, 0, local.axis, local.num_ranks, "slice")
+    targets, sums = (local.call(aten.select.int, alike, 1, place) for place in range(2))
+    total = local.call(aten.logsumexp.default, sums, [0])
+    terms = local.call(aten.sub.Tensor, total, local.call(aten.sum.dim_IntList, targets, [0]))
+    dtype = value(local.node).dtype
+    return terms if value(terms).dtype == dtype else local.call(aten._to_copy.default, terms, dtype=dtype)

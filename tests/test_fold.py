@@ -53,7 +53,7 @@ def test_families_are_exact(name: str):
     model = assert_equal_to_model(case.build(), case.inputs(4), case.loss)
     if name in SHAPES:
         assert (len(model.blocks), len(model.calls)) == SHAPES[name]
-    assert not {t for t in targets(model) if "dropout" in t or "cross_entropy" in t}
+    assert not {t for t in targets(model) if "dropout" in t or "cross_entropy_loss" in t}
 
 
 def test_layers_of_a_decoder_are_one_type():

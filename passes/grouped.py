@@ -68,6 +68,15 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
     return made
 
 
+def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
+    """Add what ``grouped_mm_weight`` gives to ``total`` ``[e, k, n]``, or put it there, with nothing made besides."""
+    for e, (start, end) in enumerate(_groups(ends)):
+        if fresh:
+            torch.mm(rows[start:end].t(), grads[start:end], out=total[e])
+        else:
+            total[e].addmm_(rows[start:end].t(), grads[start:end])
+
+
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())

@@ -113,12 +113,38 @@ class _Writer:
         self.sums = {n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := summed(n)) is not None}
         # The sink sums up: to all others the summed value is the one before.
         self.bindings = {**bindings, **{s: Alias() for n, s in self.sums.items() if s is not n}}
+        self.stacks, passed = self.grouped_sums()
+        self.bindings |= {n: Alias() for n in passed}
         self.num_sinks = num_sinks
         self.steps = overlapped([n for n in nodes if n.op == "call_function"], self.is_started)
         self.names: dict[fx.Node, str] = {}
         self.globals: dict[str, Any] = {"device": device}
         self.lines: list[str] = []
         self.line_nodes: dict[int, fx.Node] = {}
+
+    def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
+        """The gradients of experts' stacked matrices that sinks alone read, and whether transposed; and the views and
+        copies between: a sink copies from what lies in any order."""
+        stacks: dict[fx.Node, bool] = {}
+        passed: list[fx.Node] = []
+        for result in self.sunk:
+            node, between, turned = result, [], False
+            while node is not None and self.one_reader(node) and (step := _moved(node)) is not None:
+                between.append(node)
+                turned ^= step
+                node = node.all_input_nodes[0]
+            if node is None or not self.one_reader(node):
+                continue
+            if node.target is torch.ops.partition.grouped_mm_weight.default:
+                stacks[node] = turned
+                passed += between
+            elif between and not turned and all(n.target is torch.ops.aten.clone.default for n in between):
+                passed += between
+        return stacks, passed
+
+    def one_reader(self, node: fx.Node) -> bool:
+        """Whether one place reads what ``node`` is: the next operator, or one sink."""
+        return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
         return isinstance(self.bindings.get(node), Started)
@@ -238,7 +264,7 @@ class _Writer:
 
     def product(self, node: fx.Node, to: list[int]) -> bool:
         """Let the sink multiply or sum up, where only the sink reads what ``node`` is."""
-        if len(to) > 1 or not self.sunk_only(node):
+        if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False
         if node in self.sums:
             x, dims = self.sums[node].args[:2]
@@ -246,6 +272,9 @@ class _Writer:
         elif node.target is torch.ops.aten.mm.default:
             a, b = (self.render(x) for x in node.args)
             self.line(f"sink_{to[0]}.addmm({a}, {b})", node)
+        elif node in self.stacks:
+            rows, grads, ends = (self.render(x) for x in node.args)
+            self.line(f"sink_{to[0]}.grouped({rows}, {grads}, {ends}, {self.stacks[node]})", node)
         else:
             return False
         self.names[node] = ""
@@ -282,6 +311,15 @@ class _Writer:
         name = f"{_word(node)}_{len(self.globals)}"
         self.globals[name] = value
         return name
+
+
+def _moved(node: fx.Node) -> bool | None:
+    """Whether ``node`` is its operand, a stack of matrices, with these transposed; ``None`` if it is something else."""
+    if node.target is torch.ops.aten.clone.default:
+        return False
+    if node.target is torch.ops.aten.transpose.int and node.meta["val"].dim() == 3:
+        return True if {d % 3 for d in node.args[1:] if isinstance(d, int)} == {1, 2} else None
+    return None
 
 
 def _word(node: fx.Node | None) -> str:

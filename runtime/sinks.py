@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from passes.grouped import add_weight_gradient, grouped_mm_weight
 from runtime.sharded import Room
 
 
@@ -38,6 +39,15 @@ class Sink:
         else:
             self.view.add_(torch.sum(x, dims))
 
+    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+        """Add the gradient of a stack of experts' matrices, which are ``transposed`` in the product."""
+        if rows.device.type == "cpu":
+            total = self.view.transpose(1, 2) if transposed else self.view
+            add_weight_gradient(total, rows, grads, ends, self.fresh)
+            self.fresh = False
+        else:  # ends are known on the device alone
+            self.add(_grouped(rows, grads, ends, transposed))
+
     def settle(self) -> None:
         """A gradient that nothing was added to is zero."""
         if self.fresh:
@@ -55,6 +65,14 @@ class WideSink(Sink):
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
         self.add(torch.sum(x, dims, dtype=self.view.dtype))
+
+    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+        self.add(_grouped(rows, grads, ends, transposed))
+
+
+def _grouped(rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    made = grouped_mm_weight(rows, grads, ends)
+    return made.transpose(1, 2) if transposed else made
 
 
 def sink_of(shard: Tensor, view: Tensor) -> Sink:
@@ -84,3 +102,4 @@ class WideRoomSink(RoomSink):
 
     addmm = WideSink.addmm
     sum = WideSink.sum
+    grouped = WideSink.grouped

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from runtime.codegen import Alias, Compiled, Constant, Direct, Started, compile_graph
 from runtime.fastpath import FAST
-from runtime.gradients import Sink
+from runtime.sinks import Sink, WideSink
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -191,6 +191,34 @@ def test_a_sum_that_only_a_sink_reads_is_summed_by_the_sink():
     for _ in range(2):
         compiled.function(ones(), [sink])
     assert torch.equal(sink.view, torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("sink", [Sink, WideSink])
+@pytest.mark.parametrize("read", ["by the sink", "by others", "by two sinks"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_gradient_of_experts_is_added_up_in_place(turned: bool, read: str, sink: type[Sink]):
+    """Copies and views in between are not made; one of three experts has no rows."""
+    graph = fx.Graph()
+    rows, grads, ends = (graph.placeholder(name) for name in ("rows", "grads", "ends"))
+    made = graph.call_function(torch.ops.partition.grouped_mm_weight.default, (rows, grads, ends))
+    made.meta["val"] = torch.empty(3, 2, 4, device="meta")
+    result = made
+    if turned:
+        result = graph.call_function(aten.transpose.int, (made, -2, -1))
+        result.meta["val"] = torch.empty(3, 4, 2, device="meta")
+    result = graph.call_function(aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
+    graph.output((made if read == "by others" else rows, result, *[result] * (read == "by two sinks")))
+    num_sinks = 1 + (read == "by two sinks")
+    compiled = compile_graph(graph, "block", {}, CPU, num_sinks)
+    assert ("sink_0.grouped(" in compiled.code) == (read == "by the sink")
+    assert ("clone" in compiled.code) == (read != "by the sink")
+    sinks = [sink(torch.full((3, 4, 2) if turned else (3, 2, 4), 7.0)) for _ in range(num_sinks)]
+    arguments = torch.rand(6, 2), torch.rand(6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
+    for _ in range(2):
+        compiled.function(list(arguments), sinks)
+    expected = 2 * torch.stack([arguments[0][a:b].T @ arguments[1][a:b] for a, b in ((0, 2), (2, 2), (2, 5))])
+    for s in sinks:
+        torch.testing.assert_close(s.view, expected.transpose(1, 2) if turned else expected)
 
 
 def test_an_error_knows_its_node():

@@ -96,9 +96,8 @@ _library.define(
     "Tensor logsumexp, int dim) -> Tensor"
 )
 _library.define("cross_entropy(Tensor logits, Tensor index, int dim, ScalarType? dtype=None) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _library.impl("target_and_logsumexp", target_and_logsumexp, _device)
-    _library.impl("target_and_logsumexp_backward", target_and_logsumexp_backward, _device)
+_library.impl("target_and_logsumexp", target_and_logsumexp, "CompositeExplicitAutograd")
+_library.impl("target_and_logsumexp_backward", target_and_logsumexp_backward, "CompositeExplicitAutograd")
 _library.impl("cross_entropy", cross_entropy, "CompositeImplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp", _results, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp_backward", _gradient, lib=_library)

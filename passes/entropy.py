@@ -47,16 +47,10 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
     largest, of_largest = (rows.new_empty((*rows.shape[:-1], 1), dtype=dtype) for _ in range(2))
     for scores, most, of_most in _in_pieces(rows, largest, of_largest):
         most.copy_(scores.amax(-1, keepdim=True))
-        of_most.copy_(_log_softmax(scores, dtype).amax(-1, keepdim=True))
+        of_most.copy_(torch.log_softmax(scores, -1, dtype=dtype).amax(-1, keepdim=True))
     # of a row of -inf alone, the sum is 0
     logsumexp = torch.where(largest.isinf(), largest, largest - of_largest)
     return logits.gather(dim, index).to(dtype), logsumexp.movedim(-1, dim).contiguous()
-
-
-def _log_softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    if scores.is_cuda and scores.dtype in NARROW:
-        return torch._log_softmax(scores, -1, True)  # reads the short type and writes float32
-    return torch.log_softmax(scores.to(dtype), -1)
 
 
 def target_and_logsumexp_backward(

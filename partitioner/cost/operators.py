@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.collectives import CONTEXT, collective_name
-from passes.entropy import wide
+from passes.entropy import NARROW, wide
 from passes.factors import factors_of
 from passes.rules.algebra import argument
 from passes.rules.attention import band
@@ -98,8 +98,8 @@ _REDUCTIONS = frozenset(
 )
 # Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
 _SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
-# ``passes/entropy.py``: a piece of the logits is read twice, written once wide and read again; backward it is read,
-# and what is made of it written, read twice and written twice.
+# ``passes/entropy.py``: a piece of the logits is read twice, what is made of it written and read, twice where they are
+# short and widened first; backward it is read and its gradient written, what is made in between written and read twice.
 CROSS_ENTROPY = frozenset(("cross_entropy", "target_and_logsumexp"))
 _SPECIAL = frozenset(
     "silu gelu exp expm1 log log1p sigmoid tanh softplus mish elu erf sin cos pow silu_backward gelu_backward".split()
@@ -214,7 +214,7 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
         table = operands[0] if name.startswith(("scatter", "index_put", "index_add", "index_copy")) else results[0]
         return [_kernel("lookup", [*operands[1:], table, *results])]
     if name in CROSS_ENTROPY:
-        return [_entropy_kernel("softmax", operands[0], 2, 2, 4)]
+        return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
     return [_kernel(_kind(node, name), [*operands, *results])]
 
 

@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 from passes.collectives import NAMESPACE, _library
+from passes.gradients import accumulated_in
 
 MOST_PIECES = 16
 _PIECE = 1 << 24  # elements that go through at a time, so many that starting kernels takes little beside them
 _PIECE_CPU = 1 << 17  # for each thread: they stay in its cache, which is 2 to 5 times as fast (measured)
 NARROW = frozenset({torch.float16, torch.bfloat16})
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which exponents of logits of ``dtype`` are added up."""
-    return torch.float32 if dtype in NARROW else dtype
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -42,7 +38,7 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Along ``dim`` what is at ``index``, which is of size 1 there, and the logarithm of the sum of exponents; wide."""
-    dtype = wide(logits.dtype)
+    dtype = accumulated_in(logits.dtype)
     rows = logits.movedim(dim, -1)
     largest, of_largest = (rows.new_empty((*rows.shape[:-1], 1), dtype=dtype) for _ in range(2))
     for scores, most, of_most in _in_pieces(rows, largest, of_largest):
@@ -76,7 +72,7 @@ def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | 
 
 
 def _results(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    target, logsumexp = (logits.new_empty(index.shape, dtype=wide(logits.dtype)) for _ in range(2))
+    target, logsumexp = (logits.new_empty(index.shape, dtype=accumulated_in(logits.dtype)) for _ in range(2))
     return target, logsumexp
 
 

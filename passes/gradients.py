@@ -28,7 +28,7 @@ def differentiable(value: Any) -> bool:
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of parameters of ``dtype`` are added up and reduced: float32 for shorter ones."""
+    """The type in which numbers of ``dtype`` are added up, gradients among them: float32 for shorter ones."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 

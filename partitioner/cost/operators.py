@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.collectives import CONTEXT, collective_name
-from passes.entropy import NARROW, wide
+from passes.entropy import NARROW
 from passes.factors import factors_of
+from passes.gradients import accumulated_in
 from passes.rules.algebra import argument
 from passes.rules.attention import band
 from passes.tiles import Band, most_pairs
@@ -220,7 +221,7 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
     """Passes over logits as they are and over what is made of them in the type in which exponents are added up."""
-    made = replace(logits, dtype=wide(logits.dtype))
+    made = replace(logits, dtype=accumulated_in(logits.dtype))
     return _kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
 

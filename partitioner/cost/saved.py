@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from partitioner.cost.operators import CROSS_ENTROPY, VIEWS, is_view, operator_name
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, CONTEXT, collective_name
-from passes.entropy import MOST_PIECES, wide
+from passes.entropy import MOST_PIECES
 from passes.factors import needs_gradient, operands_of, results_of
-from passes.gradients import differentiable
+from passes.gradients import accumulated_in, differentiable
 
 Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
 Value = tuple[fx.Node, int]  # a node's result, views traced back
@@ -265,7 +265,7 @@ def _scratch(node: fx.Node) -> int:
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
     logits: Tensor = operands_of(node)[0].meta["val"]
-    return logits.numel() * wide(logits.dtype).itemsize // MOST_PIECES
+    return logits.numel() * accumulated_in(logits.dtype).itemsize // MOST_PIECES
 
 
 def _backward_peak(block: Block) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.collectives import ops as collective
-from passes.entropy import wide
+from passes.gradients import accumulated_in
 from passes.layouts import PARTIAL, REPLICATED
 from passes.rules.algebra import (
     NAMES,
@@ -114,7 +114,7 @@ def cross_entropy(node: fx.Node) -> OpFactors:
     dim = as_dim(argument(node, "dim"), len(names))
     rows = [name if d != dim else None for d, name in enumerate(names)]
     result = results_of(node)[0]
-    sent = 2 * math.prod(result.shape) * wide(result.dtype).itemsize // result.dtype.itemsize
+    sent = 2 * math.prod(result.shape) * accumulated_in(result.dtype).itemsize // result.dtype.itemsize
     lowering = Lowering(_cross_entropy_sharded, REPLICATED, (("all_gather", sent),))
     return named(node, [names, rows], [rows], lower={names[dim]: lowering})
 

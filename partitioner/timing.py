@@ -101,8 +101,8 @@ class PlanDurations:
         seconds: dict[Part, float] = {
             "F": cost.forward_total_s,
             "B": cost.backward_total_s + again,
-            "I": cost.backward_s / 2 + cost.backward_comm_s + again,  # each half is about as many products
-            "W": cost.backward_s / 2,
+            "I": cost.backward_total_s - cost.later_s + again,
+            "W": cost.later_s,
         }
         return seconds[part]
 

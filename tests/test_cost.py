@@ -32,6 +32,7 @@ from partitioner.topology.groups import stage_capacity
 from passes.blocks import Block, State, TensorSpec
 from passes.capture import capture
 from passes.collectives import ops
+from passes.differentiate import differentiate
 from passes.factors import Strategy
 from passes.fold import fold
 from passes.gradients import mark_block, mark_gradients
@@ -321,13 +322,54 @@ def test_a_share_of_a_block_costs_no_less_than_its_bound(batch: int):
         slow, least = call_costs(part.blocks[name], issuing, {}), block_work(made, issuing).at(batch / 8, 1, batch > 1)
         assert least.forward_s <= slow.forward_s, name
         assert least.backward_s <= slow.backward_s, name
+        assert least.backward_s - least.later_s <= slow.backward_s - slow.later_s, name
         assert slow.forward_s > cost.forward_s, name
         assert bound.forward_s <= cost.forward_s * (1 + 1e-9), name
         assert bound.backward_s <= cost.backward_s * (1 + 1e-9), name
+        assert bound.backward_s - bound.later_s <= (cost.backward_s - cost.later_s) * (1 + 1e-9), name
         assert bound.saved_bytes <= cost.saved_bytes + 1, name
         if batch == 8:
             assert bound.forward_s == pytest.approx(cost.forward_s)
             assert bound.backward_s == pytest.approx(cost.backward_s)
+            assert bound.later_s == pytest.approx(cost.later_s)
+            assert (cost.later_s > 0) == any(n.meta["grad"] for n in made.placeholders if n.name in made.states)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "t5", "vit", "skip-mlp"])
+def test_gradients_of_weights_are_the_products_of_their_half_of_the_backward(name: str):
+    case = CASES[name]
+    model = fold(normalize(capture(case.build(), case.inputs(8), loss=case.loss)))
+    mark_gradients(model)
+    looked_at = 0
+    for made in model.blocks.values():
+        needs = [[bool(n.meta["grad"]) for n in nodes] for nodes in (made.placeholders, made.outputs)]
+        of_states, of_inputs = needs[0][: len(made.states)], needs[0][len(made.states) :]
+        if not any(of_inputs):
+            continue  # nobody waits for this backward
+        pieces = differentiate(made, torch.device("cpu"), of_inputs, of_states, needs[1])
+        columns = asked_by(made, True).kernels
+        flops = sum(kernel.flops for node in pieces.backward_weight.graph.nodes for kernel in made_of(node))
+        assert columns.flops[columns.learned].sum() == pytest.approx(flops), made.name
+        cost = call_costs(made, DEVICE, {})
+        assert cost.weights_s > 0 or not any(of_states), made.name
+        looked_at += bool(flops)
+    assert looked_at
+
+
+def made_of(node: fx.Node) -> list[Kernel]:
+    """The kernels of an operator of a traced graph, whose values are fake."""
+    values = [n.meta["val"] for n in (node, *node.all_input_nodes)] if node.op == "call_function" else [()]
+    return kernels(node)[0] if all(isinstance(value, Tensor) for value in values) else []
+
+
+def test_gradients_of_weights_that_are_cast_belong_to_their_half():
+    def products(f: Callable[..., fx.Node], w: fx.Node, x: fx.Node) -> fx.Node:
+        return f(aten.mm.default, x, f(aten.t.default, f(aten._to_copy.default, w, dtype=BF16)))
+
+    made = block(products, {"w": torch.empty(512, 256)}, {"x": torch.empty(64, 256, dtype=BF16)})
+    columns = asked_by(made, True).kernels
+    assert columns.flops[columns.learned].sum() == 2 * 64 * 256 * 512
+    assert columns.flops[(columns.way == 1) & ~columns.learned].sum() == 2 * 64 * 256 * 512
 
 
 def test_rows_that_are_not_whole_sixteen_bytes_slow_a_product():

@@ -27,12 +27,20 @@ WIRE = Link(name="wire", bandwidth=100.0, latency=0.01, level=0)
 
 
 def call(
-    k: int, forward: float = 1.0, saved: float = 0.0, *, size: float = 1.0, states: tuple[str, ...] = ()
+    k: int,
+    forward: float = 1.0,
+    saved: float = 0.0,
+    *,
+    size: float = 1.0,
+    states: tuple[str, ...] = (),
+    weights: float = 1.0,
 ) -> StageCall:
-    """A call that reads the value before it and makes one of ``size`` bytes; backward takes twice as long."""
+    """A call that reads the value before it and makes one of ``size`` bytes; backward takes twice as long, of which
+    ``weights`` forwards for gradients of weights."""
     cost = CallCost(
         forward_s=forward,
         backward_s=2 * forward,
+        weights_s=weights * forward,
         saved_bytes=saved,
         saved_inputs=(True,),
         input_bytes=(size,),
@@ -92,7 +100,7 @@ def brute_force(p: StageProblem) -> float:
 def pace(calls: list[StageCall], rng: np.random.Generator) -> Pace:
     """Devices that take longer for some calls than for others."""
     scaled = [(c.cost, float(rng.choice([0.5, 1.0, 1.5]))) for c in calls]
-    return Pace(tuple(replace(c, forward_s=x * c.forward_s, backward_s=x * c.backward_s) for c, x in scaled))
+    return Pace(tuple(c.paced(x) for c, x in scaled))
 
 
 @st.composite
@@ -103,7 +111,7 @@ def problems(draw: st.DrawFn) -> StageProblem:
     tied = draw(st.booleans())
     calls = [
         call(k, float(rng.integers(1, 9)), float(rng.integers(0, 9)), size=float(rng.integers(1, 40)),
-             states=("tied",) if tied and k in (0, n - 1) else ())
+             weights=float(rng.choice([0.2, 0.7, 1.0, 1.6])), states=("tied",) if tied and k in (0, n - 1) else ())
         for k in range(n)
     ]  # fmt: skip
     if draw(st.booleans()) and n > 2:  # a value that skips ahead

@@ -4,7 +4,7 @@ arrays, so that they are priced together, and the collectives between them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,6 +83,7 @@ class Columns:
     smallest: Column
     launches: Column
     aligned: Marks
+    learned: Marks
     way: Places
     product: Marks
     again: Marks
@@ -108,6 +109,7 @@ class Columns:
             smallest=np.array([k.smallest for k in kernels], np.float64),
             launches=np.array([k.launches for k in kernels], np.float64),
             aligned=np.array([k.aligned for k in kernels], np.bool_),
+            learned=np.array([k.learned for k in kernels], np.bool_),
             way=np.array([row.way for row in rows], np.int64),
             product=np.array([row.product for row in rows], np.bool_),
             again=np.array([row.again for row in rows], np.bool_),
@@ -177,6 +179,7 @@ class _Reader:
     def __init__(self, block: Block, train: bool, fp8: bool) -> None:
         self.block, self.train, self.fp8 = block, train, fp8
         self.names = set(block.states)
+        self.learned = learned_nodes(block)
         self.region = expert_region(block)
         self.scores = expanded(block)
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
@@ -203,7 +206,7 @@ class _Reader:
         return Asked(columns, (ahead, back), tuple(self.exchanges), tuple(self.rings), states, self.region)
 
     def _operator(self, node: fx.Node) -> None:
-        operands, results = node_operands(node, self.names)
+        operands, results = node_operands(node, self.names, self.learned)
         backward = self.train and needs_gradient(node)
         kernels = forward_kernels(node, operands, results)
         place = -1
@@ -267,10 +270,20 @@ def _transposed(node: fx.Node) -> str | None:
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
 
-def node_operands(node: fx.Node, states: set[str]) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that ``node`` reads and makes."""
-    read = [(o.meta["val"], is_state(o, states)) for o in tensors_of(node)]
-    operands = [Operand(tuple(value.shape), value.dtype, state) for value, state in read]
+def learned_nodes(block: Block) -> set[fx.Node]:
+    """The states of ``block``, and what is made of them alone."""
+    states = set(block.states)
+    found = {node for node in block.placeholders if node.name in states}
+    for node in block.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def node_operands(node: fx.Node, states: set[str], learned: Container[fx.Node]) -> tuple[list[Operand], list[Operand]]:
+    """The tensors that ``node`` reads and makes; ``learned``: of :func:`learned_nodes`."""
+    read = [(o.meta["val"], is_state(o, states), o in learned) for o in tensors_of(node)]
+    operands = [Operand(tuple(value.shape), value.dtype, state, made) for value, state, made in read]
     results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
     return operands, results
 
@@ -311,4 +324,4 @@ def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]
-    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True))]
+    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True, learned=True))]

@@ -6,7 +6,7 @@ A block's time is ``launches + (work that grows with the batch) b / (B tp) + (tr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from partitioner.cost.asked import fan_out, node_operands, operand_needs
+from partitioner.cost.asked import fan_out, learned_nodes, node_operands, operand_needs
 from partitioner.cost.calls import CallCost
 from partitioner.cost.compute import memory_rate, product_rate
 from partitioner.cost.operators import (
@@ -63,10 +63,12 @@ class Work:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's work forward and backward, and what it keeps; ``scores``: bytes of that which are attention scores."""
+    """A block's work forward, backward, and of that for ``inputs``; what it keeps; ``scores``: bytes of that which are
+    attention scores."""
 
     forward: Work
     backward: Work
+    inputs: Work
     kept: Kept
     scores: int
     input_bytes: tuple[int, ...]
@@ -76,9 +78,13 @@ class BlockWork:
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1) -> CallCost:
         """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one."""
         scale = share / tp
+        forward, backward, inputs = (
+            work.at(share, float(tp), float(several), float(ep)) for work in (self.forward, self.backward, self.inputs)
+        )
         return CallCost(
-            forward_s=self.forward.at(share, float(tp), float(several), float(ep)),
-            backward_s=self.backward.at(share, float(tp), float(several), float(ep)),
+            forward_s=forward,
+            backward_s=backward,
+            weights_s=backward - inputs,
             saved_bytes=self.kept.inside * scale,
             selective_bytes=self.scores * scale,
             saved_inputs=self.kept.inputs,
@@ -114,13 +120,14 @@ class Works:
 def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool = False) -> BlockWork:
     """The work of ``block``, a graph for the whole batch."""
     block = _copy(block)
-    states = set(block.states)
+    fused = fuse_bias(block)
+    states, learned = set(block.states), learned_nodes(fused)
     ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
-    for node in fuse_bias(block).graph.nodes:
+    for node in fused.graph.nodes:
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
-        operands, results = node_operands(node, states)
+        operands, results = node_operands(node, states, learned)
         kernels = forward_kernels(node, operands, results)
         (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands, results, False) if fp8 else kernels)
         if train and needs_gradient(node):
@@ -133,11 +140,12 @@ def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool =
     if train:
         for n in block.placeholders:
             if n.name in states and needs_gradient(n):
-                back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, state=True)))
+                back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, True, True)))
     kept, scores = kept_by(block, train), expanded(block)
     return BlockWork(
         forward=_work(ahead, spared_ahead, device),
         backward=_work(back, spared_back, device),
+        inputs=replace(_work(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
         kept=kept,
         scores=kept.inside - kept_by(block, train, scores).inside if scores else 0,
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
@@ -150,6 +158,10 @@ def _copy(block: Block) -> Block:
     graph = fx.Graph()
     graph.output(graph.graph_copy(block.graph, {}))
     return Block(block.name, graph, block.states, block.inputs)
+
+
+def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
+    return [kernel for kernel in kernels if not kernel.learned]
 
 
 def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> Work:

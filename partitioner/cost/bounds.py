@@ -58,7 +58,9 @@ _TINY_S = 1e-15
 
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
-    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=max(cost.backward_s, backward_s))
+    back = max(cost.backward_s, backward_s)
+    later = back - max(cost.backward_s - cost.later_s, backward_s / 2)
+    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=back, weights_s=later)
 
 
 def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:

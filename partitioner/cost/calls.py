@@ -42,7 +42,8 @@ _NONE_GATHERED = GatheredBytes()
 
 @dataclass(frozen=True)
 class CallCost:
-    """One microbatch through one call, on one rank. Seconds without (``_s``) and of (``_comm_s``) collectives.
+    """One microbatch through one call, on one rank. Seconds without (``_s``) and of (``_comm_s``) collectives;
+    ``weights_s`` of ``backward_s`` are gradients of weights, for which no other stage waits.
 
     ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
@@ -54,6 +55,7 @@ class CallCost:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weights_s: float = 0.0
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
     flops: float = 0.0
@@ -79,6 +81,7 @@ class CallCost:
             self,
             forward_s=self.forward_s * factor,
             backward_s=self.backward_s * factor,
+            weights_s=self.weights_s * factor,
             forward_comm_s=self.forward_comm_s * factor,
             backward_comm_s=self.backward_comm_s * factor,
             selective_s=self.selective_s * factor,
@@ -97,6 +100,11 @@ class CallCost:
             working_bytes=self.working_bytes + self.selective_bytes,
             backward_s=self.backward_s + self.selective_s,
         )
+
+    @property
+    def later_s(self) -> float:
+        """What of ``backward_s`` may run after gradients of inputs are sent: as bounds want it, no more than half."""
+        return min(self.weights_s, self.backward_s / 2)
 
     @property
     def forward_total_s(self) -> float:
@@ -125,9 +133,11 @@ def call_costs(
 @dataclass(frozen=True)
 class _Computed:
     """Seconds on one kind of device, forward and backward: of all kernels, of those of products, of each attention; of
-    what selective recomputation runs anew. FLOPs of products."""
+    what selective recomputation runs anew. ``weights``: the share of gradients of weights in all backward. FLOPs of
+    products."""
 
     seconds: tuple[float, float]
+    weights: float
     products: tuple[float, float]
     rings: tuple[tuple[float, float], ...]
     again: float
@@ -204,6 +214,7 @@ class CallWork:
         return CallCost(
             forward_s=seconds[0],
             backward_s=seconds[1],
+            weights_s=seconds[1] * computed.weights,
             forward_comm_s=comm[0],
             backward_comm_s=comm[1],
             flops=computed.flops[0],
@@ -271,8 +282,10 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
     ) -> float:
         return float(values[np.logical_and.reduce(masks)].sum())
 
+    back = total(seconds, ways[1])
     return _Computed(
-        (total(seconds, ways[0]), total(seconds, ways[1])),
+        (total(seconds, ways[0]), back),
+        total(seconds, ways[1], columns.learned) / back if back else 0.0,
         (total(seconds, ways[0], columns.product), total(seconds, ways[1], columns.product)),
         tuple(
             (total(seconds, ways[0], columns.ring == r), total(seconds, ways[1], columns.ring == r))

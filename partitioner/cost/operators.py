@@ -29,11 +29,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch."""
+    """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch; ``learned``: made
+    of weights alone, so that no other stage waits for its gradient."""
 
     shape: Shape
     dtype: torch.dtype
     state: bool = False
+    learned: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -50,7 +52,7 @@ class Kernel:
 
     ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product; of an attention its keys.
     ``kind``: the row of the device's table of memory efficiencies. ``aligned``: whether every row of a product's
-    matrices is a multiple of 16 bytes, as matrix units want it.
+    matrices is a multiple of 16 bytes, as matrix units want it. ``learned``: makes a gradient of such an operand.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Kernel:
     precision: str = "fp32"
     launches: int = 1
     aligned: bool = True
+    learned: bool = False
 
 
 PRECISIONS: dict[torch.dtype, str] = {
@@ -245,13 +248,12 @@ def backward_kernels(
     """What the gradients of the operands that ``needs`` marks take."""
     if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
         return []
-    name = operator_name(node)
-    result = results[0]
+    name, result = operator_name(node), results[0]
     wanted = [o for o, need in zip(operands, needs, strict=True) if need]
     if name in VIEWS:
         if name in _SUMMED_BACK and wanted[0].numel < result.numel:
-            return [_kernel("reduction", [wanted[0], result])]
-        return [_kernel("default", [wanted[0], result])] if name in _FILLED_BACK else []
+            return [_gradient_kernel("reduction", wanted[0], [result])]
+        return [_gradient_kernel("default", wanted[0], [result])] if name in _FILLED_BACK else []
     if name in _ATTENTION:
         flops, smallest = _product(node, name, operands, results)
         traffic = [*operands, *operands, result, result]
@@ -259,27 +261,29 @@ def backward_kernels(
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
-        return [_kernel("lookup", [o, result, result], launches=2) for o in wanted]
+        return [_gradient_kernel("lookup", o, [result, result], launches=2) for o in wanted]
     if name in _SUMS:
         return []
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)]
     kind = _kind(node, name)
     if name in _LINEAR and len(operands) == 1:
-        return [_kernel(kind, [result, wanted[0]])]
+        return [_gradient_kernel(kind, wanted[0], [result])]
     if kind in ("pointwise", "special"):
         return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
-    return [_kernel(kind, [o, o, result]) for o in wanted]
+    if kind == "norm":  # one operator makes all gradients
+        return [_kernel(kind, [o, o, result]) for o in wanted]
+    return [_gradient_kernel(kind, o, [o, result]) for o in wanted]
 
 
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
-    broadcast = [_kernel("reduction", [result, wanted])] if wanted.numel < result.numel else []
+    broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS:
         return broadcast  # the gradient itself
     others = [o for o in operands if o is not wanted] or [wanted]
-    return [_kernel(kind, [result, *others, result]), *broadcast]
+    return [replace(_kernel(kind, [result, *others, result]), learned=wanted.learned), *broadcast]
 
 
 def _product_backward(
@@ -295,15 +299,21 @@ def _product_backward(
             continue
         if place in factors:
             others = [o for i, o in enumerate(operands) if i in factors and i != place]
-            kernels.append(_kernel("matmul", [results[0], *others, operand], flops, smallest, precision))
+            kernel = _kernel("matmul", [results[0], *others, operand], flops, smallest, precision)
+            kernels.append(replace(kernel, learned=operand.learned))
         elif operand.numel < results[0].numel:
-            kernels.append(_kernel("reduction", [results[0], operand]))
+            kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
     return kernels
+
+
+def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand], launches: int = 1) -> Kernel:
+    """Making the gradient of ``wanted``."""
+    return replace(_kernel(kind, [wanted, *read], launches=launches), learned=wanted.learned)
 
 
 def add_kernel(value: Operand) -> Kernel:
     """Adding one gradient of ``value`` to another."""
-    return _kernel("pointwise", [value, value, value])
+    return replace(_kernel("pointwise", [value, value, value]), learned=value.learned)
 
 
 def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]) -> _Product:

@@ -91,6 +91,7 @@ def fastest(costs: Sequence[Costs]) -> Costs:
             cost,
             forward_s=min(c[name].forward_total_s for c in costs),
             backward_s=min(c[name].backward_total_s for c in costs),
+            weights_s=_least_weights([c[name] for c in costs]),
             forward_comm_s=0.0,
             backward_comm_s=0.0,
             selective_s=min(c[name].selective_s for c in costs),
@@ -108,8 +109,14 @@ def slowest(costs: Sequence[Costs]) -> Costs:
             costs[0][name],
             forward_s=max(c[name].forward_s for c in costs),
             backward_s=max(c[name].backward_s for c in costs),
+            weights_s=max(c[name].weights_s for c in costs),
             forward_comm_s=max(c[name].forward_comm_s for c in costs),
             backward_comm_s=max(c[name].backward_comm_s for c in costs),
         )
         for name in costs[0]
     }
+
+
+def _least_weights(costs: Sequence[CallCost]) -> float:
+    """What the least backward leaves to gradients of weights, if those of inputs take the least, too."""
+    return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -77,8 +77,8 @@ class _Costs:
         for k in range(problem.num_stages):
             pace = problem.pace(k)
             forward = tables.seconds(k)[0] + pace.overhead.forward_total_s + tables.transfers(k)[0]
-            halves = [c.backward_s / 2 if problem.train else 0.0 for c in pace.costs]
-            weights = tables.segments.sums(halves)
+            later = [c.later_s if problem.train else 0.0 for c in pace.costs]
+            weights = tables.segments.sums(later)
             made.append(np.stack([forward, tables.times[k] - forward - weights, weights]))
         self.of_stage = made
 

@@ -164,9 +164,9 @@ def _others(problem: StageProblem, pace: Pace) -> Others:
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
-    halves = ([(c.backward_total_s - c.backward_s / 2) * train for c in p.costs] for p in paces)
+    halves = ([(c.backward_total_s - c.later_s) * train for c in p.costs] for p in paces)
     back = [min(costs) for costs in zip(*halves, strict=True)]
-    weights = [c.backward_s / 2 * train for c in pace.costs]
+    weights = [c.later_s * train for c in pace.costs]
     return Others(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
 
 

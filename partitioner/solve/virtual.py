@@ -232,11 +232,11 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """What a microbatch takes in a virtual stage. Each half of a backward is about as many products; collectives, and
-    what is recomputed, belong to that for inputs. A stage waits for values before its forward, for gradients before its
+    """What a microbatch takes in a virtual stage. Collectives, and what is recomputed, belong to the backward for
+    inputs. A stage waits for values before its forward, for gradients before its
     backward."""
     costs = problem.pace(stage).costs[plan.start : plan.stop]
-    weights = sum(c.backward_s for c in costs) / 2 if problem.train else 0.0
+    weights = sum(c.later_s for c in costs) if problem.train else 0.0
     ahead = plan.forward_wait_s
     return Phases(
         forward=plan.forward_s + ahead,

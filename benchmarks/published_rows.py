@@ -55,7 +55,8 @@ SCHEDULES = {
     "zb-h2": "zb-2p",
     "zb-v": "zb-v",
 }
-RECOMPUTE = {"full": "full", "none": "none", "selective": "selective", "selective-attention": "selective"}
+# Selective recomputation in Megatron-LM is of attention scores (Korthikanti et al. 2022).
+RECOMPUTE = {"full": "full", "none": "none", "selective": "scores", "selective-attention": "scores"}
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 # Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
@@ -174,7 +175,7 @@ def _precision(row: Row) -> str:
 
 def _topology(row: Row) -> Topology:
     if row["gpu"] not in DEVICES:
-        raise Unstated(f"is on {row['gpu']}, which is not known here")
+        return _machine(row)
     kind, inside, between = DEVICES[row["gpu"]]
     links = {**_catalogue("links"), **MESHES}
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
@@ -196,6 +197,19 @@ def _topology(row: Row) -> Topology:
 
 
 _catalogue = cache(catalogue)
+
+
+def _machine(row: Row) -> Topology:
+    """As many of a known machine as the row has devices, where it calls them by the machine's name."""
+    known = {_letters(name): (name, machine) for name, machine in _catalogue("machines").items()}
+    if _letters(row["gpu"]) not in known:
+        raise Unstated(f"is on {row['gpu']}, which is not known here")
+    name, _ = known[_letters(row["gpu"])]
+    return Topology.preset(name, nodes=-(-row["num_gpus"] // Topology.preset(name, nodes=1).num_devices))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def copies_of_gradients(row: Row) -> float:

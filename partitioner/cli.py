@@ -98,7 +98,8 @@ def plan(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="Recompute activations: `none`, `selective` (attention scores) or `full`.", show_default=False
+            help="Recompute: `none`, `scores` (of attention), `selective` (what is quick) or `full`.",
+            show_default=False,
         ),
     ] = None,
     sequence_parallel: Annotated[

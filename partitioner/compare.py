@@ -173,7 +173,7 @@ def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[Rendera
         [
             f"{s.first} to {s.last}, {plural(s.num_calls, 'call')}"
             + (f", {s.recomputed} recomputed" if s.recomputed else "")
-            + (", scores recomputed" if s.selective else "")
+            + (", recomputed in part" if s.selective else "")
             for s in each.estimate.stages
         ]
         for each in (plan, other)

@@ -85,7 +85,7 @@ def emit(
     etp: int = 0,
     recompute: Collection[int] = (),
     selective: Collection[int] = (),
-    scores: Mapping[str, Collection[str]] | None = None,
+    again: Mapping[str, Collection[str]] | None = None,
     bucket_bytes: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dp_shard: int = 0,
@@ -100,7 +100,7 @@ def emit(
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
     and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept; ``selective``: of which only ``scores`` are, by block the names of nodes. ``bucket_bytes``: of gradients that
+    kept; ``selective``: of which only ``again`` is, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
     ``dp`` (0: all); ``reducing`` gradients. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
     :class:`Program`.
@@ -187,14 +187,14 @@ def emit(
         """The positions on stage ``s`` of those of ``calls`` that have a backward."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
-    again, slim = set(recompute), set(selective) - set(recompute)
-    scored = {model.calls[i].block for i in slim}
+    whole, slim = set(recompute), set(selective) - set(recompute)
+    slimmed = {model.calls[i].block for i in slim}
     stages = [
         Stage(
             calls=calls[s],
             instructions=instructions,
             buckets=buckets,
-            checkpoint_calls=chosen(s, again),
+            checkpoint_calls=chosen(s, whole),
             selective_calls=chosen(s, slim),
         )
         for s, (buckets, instructions) in enumerate(
@@ -213,7 +213,7 @@ def emit(
                 nodes=block_to_data(block),
                 states=block.states,
                 inputs=block.inputs,
-                scores=tuple(sorted((scores or {}).get(name, ()))) if name in scored else (),
+                again=tuple(sorted((again or {}).get(name, ()))) if name in slimmed else (),
             )
             for name, block in model.blocks.items()
             if name in used

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+
+from torch import fx
 
 from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import how_reduced
 from partitioner.cost.gathers import Floor
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
+from partitioner.cost.remade import remade
 from partitioner.cost.seats import Costs, SeatCosts, fastest
 from partitioner.cost.states import StateCost, state_costs
 from partitioner.cost.widest import no_slower
@@ -28,7 +31,7 @@ from partitioner.solve.placement import Found, Placements
 from partitioner.solve.point import Point
 from partitioner.solve.stages import StageSplit
 from partitioner.topology.groups import stage_ranks
-from passes.blocks import FoldedModel
+from passes.blocks import Block, FoldedModel
 from passes.errors import UnsupportedError
 from runtime.offload import Offload
 
@@ -45,7 +48,7 @@ class Solved:
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
     devices: tuple[int, ...]  # of each rank
-    selective: tuple[int, ...] = ()  # of which attention scores are recomputed
+    selective: tuple[int, ...] = ()  # of which what is quickly made again is
     offload: tuple[Offload, ...] = ()  # what is kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: Reducing = AT_ONCE  # how gradients are added up
@@ -286,7 +289,11 @@ class Evaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision)
 
+    def _again(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+        return remade(block, self.job.remade, sent)
+
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
         if key not in self._costs:
-            self._costs[key] = SeatCosts(local.model.blocks, self.job.topology, self.job.train, self._works)
+            job = self.job
+            self._costs[key] = SeatCosts(local.model.blocks, job.topology, job.train, self._again, self._works)
         return self._costs[key]

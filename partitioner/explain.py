@@ -209,7 +209,7 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     yield line(f"{microbatches} per step{schedule}")
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""
-        again += ", attention scores recomputed in backward" if part.selective else ""
+        again += ", recomputed in part in backward" if part.selective else ""
         yield line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)

@@ -222,7 +222,7 @@ def estimate_table(plan: Plan) -> Padding:
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
         calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
-        calls += ", scores recomputed" if stage.selective else ""
+        calls += ", recomputed in part" if stage.selective else ""
         row = [str(number), ranges(ranks), calls, stage.first, stage.last]
         row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))

@@ -10,7 +10,8 @@ from typing import Literal, cast
 
 from partitioner.constraints import Constraints
 from partitioner.cost.offload import check_disks, check_hosts
-from partitioner.cost.saved import expanded, kept_by
+from partitioner.cost.remade import remade
+from partitioner.cost.saved import kept_by
 from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.errors import CapacityError, TimeLimitError
@@ -167,7 +168,9 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,
-        scores={name: frozenset(n.name for n in expanded(block)) for name, block in local.model.blocks.items()},
+        again={n: frozenset(x.name for x in remade(b, job.remade)) for n, b in local.model.blocks.items()}
+        if chosen.selective
+        else None,
         zero=cast(Literal[0, 1, 2, 3], point.zero),
         dp_shard=point.dp_shard,
         fused_attention=job.topology.fused_attention,

@@ -8,6 +8,7 @@ from functools import cached_property
 from partitioner.constraints import Constraints
 from partitioner.cost.calls import call_costs
 from partitioner.cost.machine import Machine
+from partitioner.cost.remade import Remade
 from partitioner.cost.spread import Software
 from partitioner.cost.states import gradient_bytes
 from partitioner.experts import common_experts, expert_states, regions_of, spread_batch
@@ -52,6 +53,16 @@ class Job:
             num_experts=self.num_experts,
             reserve=self.reserve,
         )
+
+    @property
+    def remade(self) -> Remade:
+        """What selective recomputation makes again."""
+        return "scores" if self.constraints.recompute == "scores" else "selective"
+
+    @property
+    def made_again(self) -> Remade | None:
+        """The same; ``None`` where nothing may be made again in part."""
+        return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
     def samples(self) -> int:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class StageEstimate(Data):
     """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
 
-    ``recomputed``: how many of them run again for their backward; ``selective``: of all their attention scores alone
-    are. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``: what the peak of a
-    rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``, ``recomputed``,
-    ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in host memory;
-    ``disk``: on disk.
+    ``recomputed``: how many of them run again for their backward; ``selective``: of all, what is
+    quickly made again. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``:
+    what the peak of a rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``,
+    ``recomputed``, ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in
+    host memory; ``disk``: on disk.
     """
 
     first: str

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+
+from torch import fx
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
@@ -15,6 +18,7 @@ from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.topology.groups import Group, stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
+from passes.blocks import Block
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
 from runtime.buckets import Compression
@@ -153,8 +157,13 @@ class PlanDurations:
         for name, data in program.blocks.items():
             blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             mark_block(blocks[name], needing[name])
-        costs = SeatCosts(blocks, self.plan.topology, train)
+        costs = SeatCosts(blocks, self.plan.topology, train, partial(_again, program))
         return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
+
+
+def _again(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+    names = set(program.blocks[block.name].again)
+    return frozenset(node for node in block.graph.nodes if node.name in names)
 
 
 def _trained(program: Program, name: str) -> bool:

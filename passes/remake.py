@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
+from passes.collectives import collective_name
+
 
 def slimmed(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
@@ -85,7 +87,9 @@ def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    return node.op == "call_function" and (node.target == torch.ops.aten.clone.default or _is_view(node))
+    if node.op != "call_function":
+        return False
+    return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -80,7 +80,7 @@ class Library:
         with one_thread:
             key = name, needs
             if key not in self._derivatives:
-                again = self.program.blocks[name].scores if needs.slim else ()
+                again = self.program.blocks[name].again if needs.slim else ()
                 make = partial(
                     differentiate, self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
                 )

@@ -39,7 +39,7 @@ class CallFacts:
     to whose gradients it adds. The collectives are those of each part of it, in order. ``keeps``: the values, inputs or
     outputs, that are held for backward; ``kept_bytes``: what is held besides; ``moves``: those of ``keeps`` that an
     OFFLOAD takes with the rest: no other call of the stage reads them. ``recomputed_bytes``: what backward computes
-    again, and holds while it runs, of all of a call (``recomputed``) or of its block's scores (``slim``). ``carries``,
+    again, and holds while it runs, of all of a call (``recomputed``) or its block's ``again`` (``slim``). ``carries``,
     ``carried_bytes``: what is held between the two halves of a backward, once the first has run.
     """
 
@@ -217,7 +217,7 @@ class ProgramFacts:
 
     def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
         graph = self.program.blocks[call.block]
-        again = graph.scores if slim else ()
+        again = graph.again if slim else ()
         fused = self.program.fused_attention
         return _differentiated(
             _key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
@@ -235,7 +235,7 @@ class ProgramFacts:
         keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
         keeps = call.inputs if recomputed else keeps
         staying = self._staying[place[0]]
-        scores = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
+        made = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
         carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
         return CallFacts(
             data=call,
@@ -249,7 +249,7 @@ class ProgramFacts:
             keeps=keeps,
             moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,
-            recomputed_bytes=kept_bytes if recomputed else max(0, scores),
+            recomputed_bytes=kept_bytes if recomputed else max(0, made),
             recomputed=recomputed,
             slim=slim,
             carries=carries,

@@ -69,14 +69,13 @@ class Value(Data):
 class BlockGraph(Data):
     """A block type's local graph with its collectives; ``nodes`` as ``passes/serialize.py`` writes them.
 
-    ``scores``: names of nodes whose results are large and quickly made again: what selective recomputation does not
-    keep.
+    ``again``: names of nodes whose results are quickly made again: what selective recomputation does not keep.
     """
 
     nodes: tuple[dict[str, Any], ...]
     states: tuple[str, ...]
     inputs: tuple[str, ...]
-    scores: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
 
 class CallData(Data):
@@ -145,7 +144,7 @@ class Stage(Data):
     instructions: Instructions
     buckets: tuple[Bucket, ...] = ()
     checkpoint_calls: tuple[int, ...] = ()  # calls that are recomputed in backward rather than saved
-    selective_calls: tuple[int, ...] = ()  # calls of which only their block's ``scores`` are
+    selective_calls: tuple[int, ...] = ()  # calls of which only their block's ``again`` is
 
 
 class Program(Data):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.saved import expanded, kept_by
+from partitioner.cost.remade import remade
+from partitioner.cost.saved import kept_by
 from partitioner.verify import relative_error
 from passes.gradients import mark_block
 from passes.serialize import block_from_data
@@ -152,8 +153,8 @@ def test_what_is_kept_falls_as_predicted(tp: int, dropout: float):
     data = slim.blocks[layers(slim)[0].data.block]
     block = block_from_data("layer", data.nodes, data.states, data.inputs)
     mark_block(block, {*(n for n in block.states if "seed" not in n), *block.inputs})
-    assert {n.name for n in expanded(block)} == set(data.scores)
-    saved = kept_by(block).inside - kept_by(block, without=expanded(block)).inside
+    assert {n.name for n in remade(block, "selective")} == set(data.again)
+    saved = kept_by(block).inside - kept_by(block, without=remade(block, "selective")).inside
     scores = 2 * HEADS // tp * LENGTH * LENGTH * 4  # of two samples, float32
     assert saved >= scores
     # What an operator keeps besides is of its device: the product of kept weights and values, say, or a copy of them;
@@ -174,7 +175,7 @@ def test_what_is_computed_again_is_there_for_a_moment():
 def test_fused_attention_keeps_no_scores():
     torch.manual_seed(0)
     x = torch.randn(4, LENGTH, WIDTH)
-    plan = partition(Fused(), Topology.local(1), (x,), loss=torch.sum, constraints=Constraints(recompute="selective"))
+    plan = partition(Fused(), Topology.local(1), (x,), loss=torch.sum, constraints=Constraints(recompute="scores"))
     assert plan.planned_only == ()
     assert not any(stage.selective_calls for stage in plan.program.stages)
 
@@ -210,14 +211,14 @@ def test_each_stage_recomputes_what_it_must():
     assert [bool(stage.selective_calls) for stage in found.program.stages] == [True, False]
     assert not any(stage.checkpoint_calls for stage in found.program.stages)
     assert found.verify(model(0.0), inputs()).ok
-    assert "attention scores recomputed in backward" in " ".join(found.explain().split())
+    assert "recomputed in part" in " ".join(found.explain().split())
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(selective_calls=(99,)), "the scores of call 99"),
-        (dict(checkpoint_calls=tuple(range(4))), "recomputed whole, and its scores alone"),
+        (dict(selective_calls=(99,)), "call 99 is to be recomputed in part"),
+        (dict(checkpoint_calls=tuple(range(4))), "recomputed whole, and in part"),
     ],
 )
 def test_a_stage_that_cannot_recompute_so_is_refused(change: dict[str, Any], words: str):
@@ -230,7 +231,7 @@ def test_a_stage_that_cannot_recompute_so_is_refused(change: dict[str, Any], wor
 def test_scores_are_nodes_of_their_block():
     program = planned().program
     name = layers(program)[0].data.block
-    blocks = {**program.blocks, name: program.blocks[name].model_copy(update={"scores": ("nothing",)})}
+    blocks = {**program.blocks, name: program.blocks[name].model_copy(update={"again": ("nothing",)})}
     with pytest.raises(ProofError, match="is to recompute 'nothing', which its block does not have"):
         prove(program.model_copy(update={"blocks": blocks}))
 

@@ -20,7 +20,7 @@ from partitioner.cost.operators import (
     forward_kernels,
     is_view,
 )
-from partitioner.cost.saved import expanded, gathered
+from partitioner.cost.saved import gathered
 from partitioner.cost.spread import ExpertRegion, expert_region, in_fp8
 from partitioner.cost.states import gradient_bytes
 from passes.blocks import Block, TensorSpec
@@ -168,20 +168,20 @@ class Asked:
     region: ExpertRegion
 
 
-def asked_by(block: Block, train: bool, fp8: bool = False) -> Asked:
-    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8."""
-    return _Reader(block, train, fp8).read()
+def asked_by(block: Block, train: bool, fp8: bool = False, again: Container[fx.Node] = ()) -> Asked:
+    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8;
+    ``again``: what selective recomputation runs once more."""
+    return _Reader(block, train, fp8, again).read()
 
 
 class _Reader:
     """Goes through a block's operators."""
 
-    def __init__(self, block: Block, train: bool, fp8: bool) -> None:
-        self.block, self.train, self.fp8 = block, train, fp8
+    def __init__(self, block: Block, train: bool, fp8: bool, again: Container[fx.Node]) -> None:
+        self.block, self.train, self.fp8, self.again = block, train, fp8, again
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
-        self.scores = expanded(block)
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
@@ -232,7 +232,7 @@ class _Reader:
                     kernel,
                     way,
                     product,
-                    again=way == 0 and node in self.scores,
+                    again=way == 0 and node in self.again,
                     ring=ring,
                     expert=expert,
                     widest=min((min(shape[1:]) for shape in matrices), default=math.inf),

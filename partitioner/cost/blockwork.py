@@ -26,7 +26,8 @@ from partitioner.cost.operators import (
     forward_kernels,
     operator_name,
 )
-from partitioner.cost.saved import Kept, expanded, kept_by
+from partitioner.cost.remade import Remade, remade
+from partitioner.cost.saved import Kept, kept_by
 from partitioner.cost.spread import in_fp8
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
@@ -63,14 +64,12 @@ class Work:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's work forward, backward, and of that for ``inputs``; what it keeps; ``scores``: bytes of that which are
-    attention scores."""
+    """A block's work forward, backward, and of that for ``inputs``; what it keeps at least."""
 
     forward: Work
     backward: Work
     inputs: Work
     kept: Kept
-    scores: int
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
@@ -86,7 +85,6 @@ class BlockWork:
             backward_s=backward,
             weights_s=backward - inputs,
             saved_bytes=self.kept.inside * scale,
-            selective_bytes=self.scores * scale,
             saved_inputs=self.kept.inputs,
             working_bytes=self.kept.working * share if tp == 1 else 0.0,
             input_bytes=tuple(b * scale for b in self.input_bytes),
@@ -104,6 +102,7 @@ class Works:
     types: Sequence[DeviceType]
     train: bool
     fp8: bool
+    how: Remade | None
 
     @cached_property
     def best(self) -> dict[str, BlockWork]:
@@ -114,11 +113,13 @@ class Works:
         return [self._on(device) for device in self.types]
 
     def _on(self, device: DeviceType) -> dict[str, BlockWork]:
-        return {name: block_work(block, device, self.train, self.fp8) for name, block in self.blocks.items()}
+        return {name: block_work(block, device, self.train, self.fp8, self.how) for name, block in self.blocks.items()}
 
 
-def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool = False) -> BlockWork:
-    """The work of ``block``, a graph for the whole batch."""
+def block_work(
+    block: Block, device: DeviceType, train: bool = True, fp8: bool = False, how: Remade | None = None
+) -> BlockWork:
+    """The work of ``block``, a graph for the whole batch; ``how``: what may be made again instead of kept, in no time."""
     block = _copy(block)
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
@@ -141,16 +142,27 @@ def block_work(block: Block, device: DeviceType, train: bool = True, fp8: bool =
         for n in block.placeholders:
             if n.name in states and needs_gradient(n):
                 back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, True, True)))
-    kept, scores = kept_by(block, train), expanded(block)
     return BlockWork(
         forward=_work(ahead, spared_ahead, device),
         backward=_work(back, spared_back, device),
         inputs=replace(_work(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
-        kept=kept,
-        scores=kept.inside - kept_by(block, train, scores).inside if scores else 0,
+        kept=_least_kept(block, train, how),
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
         output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
+    )
+
+
+def _least_kept(block: Block, train: bool, how: Remade | None) -> Kept:
+    kept = kept_by(block, train)
+    if how is None or not train:
+        return kept
+    slim = kept_by(block, train, remade(block, how))
+    return Kept(
+        min(kept.inside, slim.inside),
+        tuple(a and b for a, b in zip(kept.inputs, slim.inputs, strict=True)),
+        min(kept.working, slim.working),
+        min(kept.passing, slim.passing),
     )
 
 

@@ -80,7 +80,9 @@ class ModelBounds:
         self._counts = np.bincount(of_device, minlength=len(paces))
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
-        self._works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8)
+        self._works = Works(
+            job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8, job.made_again
+        )
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
             job.model.states,

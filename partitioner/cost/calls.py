@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from torch import fx
 
 from partitioner.cost.asked import Asked, Columns, Exchange, StateRead, asked_by
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernel_times
 from partitioner.cost.context import context_exchanges
-from partitioner.cost.saved import Kept, expanded, gathered, kept_by
+from partitioner.cost.remade import remade
+from partitioner.cost.saved import Kept, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
@@ -38,6 +40,12 @@ class GatheredBytes(NamedTuple):
 
 
 _NONE_GATHERED = GatheredBytes()
+Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
+
+
+def selective(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+    """What selective recomputation makes again, where nothing else is asked for; see :func:`remade`."""
+    return remade(block, "selective", sent)
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class CallCost:
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
     states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``selective_bytes`` of what is
-    saved are attention scores, which take ``selective_s`` to make again; ``slim`` is then the cost, where it is not
-    plain to see. ``host_bytes``: what is kept in host memory.
+    saved are quickly made again, which takes ``selective_s`` and ``selective_inputs``; ``slim`` is then the cost, where it is not plain to see.
+    ``host_bytes``: what is kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -69,6 +77,7 @@ class CallCost:
     state_bytes: float = 0.0
     gathered_bytes: GatheredBytes = _NONE_GATHERED
     selective_bytes: float = 0.0
+    selective_inputs: tuple[bool, ...] = ()
     selective_s: float = 0.0
     host_bytes: float = 0.0
     slim: CallCost | None = None
@@ -89,7 +98,7 @@ class CallCost:
         )
 
     def selective(self) -> CallCost:
-        """The same call, if attention scores are made again for their backward."""
+        """The same call, if what is quickly made again is made again for its backward."""
         return self.slim if self.slim is not None else self._selective
 
     @cached_property
@@ -97,6 +106,7 @@ class CallCost:
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
+            saved_inputs=self.selective_inputs or self.saved_inputs,
             working_bytes=self.working_bytes + self.selective_bytes,
             backward_s=self.backward_s + self.selective_s,
         )
@@ -145,21 +155,32 @@ class _Computed:
 
 
 class CallWork:
-    """The work of a call of ``block``, to be priced on any device and over any groups.
+    """The work of a call of ``block``, to be priced on any device and over any groups; ``again``: what selective
+    recomputation makes again.
 
     What it computes is priced once for a device and for sizes of groups, whatever their links.
     """
 
-    def __init__(self, block: Block, train: bool = True) -> None:
-        self.block, self.train = block, train
+    def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
+        self.block, self.train, self._again = block, train, again
         self._asked: dict[bool, Asked] = {}
-        self._kept: dict[tuple[bool, bool], Kept] = {}
+        self._kept: dict[tuple[bool, bool, bool], Kept] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
     def asked(self, fp8: bool) -> Asked:
         if fp8 not in self._asked:
-            self._asked[fp8] = asked_by(self.block, self.train, fp8)
+            self._asked[fp8] = asked_by(self.block, self.train, fp8, self.again)
         return self._asked[fp8]
+
+    @cached_property
+    def again(self) -> frozenset[fx.Node]:
+        return self._again(self.block, ()) if self.train else frozenset()
+
+    @cached_property
+    def _again_apart(self) -> frozenset[fx.Node]:
+        """:attr:`again`, where experts are on several ranks."""
+        entries = self.asked(False).region.entries
+        return self._again(self.block, entries) if entries and self.train else self.again
 
     @cached_property
     def has_experts(self) -> bool:
@@ -209,7 +230,8 @@ class CallWork:
         self, asked: Asked, spread: Spread, computed: _Computed, seconds: list[float], comm: list[float]
     ) -> CallCost:
         regather = self.train and spread.software.regather
-        kept, slim = self._keeps(regather, selective=False), self._keeps(regather, selective=True)
+        apart = spread.ep > 1
+        kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
         sizes = [_read_bytes(s, spread) for s in asked.states]
         return CallCost(
             forward_s=seconds[0],
@@ -228,6 +250,7 @@ class CallWork:
             state_bytes=sum(size for size, _ in sizes),
             gathered_bytes=_gathered_bytes(sizes, spread, kept.inside),
             selective_bytes=kept.inside - slim.inside,
+            selective_inputs=slim.inputs,
             selective_s=computed.again,
         )
 
@@ -243,16 +266,15 @@ class CallWork:
     def _output_grads(self) -> tuple[bool, ...]:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
-    def _keeps(self, regather: bool, selective: bool) -> Kept:
-        """What is kept if activations are gathered again, and if scores are made again."""
-        if (regather, selective) not in self._kept:
-            scores = expanded(self.block) if selective else frozenset()
-            if selective and not scores:
-                self._kept[regather, selective] = self._keeps(regather, selective=False)
-            else:
-                gathers = gathered(self.block) if regather else frozenset()
-                self._kept[regather, selective] = kept_by(self.block, self.train, scores | gathers)
-        return self._kept[regather, selective]
+    def _keeps(self, regather: bool, selective: bool, apart: bool) -> Kept:
+        """What is kept if activations are gathered again, what is quickly made again is, and experts are apart."""
+        again = (self._again_apart if apart else self.again) if selective else frozenset()
+        if not again:
+            selective = apart = False
+        if (regather, selective, apart) not in self._kept:
+            gathers = gathered(self.block) if regather else frozenset()
+            self._kept[regather, selective, apart] = kept_by(self.block, self.train, again | gathers)
+        return self._kept[regather, selective, apart]
 
     def _gathers(self, asked: Asked, spread: Spread) -> tuple[float, float]:
         """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""

@@ -87,7 +87,7 @@ def stage_problem(
         chunks=len(at) // pp,
         bubble=(pp - 1) / max(1, len(at) - 1) if ranks else 1.0,
         repeated=tuple(often[call.block] > 1 for _, call in placed),
-        recompute=constraints.recompute,
+        recompute="selective" if constraints.recompute == "scores" else constraints.recompute,
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
         overhead=replace(overhead, working_bytes=overhead.working_bytes + scattered_bytes),
         paces=paces,

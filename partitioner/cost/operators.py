@@ -219,7 +219,7 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
         return [_kernel("lookup", [*operands[1:], table, *results])]
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
-    return [_kernel(_kind(node, name), [*operands, *results])]
+    return [_kernel(kind_of(node, name), [*operands, *results])]
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
@@ -266,7 +266,7 @@ def backward_kernels(
         return []
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)]
-    kind = _kind(node, name)
+    kind = kind_of(node, name)
     if name in _LINEAR and len(operands) == 1:
         return [_gradient_kernel(kind, wanted[0], [result])]
     if kind in ("pointwise", "special"):
@@ -360,7 +360,7 @@ def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
     return 2.0 * math.prod(by_letter.values()), float(min(by_letter.values(), default=1))
 
 
-def _kind(node: fx.Node, name: str) -> str:
+def kind_of(node: fx.Node, name: str) -> str:
     if name in _NORMS:
         return "norm"
     if name in _SOFTMAXES:

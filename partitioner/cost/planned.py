@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from partitioner.constraints import Constraints
+from partitioner.cost.remade import Remade
 from partitioner.solve.point import Point
 from partitioner.topology.model import Topology
 from passes.blocks import FoldedModel
@@ -30,5 +31,7 @@ class Planned(Protocol):
     def optimizer(self) -> str: ...
     @property
     def precision(self) -> str: ...
+    @property
+    def made_again(self) -> Remade | None: ...
     @property
     def experts(self) -> frozenset[str]: ...

@@ -146,11 +146,11 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     extra = 0
     for node in block.graph.nodes:
         if train and node.op == "call_function" and needs_gradient(node):
-            for value in _needed(node):
-                saved[value] = _nbytes(value)
+            for value in needed(node):
+                saved[value] = size_of(value)
             extra += _row_statistics(node)
     for value in _read_again([node for node, _ in saved if node in without], without):
-        saved[value] = _nbytes(value)
+        saved[value] = size_of(value)
     saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
@@ -190,7 +190,7 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
-def _needed(node: fx.Node) -> Iterator[Value]:
+def needed(node: fx.Node) -> Iterator[Value]:
     """The values that the gradient of ``node`` reads."""
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
@@ -228,7 +228,8 @@ def _row_statistics(node: fx.Node) -> int:
     return 8 * math.prod(shape[: len(shape) - len(normalized)])
 
 
-def _nbytes(value: Value) -> int:
+def size_of(value: Value) -> int:
+    """Bytes of a value."""
     tensors = results_of(value[0])
     return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
 
@@ -254,9 +255,9 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
             if value in saved:
                 kept += saved[value]
             elif value in last:
-                alive += _nbytes(value)
+                alive += size_of(value)
         peak = max(peak, alive + kept - total + _scratch(node))
-        alive -= sum(_nbytes(value) for value in dying.get(place, ()))
+        alive -= sum(size_of(value) for value in dying.get(place, ()))
     return max(0, peak), alive
 
 
@@ -275,7 +276,7 @@ def _backward_peak(block: Block) -> int:
     (``runtime/codegen.py``): the others are there for a moment.
     """
     states = set(block.states)
-    alive = {value_of(n): _nbytes(value_of(n)) for n in block.outputs if needs_gradient(n)}
+    alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}
     peak = sum(alive.values())
     for node in reversed(list(block.graph.nodes)):
         if node.op != "call_function" or not needs_gradient(node) or is_view(node):
@@ -286,9 +287,9 @@ def _backward_peak(block: Block) -> int:
             if not needs_gradient(operand):
                 continue
             if value[0].name not in states:
-                alive[value] = _nbytes(value)
+                alive[value] = size_of(value)
             elif operator_name(node) not in _INTO_BUFFERS:
-                moment = max(moment, _nbytes(value))
+                moment = max(moment, size_of(value))
         peak = max(peak, sum(alive.values()) + moment)
         for value in _made(node):
             alive.pop(value, None)

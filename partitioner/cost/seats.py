@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from partitioner.cost.calls import CallCost, CallWork
+from partitioner.cost.calls import Again, CallCost, CallWork, selective
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.topology.model import Topology
@@ -19,11 +19,12 @@ Costs = dict[str, CallCost]  # by block
 
 @dataclass
 class SeatCosts:
-    """Costs of the local graphs ``blocks``, each found once per seat."""
+    """Costs of the local graphs ``blocks``, each found once per seat; ``again``: see :class:`CallWork`."""
 
     blocks: Mapping[str, Block]
     topology: Topology
     train: bool = True
+    again: Again = selective
     works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class SeatCosts:
     def _works(self) -> dict[str, CallWork]:
         for block in self.blocks.values():
             if id(block) not in self.works:
-                self.works[id(block)] = CallWork(block, self.train)
+                self.works[id(block)] = CallWork(block, self.train, self.again)
         return {name: self.works[id(block)] for name, block in self.blocks.items()}
 
     def _device(self, kind: str, speed: float) -> DeviceType:

@@ -136,7 +136,7 @@ def group_notes(calls: CallGroup) -> list[str]:
     """What is unusual about when and where these calls run."""
     notes = (
         ("recomputed in backward", calls.recomputed),
-        ("attention scores recomputed in backward", calls.selective),
+        ("recomputed in part in backward", calls.selective),
         ("before the pipeline starts", calls.prologue),
         ("computed by each stage that reads it", calls.everywhere and not calls.prologue),
     )

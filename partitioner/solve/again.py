@@ -2,7 +2,7 @@
 
 Calls are made again one after the other, those first that free most bytes for each second, until what the virtual
 stages hold together fits: the same call frees the more, the more microbatches its virtual stage has on their way. Or
-attention scores are, of one virtual stage after the other. The quicker way is taken, for each rank by itself.
+what is quickly made is, of one virtual stage after the other. The quicker way is taken, for each rank by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Taken = Callable[[Sequence[StagePlan]], float]
 def fitted(tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float) -> list[StagePlan] | None:
     """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
     ``taken`` says; ``None`` where too much is left, whatever is made again."""
-    found = [ways for ways in (list(_by_calls(tables, plans)), list(_by_scores(tables, plans))) if ways]
+    found = [ways for ways in (list(_by_calls(tables, plans)), list(_in_part(tables, plans))) if ways]
     fits = [best for ways in found if (best := _shortest(ways, taken, capacity)) is not None]
     return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
 
@@ -60,9 +60,9 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[
             heapq.heappush(heap, worth(chunk, place + 1))
 
 
-def _by_scores(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
-    """``plans`` with nothing made again, then with the scores of one more each time, the longest kept first; none where
-    there is no choice."""
+def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with one more made again in part each time, the longest kept first; none
+    where there is no choice."""
     if tables.slim is None or tables.problem.recompute == "selective":
         return
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]

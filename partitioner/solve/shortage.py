@@ -12,7 +12,7 @@ from partitioner.units import bytes_text
 
 _HOW = {
     "none": " without recomputation",
-    "selective": " with attention scores recomputed",
+    "selective": " with activations recomputed in part",
     "full": " with repeated layers recomputed",
 }
 

@@ -114,7 +114,7 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """The same problem if attention scores are made again; ``None`` where that is not asked for, or nothing is."""
+        """The same problem if what is quickly made again is; ``None`` where that is not asked for, or nothing is."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None

@@ -27,8 +27,8 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, or of all the attention
-    scores (``selective``). Seconds per microbatch;
+    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, or of all what is
+    quickly made (``selective``). Seconds per microbatch;
     ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
     ``in_flight``: microbatches at a time. ``number``: the problem's stage. ``parts``: a rank's virtual stages; between
     them lie calls of other ranks."""
@@ -192,16 +192,16 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | Literal["selective"] | None = None
 ) -> StagePlan:
-    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: of how many calls, or of attention scores,
-    where that is not to be the least that its memory allows."""
+    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: of how many calls, or of what is quickly
+    made, where that is not to be the least that its memory allows."""
     problem = tables.problem
     here = np.array([start]), np.array([stop])
     if recompute is None:
         way = tables.way(stage, start, stop)
         recomputed = way.recomputed(stage, *here)
     else:
-        scores = tables.slim if recompute == "selective" else None
-        way, recomputed = scores or tables, np.array([recompute if isinstance(recompute, int) else 0])
+        slim_tables = tables.slim if recompute == "selective" else None
+        way, recomputed = slim_tables or tables, np.array([recompute if isinstance(recompute, int) else 0])
     selective = way is not tables
     forward, backward = tables.seconds(stage)
     slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])

@@ -25,7 +25,7 @@ _MOST_ENTRIES = 1 << 21  # of tables that are made together
 class StageTables:
     """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``.
 
-    ``slim``: those where attention scores are made again, a way that each segment may take: it has the lesser time.
+    ``slim``: those where what is quickly made again is, a way that each segment may take: it has the lesser time.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -59,7 +59,7 @@ class StageTables:
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """:attr:`times`, and by stage which segments make attention scores again."""
+        """:attr:`times`, and by stage which segments make again what is quickly made."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._times(stages)]
@@ -76,7 +76,7 @@ class StageTables:
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def way(self, stage: int, start: int, stop: int) -> StageTables:
-        """The tables of the way that a segment takes: these, or those where attention scores are made again."""
+        """The tables of the way that a segment takes: these, or those where what is quickly made again is."""
         return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
 
     @cached_property

@@ -142,10 +142,10 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
     for position in here.selective_calls:
         problem = ""
         if not 0 <= position < len(here.calls):
-            problem = f"the scores of call {position} are to be recomputed; the stage has {len(here.calls)} calls"
+            problem = f"call {position} is to be recomputed in part; the stage has {len(here.calls)} calls"
         elif position in here.checkpoint_calls:
-            problem = f"call {position} is to be recomputed whole, and its scores alone"
-        elif unknown := set(program.blocks[here.calls[position].block].scores) - _nodes(program, stage, position):
+            problem = f"call {position} is to be recomputed whole, and in part"
+        elif unknown := set(program.blocks[here.calls[position].block].again) - _nodes(program, stage, position):
             problem = f"call {position} is to recompute {min(unknown)!r}, which its block does not have"
         if problem:
             raise Refusal("structure", problem, stage=stage)

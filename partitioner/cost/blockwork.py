@@ -119,7 +119,7 @@ class Works:
 def block_work(
     block: Block, device: DeviceType, train: bool = True, fp8: bool = False, how: Remade | None = None
 ) -> BlockWork:
-    """The work of ``block``, a graph for the whole batch; ``how``: what may be made again instead of kept, in no time."""
+    """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
     block = _copy(block)
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)

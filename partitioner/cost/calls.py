@@ -57,8 +57,9 @@ class CallCost:
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
     states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``selective_bytes`` of what is
-    saved are quickly made again, which takes ``selective_s`` and ``selective_inputs``; ``slim`` is then the cost, where it is not plain to see.
-    ``host_bytes``: what is kept in host memory.
+    saved are quickly made again, from ``selective_inputs`` among others, which takes ``selective_s``; ``slim`` is then
+    the cost, where it is not plain to see, with ``remade_bytes`` and ``remade_s``. ``host_bytes``: what is kept in host
+    memory.
     """
 
     forward_s: float = 0.0
@@ -79,6 +80,8 @@ class CallCost:
     selective_bytes: float = 0.0
     selective_inputs: tuple[bool, ...] = ()
     selective_s: float = 0.0
+    remade_bytes: float = 0.0
+    remade_s: float = 0.0
     host_bytes: float = 0.0
     slim: CallCost | None = None
 
@@ -94,6 +97,7 @@ class CallCost:
             forward_comm_s=self.forward_comm_s * factor,
             backward_comm_s=self.backward_comm_s * factor,
             selective_s=self.selective_s * factor,
+            remade_s=self.remade_s * factor,
             slim=self.slim and self.slim.paced(factor),
         )
 
@@ -107,8 +111,11 @@ class CallCost:
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
             saved_inputs=self.selective_inputs or self.saved_inputs,
+            selective_bytes=0.0,
             working_bytes=self.working_bytes + self.selective_bytes,
+            remade_bytes=self.selective_bytes,
             backward_s=self.backward_s + self.selective_s,
+            remade_s=self.selective_s,
         )
 
     @property

@@ -120,7 +120,10 @@ class StageProblem:
             return None
         calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
         paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
-        return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute="none")
+        whole: Recompute | None = (
+            "none" if self.recompute == "selective" else None
+        )  # of others whole calls may be made again besides
+        return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute=whole)
 
     @property
     def last_repeated(self) -> int:

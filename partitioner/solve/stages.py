@@ -12,7 +12,6 @@ The limits that matter are few: above the least one that is feasible, the sum ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +26,10 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, or of all what is
-    quickly made (``selective``). Seconds per microbatch;
-    ``transfer_s``: waiting for neighbours, in both directions, ``forward_wait_s`` of it before the forward.
-    ``in_flight``: microbatches at a time. ``number``: the problem's stage. ``parts``: a rank's virtual stages; between
-    them lie calls of other ranks."""
+    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, and of the others what
+    is quickly made (``selective``). Seconds per microbatch; ``transfer_s``: waiting for neighbours, in both directions,
+    ``forward_wait_s`` of it before the forward. ``in_flight``: microbatches at a time. ``number``: the problem's stage.
+    ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
 
     start: int
     stop: int
@@ -190,18 +188,17 @@ class _Splitter:
 
 
 def stage_plan(
-    tables: StageTables, stage: int, start: int, stop: int, recompute: int | Literal["selective"] | None = None
+    tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: of how many calls, or of what is quickly
-    made, where that is not to be the least that its memory allows."""
+    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: so many whole calls, and (``in_part``) of
+    the others what is quickly made, where that is not to be the least that its memory allows."""
     problem = tables.problem
     here = np.array([start]), np.array([stop])
     if recompute is None:
         way = tables.way(stage, start, stop)
         recomputed = way.recomputed(stage, *here)
     else:
-        slim_tables = tables.slim if recompute == "selective" else None
-        way, recomputed = slim_tables or tables, np.array([recompute if isinstance(recompute, int) else 0])
+        way, recomputed = (tables.slim if in_part else None) or tables, np.array([recompute])
     selective = way is not tables
     forward, backward = tables.seconds(stage)
     slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])
@@ -212,7 +209,7 @@ def stage_plan(
         recompute=int(recomputed[0]),
         forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
         backward_s=float(backward[start, stop]) if problem.train else 0.0,
-        recompute_s=slim if selective else float(tables.again(stage, here[0], recomputed)[0]),
+        recompute_s=slim + float(way.again(stage, here[0], recomputed)[0]),
         transfer_s=float(before[start, 0] + after[0, stop]),
         forward_wait_s=float(before[start, 0]),
         number=stage,

@@ -16,6 +16,7 @@ from partitioner.solve.segments import segments_of
 from partitioner.solve.stage_problem import StageProblem
 
 Table = NDArray[np.float64]
+Vector = NDArray[np.float64]
 Counts = NDArray[np.int64]
 TINY = 1e-12  # of sums of seconds
 ROUNDING_BYTES = 0.01  # of sums of sizes
@@ -48,6 +49,8 @@ class StageTables:
         sums = self.segments.sums
         self._forward = np.stack([sums([c.forward_total_s for c in pace.costs]) for pace in different])
         self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
+        whole = [[c.forward_total_s - c.remade_s for c in pace.costs] for pace in different]
+        self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed()
         self.slim = StageTables(problem.slim) if problem.slim is not None else None
@@ -91,10 +94,10 @@ class StageTables:
         """The same of the segments ``[start, stop)``, allowed or not; shape ``[stages, segments]``."""
         flying, half, cut = self._flying[:, None], self._halfway[:, None], self.segments
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(flying), len(start)))
-        least: Table = self._whole(flying, start, stop) if self.problem.train else fixed
+        least: Table = self._whole(flying, half, start, stop) if self.problem.train else fixed
         if self.most_recomputed.any():
             again = self._fixed_again[start, stop] + flying * cut.all_inputs[start, stop]
-            again = again + half * cut.saved[start, stop]
+            again = again + half * (cut.saved[start, stop] + self._remade(start, stop))
             least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
         if self.slim is None:
             return least
@@ -117,14 +120,14 @@ class StageTables:
         """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
         infinite where one is too large, or not allowed. Shape ``[stages, segments]``."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
-        usable, flying = self._capacity[stages][:, None], self._flying[stages][:, None]
+        usable, flying, half = (of[stages][:, None] for of in (self._capacity, self._flying, self._halfway))
         before, after = (of_ends[stages] for of_ends in self._ends)
         time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
         time += before[:, start] + after[:, stop]
         plain = self.fixed_memory[start, stop]
         if problem.train:
             time += self._backward[pace, start, stop]
-            plain = self._whole(flying, start, stop)
+            plain = self._whole(flying, half, start, stop)
         different = stages if problem.pinned or problem.barred else stages[:1]
         every = [self.allowed[stage][start, stop] for stage in different.tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
@@ -133,7 +136,7 @@ class StageTables:
             again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
                 least = self._fixed_again[start, stop] + flying * self.segments.all_inputs[start, stop]
-                least = least + self._halfway[stages][:, None] * self.segments.saved[start, stop]
+                least = least + half * (self.segments.saved[start, stop] + self._remade(start, stop))
                 again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
@@ -224,11 +227,12 @@ class StageTables:
         excess = (self._again(stage, start, stop) + flying * saved - capacity) / less
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
-        return np.where(self._whole(flying, start, stop) <= capacity, 0, np.minimum(count, most))
+        whole = self._whole(flying, self._halfway[stage], start, stop)
+        return np.where(whole <= capacity, 0, np.minimum(count, most))
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Seconds of the forward of the first ``recomputed`` calls from ``start`` on."""
-        prefix, pace = self._forward[:, 0], self._pace_of[stage]
+        """Seconds of making the first ``recomputed`` calls from ``start`` on again whole."""
+        prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
         return seconds
@@ -264,14 +268,25 @@ class StageTables:
     def _kept(self) -> Table:
         return self.segments.saved + self.segments.saved_inputs
 
-    def _whole(self, flying: float | Table, start: Counts, stop: Counts) -> Table:
-        """Peak bytes of segments where nothing is recomputed."""
-        return self._fixed[start, stop] + flying * self._kept[start, stop]
+    def _whole(self, flying: float | Table, half: float | Table, start: Counts, stop: Counts) -> Table:
+        """Peak bytes of segments of which no call is made again whole; ``half``: microbatches whose backward is half
+        done, which keep what was made again in part."""
+        return self._fixed[start, stop] + flying * self._kept[start, stop] + half * self._remade(start, stop)
+
+    def _remade(self, start: Counts, stop: Counts) -> float | Table:
+        """Bytes that a microbatch makes again in part."""
+        return 0.0 if self._remade_of is None else self._remade_of[stop] - self._remade_of[start]
+
+    @cached_property
+    def _remade_of(self) -> Vector | None:
+        """The same of all calls before each."""
+        sizes = [call.cost.remade_bytes for call in self.problem.calls]
+        return np.concatenate([[0.0], np.cumsum(sizes)]) if any(sizes) else None
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Peak bytes where calls are recomputed, besides what the others save."""
         inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
-        return inputs
+        return inputs + self._halfway[stage] * self._remade(start, stop)
 
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Peak bytes, if no microbatch were in flight."""
@@ -286,7 +301,7 @@ class StageTables:
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         kept = self.segments.saved[start, stop] - made
         again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept) + self._halfway[stage] * made
-        return np.where(recomputed > 0, again, self._whole(flying, start, stop))
+        return np.where(recomputed > 0, again, self._whole(flying, self._halfway[stage], start, stop))
 
 
 def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:

@@ -34,14 +34,18 @@ def call(
     size: float = 1.0,
     states: tuple[str, ...] = (),
     weights: float = 1.0,
+    quick: float = 0.0,
 ) -> StageCall:
     """A call that reads the value before it and makes one of ``size`` bytes; backward takes twice as long, of which
-    ``weights`` forwards for gradients of weights."""
+    ``weights`` forwards for gradients of weights. ``quick``: of what is saved the share that a tenth of a forward makes
+    again."""
     cost = CallCost(
         forward_s=forward,
         backward_s=2 * forward,
         weights_s=weights * forward,
         saved_bytes=saved,
+        selective_bytes=quick * saved,
+        selective_s=0.1 * forward * bool(quick * saved),
         saved_inputs=(True,),
         input_bytes=(size,),
         output_bytes=(size,),
@@ -59,9 +63,15 @@ def problem(
 
 
 def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, float]:
-    """Seconds and bytes of a stage, counted call by call, recomputing as few of its first calls as fit."""
+    """Seconds and bytes of a stage, counted call by call, recomputing as few of its first calls as fit, and of the
+    others nothing or what is quickly made: what is faster."""
+    return min(_by_hand(p, stage, start, stop, in_part) for in_part in (False, True))
+
+
+def _by_hand(p: StageProblem, stage: int, start: int, stop: int, in_part: bool) -> tuple[float, float]:
     calls = p.calls[start:stop]
     costs = p.pace(stage).costs[start:stop]
+    quick = [in_part * c.cost.selective_bytes for c in calls]
     read = {name: size for c in calls for name, size in zip(c.inputs, c.cost.input_bytes, strict=True)}
     states = sum(p.state_bytes[name] for name in {n for c in calls for n in c.states})
 
@@ -72,15 +82,16 @@ def by_hand(p: StageProblem, stage: int, start: int, stop: int) -> tuple[float, 
     def transfer(cut: int, link: int) -> float:
         return p.links[link].time(crossing(cut)) if 0 < cut < len(p.calls) and crossing(cut) else 0.0
 
-    base = states + 2 * (crossing(start) * (start > 0) + crossing(stop)) + max(c.cost.working_bytes for c in calls)
+    base = states + 2 * (crossing(start) * (start > 0) + crossing(stop))
     flying = p.in_flight(stage)
     for again in range(len(calls) + 1):
-        kept = sum(c.cost.saved_bytes for c in calls[again:])
+        kept = sum(c.cost.saved_bytes - q for c, q in zip(calls[again:], quick[again:], strict=True))
         memory = base + flying * (kept + sum(read.values()))
-        memory += max(c.cost.saved_bytes for c in calls) if again else 0.0
+        memory += max(c.cost.saved_bytes for c in calls) if again else max(quick)
         if memory <= p.capacity[stage] or again == len(calls):
             break
     seconds = sum(c.forward_s + c.backward_s for c in costs) + sum(c.forward_s for c in costs[:again])
+    seconds += in_part * sum(c.selective_s for c in costs[again:])
     seconds = seconds + transfer(start, stage - 1) + (transfer(stop, stage) if stop < len(p.calls) else 0.0)
     return (seconds if memory <= p.capacity[stage] else math.inf), memory
 
@@ -111,7 +122,8 @@ def problems(draw: st.DrawFn) -> StageProblem:
     tied = draw(st.booleans())
     calls = [
         call(k, float(rng.integers(1, 9)), float(rng.integers(0, 9)), size=float(rng.integers(1, 40)),
-             weights=float(rng.choice([0.2, 0.7, 1.0, 1.6])), states=("tied",) if tied and k in (0, n - 1) else ())
+             weights=float(rng.choice([0.2, 0.7, 1.0, 1.6])), quick=float(rng.choice([0.0, 0.5, 0.9])),
+             states=("tied",) if tied and k in (0, n - 1) else ())
         for k in range(n)
     ]  # fmt: skip
     if draw(st.booleans()) and n > 2:  # a value that skips ahead

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from captures import prepared
 from published_models import Shape
-from published_rows import Row, Unstated, published_job
+from published_rows import Row, Unstated, published_job, states_a_rate, with_seconds
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -224,8 +224,13 @@ def main() -> None:
         "--resume", action="store_true", help="keep the predictions of --details and plan only the rows it lacks"
     )
     parser.add_argument("--scores", action="store_true", help="plan nothing: score the predictions that --details has")
+    parser.add_argument(
+        "--rates", action="store_true", help="instead, the rows that state FLOP/s and not what a step takes"
+    )
     options = parser.parse_args()
     rows: list[Row] = [json.loads(line) for line in options.rows.read_text().splitlines() if line.strip()]
+    if options.rates:
+        rows = [with_seconds(r) for r in rows if states_a_rate(r)]
     rows = [r for r in rows if ("step_time_s" in r or r.get("oom")) and options.family in (None, *_only(options, r))]
     counts: dict[str, int] = defaultdict(int)
     kept = []

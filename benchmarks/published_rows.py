@@ -56,7 +56,13 @@ SCHEDULES = {
     "zb-v": "zb-v",
 }
 # Selective recomputation in Megatron-LM is of attention scores (Korthikanti et al. 2022).
-RECOMPUTE = {"full": "full", "none": "none", "selective": "scores", "selective-attention": "scores"}
+RECOMPUTE = {
+    "full": "full",
+    "none": "none",
+    "selective": "scores",
+    "selective-attention": "scores",
+    "minimal": "selective",  # MaxText's policy that keeps the results of products
+}
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 # Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
@@ -65,12 +71,14 @@ _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38}
 # Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
 # that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
-_REGATHERS = ("Megatron", "NeMo")
+_REGATHERS = ("Megatron", "NeMo", "MaxText")
 _USER_BUFFERS = ("NeMo",)
 _PADS = ("Megatron", "NeMo")
 # Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
 # (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
 _SENDS_PARTS = ("Megatron",)
+# Those that shard activations over tp between layers, whatever a row says.
+_SHARDS = ("MaxText",)
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
@@ -100,7 +108,7 @@ class PublishedJob:
 def published_job(row: Row) -> PublishedJob:
     """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
     row = completed(row)
-    missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs", "mbs") if not row.get(k)]
+    missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs") if not row.get(k)]
     if missing:
         raise Unstated(f"does not state {', '.join(missing)}")
     if "mamba" in str(row.get("attention", "")):
@@ -245,7 +253,7 @@ def _constraints(row: Row) -> Constraints:
     pp, tp, cp = row.get("pp") or 1, row.get("tp") or 1, row.get("cp") or 1
     virtual = row.get("vpp") or None
     schedule = SCHEDULES.get(str(row.get("schedule") or ""))
-    if pp > 1 and schedule is None:
+    if pp > 1 and schedule is None and "VPP" not in row.get("notes", ""):  # else it is said not to be published
         schedule = "interleaved" if virtual and virtual > 1 else "1f1b"
     if pp == 1 or schedule != "interleaved":
         virtual = None
@@ -259,13 +267,14 @@ def _constraints(row: Row) -> Constraints:
         tp=tp,
         ep=row.get("ep") or 1,
         etp=row.get("etp"),
-        microbatch_size=row["mbs"],
+        microbatch_size=_microbatch(row),
         schedule=schedule if pp > 1 else None,
         virtual_stages=virtual,
         recompute=RECOMPUTE.get(str(row.get("recompute"))),
         zero=zero,
-        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 else False,  # before May 2022 none had it
-        overlap_tensor=tp > 1 and _is(row, _USER_BUFFERS),
+        # before May 2022 none had it
+        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or _is(row, _SHARDS) else False,
+        overlap_tensor=tp > 1 and (_is(row, _USER_BUFFERS) or "tp-comm-overlap" in (row.get("flags") or "")),
         regather=tp > 1 and _is(row, _REGATHERS),
         sends="parts" if tp > 1 and not row.get("sequence_parallel") and _is(row, _SENDS_PARTS) else None,
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
@@ -275,6 +284,35 @@ def _constraints(row: Row) -> Constraints:
         short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
+
+
+def _microbatch(row: Row) -> int | None:
+    """``None``, the best one, where none is stated; MaxText takes all samples of a device at once."""
+    whole = row["gbs"] // row["dp"] if _is(row, _SHARDS) and row.get("dp") else None
+    return row.get("mbs") or whole
+
+
+def with_seconds(row: Row) -> Row:
+    """``row``, which states a rate of the model's FLOPs, with the seconds of a step that it comes to.
+
+    FLOPs: six for each weight of a product and token, and for all of attention's scores, as these rows count them.
+    """
+    heads, kv_heads = row["heads"], row.get("kv_heads") or row["heads"]
+    width = row.get("head_dim") or row["hidden"] // heads
+    layer = (
+        2 * row["hidden"] * width * (heads + kv_heads) + (3 if row.get("gated_ffn") else 2) * row["hidden"] * row["ffn"]
+    )
+    weights = row["layers"] * layer + row["hidden"] * row["vocab"]
+    scores = 2 * row["layers"] * heads * width * row["seq_len"]
+    flops = 6.0 * row["gbs"] * row["seq_len"] * (weights + scores)
+    return {**row, "step_time_s": flops / (1e12 * row["tflops_per_gpu"] * row["num_gpus"])}
+
+
+def states_a_rate(row: Row) -> bool:
+    """Whether :func:`with_seconds` can say what a step of a row takes that does not say it itself."""
+    stated = ("tflops_per_gpu", "layers", "hidden", "heads", "ffn", "vocab", "gbs", "seq_len", "tp", "num_gpus")
+    plain = str(row.get("tflops_convention")).startswith("model") and not row.get("experts")
+    return "step_time_s" not in row and not row.get("oom") and plain and all(row.get(k) for k in stated)
 
 
 def _stages(layers: int, pp: int, virtual: int) -> dict[str, int]:

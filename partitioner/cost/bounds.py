@@ -58,9 +58,8 @@ _TINY_S = 1e-15
 
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
-    back = max(cost.backward_s, backward_s)
-    later = back - max(cost.backward_s - cost.later_s, backward_s / 2)
-    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=back, weights_s=later)
+    back, inputs = max(cost.backward_s, backward_s), max(cost.backward_s - cost.later_s, backward_s / 2)
+    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
 
 def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
@@ -80,9 +79,8 @@ class ModelBounds:
         self._counts = np.bincount(of_device, minlength=len(paces))
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
-        self._works = Works(
-            job.model.blocks, self.device, types if len(types) > 1 else [], job.train, fp8, job.made_again
-        )
+        paced = types if len(types) > 1 else []
+        self._works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
             job.model.states,

@@ -25,6 +25,7 @@ from passes.infer import META
 from passes.keep_sorted import MADE_BY, kept_sorted
 from passes.remake import slimmed, woven
 from passes.unused import drop_unused
+from passes.vanishing import take_out_zeros
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -121,6 +122,7 @@ def differentiate(
     if sizes is not None:
         _settle_sizes(graph)
     _simplify(graph)
+    take_out_zeros(graph)
     _locate(graph)
     return _cut(graph, block, needs, taken, frozenset(again))
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition
 from passes.errors import UnsupportedError
+from runtime.facts import ProgramFacts
 
 
 class StraightThrough(torch.autograd.Function):
@@ -192,3 +193,35 @@ def test_a_backward_that_gives_weights_gradients_as_a_side_effect_is_refused():
         partition(Reversing(), Topology.local(2), (torch.randn(4, 8),))
     with pytest.raises(UnsupportedError, match=r"Reversible\.backward does not run: call model\.train\(\) first; the"):
         partition(Reversing().eval(), Topology.local(2), (torch.randn(4, 8),))
+
+
+class Gelu(torch.autograd.Function):
+    """An activation that keeps its operand alone, as Bloom's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1 + 0.045 * x * x)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        tanh = torch.tanh(0.8 * x * (1 + 0.045 * x * x))
+        return (0.5 * x * ((1 - tanh * tanh) * (0.8 + 0.108 * x * x)) + 0.5 * (1 + tanh)) * grad
+
+
+def test_forward_computes_nothing_for_the_gradient_and_keeps_what_the_function_kept():
+    """What carries a gradient is zero: it is taken out where forward and backward are graphs of their own."""
+    torch.manual_seed(0)
+    model, x = Model(Gelu.apply), torch.randn(4, 3, 8)
+    plan = partition(model, Topology.local(1), (x,), constraints=Constraints(recompute="none"))
+    calls = [call for stage in ProgramFacts(plan.program).stages for call in stage]
+    blocks = {call.data.block: ProgramFacts(plan.program).differentiated(call.data) for call in calls}
+    forward = [node for d in blocks.values() for node in d.forward.graph.nodes if node.op == "call_function"]
+    backward = [node for d in blocks.values() for node in d.backward.graph.nodes if node.op == "call_function"]
+    tanh = [torch.ops.aten.tanh.default]
+    assert [n.target for n in forward if n.target in tanh] == tanh == [n.target for n in backward if n.target in tanh]
+    assert not [n for n in forward if n.target == torch.ops.aten.sub.Tensor]
+    hidden = 4 * 3 * 8 * 4
+    assert sum(call.kept_bytes for call in calls) <= 2 * hidden + 64  # the operand, and what the last layer reads
+    assert plan.verify(model, (x,)).ok

@@ -171,9 +171,7 @@ def _memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableT
 def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
     ones, twos = (
         [
-            f"{s.first} to {s.last}, {plural(s.num_calls, 'call')}"
-            + (f", {s.recomputed} recomputed" if s.recomputed else "")
-            + (", recomputed in part" if s.selective else "")
+            f"{s.first} to {s.last}, {plural(s.num_calls, 'call')}" + (f", {s.again}" if s.again else "")
             for s in each.estimate.stages
         ]
         for each in (plan, other)

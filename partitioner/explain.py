@@ -208,8 +208,7 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
         microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
     yield line(f"{microbatches} per step{schedule}")
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
-        again = f", {part.recomputed} recomputed in backward" if part.recomputed else ""
-        again += ", recomputed in part in backward" if part.selective else ""
+        again = f", {part.again} in backward" if part.again else ""
         yield line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)

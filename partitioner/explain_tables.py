@@ -221,8 +221,7 @@ def estimate_table(plan: Plan) -> Padding:
     for number, stage in enumerate(plan.estimate.stages):
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
-        calls = f"{stage.num_calls}" + (f", {stage.recomputed} recomputed" if stage.recomputed else "")
-        calls += ", recomputed in part" if stage.selective else ""
+        calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
         row = [str(number), ranges(ranks), calls, stage.first, stage.last]
         row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))

@@ -43,6 +43,13 @@ class StageEstimate(Data):
     host: int = 0
     disk: int = 0
 
+    @property
+    def again(self) -> str:
+        """What backward makes again of its calls, in words; empty: nothing."""
+        if not self.recomputed:
+            return "recomputed in part" if self.selective else ""
+        return f"{self.recomputed} recomputed" + (", the others in part" if self.selective else "")
+
 
 class Estimate(Data):
     """What the cost model expects of one step. ``memory``: peak bytes, one per rank; ``breakdown``: seconds by kind."""

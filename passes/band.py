@@ -205,7 +205,13 @@ def attend_backward(
 def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     width = q.shape[-1]
     return (
-        q.is_cuda and q.dtype in _NARROW and mask is None and width == v.shape[-1] and width % 8 == 0 and width <= 256
+        q.is_cuda
+        and q.dtype in _NARROW
+        and mask is None
+        and width == v.shape[-1]
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)  # torch's kernel is for Ampere and later
     )
 
 

@@ -38,7 +38,7 @@ class Segment:
         self.__name__ = "compiled"  # what torch.fx calls its node
         self.module = module
         self._known: set[int] = set()  # threads that have called it
-        self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+        self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
 
     def __call__(self, *arguments: Any) -> Any:
         with one_thread:

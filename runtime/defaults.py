@@ -33,13 +33,13 @@ def default_communicator(
             )
         from runtime.threads import ThreadWorld
 
-        return ThreadWorld(1, device or "cpu").communicator(0)
+        return ThreadWorld(1, settled(device or "cpu")).communicator(0)
     if dist.get_world_size() != program.world_size:
         raise LaunchError(
             f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
             f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
         )
-    device = default_device() if device is None else torch.device(device)
+    device = default_device() if device is None else settled(device)
     return TorchCommunicator(program.world_size, device, placement=placement)
 
 
@@ -48,12 +48,42 @@ def _mesh(program: Program) -> str:
 
 
 def default_device() -> torch.device:
-    """The local rank's GPU where the backend is NCCL, else the CPU."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
+    """The local rank's GPU where the process group serves GPUs and there are some, else the CPU."""
+    if dist.is_initialized() and torch.cuda.is_available():
+        group: Any = dist.group.WORLD
+        if "cuda" in {torch.device(kind).type for kind in group._device_types}:
+            return local_gpu()
     return torch.device("cpu")
+
+
+def local_gpu() -> torch.device:
+    """The GPU of this process, which becomes the current one: the only one that it sees, or that of its local rank.
+
+    Raises :class:`LaunchError` where there are fewer.
+    """
+    count = torch.cuda.device_count()
+    if "LOCAL_RANK" in os.environ:
+        rank = int(os.environ["LOCAL_RANK"])
+    else:
+        rank = dist.get_rank() % count if dist.is_initialized() else 0
+    index = 0 if count == 1 else rank
+    if index >= count:
+        raise LaunchError(
+            f"local rank {rank} has no GPU: torch sees {count} here; expected one for each rank of the node (or one in "
+            "each process's CUDA_VISIBLE_DEVICES): start fewer ranks, or pass device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def settled(device: torch.device | str) -> torch.device:
+    """``device``, with its index and current where it is a GPU: streams and tensors are then of one and the same."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
+    return device
 
 
 def one_step_folder() -> str:

@@ -49,8 +49,10 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A library that starts threads when it is imported would leave its locks behind in the fork.
+        # A library that starts threads when it is imported would leave its locks behind in the fork; who looks for GPUs
+        # by CUDA itself, as fake tensors do, leaves forks that cannot use them.
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        quiet["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(

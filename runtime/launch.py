@@ -28,6 +28,7 @@ from passes.errors import PartitionError
 from passes.serialize import dtype_of
 from runtime.checkpoint.series import Checkpoints
 from runtime.debug import check_finite
+from runtime.defaults import local_gpu
 from runtime.engine import Engine
 from runtime.errors import InstructionError, LaunchError
 from runtime.failures import is_secondary
@@ -121,17 +122,29 @@ def _train_patiently(options: argparse.Namespace) -> None:
         raise
 
 
+def _has_gpu() -> bool:
+    """Whether each rank of this node has a GPU: one that it alone sees, or one of as many as there are ranks."""
+    if not torch.cuda.is_available():
+        return False
+    ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    alone = count == 1 and len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+    if count >= ranks or (alone and "CUDA_VISIBLE_DEVICES" in os.environ):
+        return True
+    if os.environ.get("LOCAL_RANK") == "0":
+        print(f"{ranks} ranks and {count} GPUs on this node: they run on the CPU, over Gloo", file=sys.stderr)
+    return False
+
+
 def _train(options: argparse.Namespace) -> None:
     program = program_of(options.plan)
     _check_world(program)
     if options.copies_every and options.checkpoints is None:
         raise LaunchError("--copies-every expects --checkpoints, a folder that all ranks see, and got none: name one")
     with ExitStack() as stack:
-        gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if "RANK" in os.environ:
-            on_gpu = torch.cuda.is_available() and gpus
+            on_gpu = _has_gpu()
             if on_gpu:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+                local_gpu()
             init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
         engine = Engine(options.plan, options.weights, seed=options.seed, offload_folder=options.offload_folder)
         stack.callback(sys.stdout.flush)

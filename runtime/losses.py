@@ -26,6 +26,7 @@ class LossSum:
         assert program.loss is not None
         self.communicator = communicator
         self.count = len(rank.share)
+        self.late = communicator.device.type == "cuda"
         self.at_end = bool(program.data_shares)  # ranks end at different microbatches, with collectives in between
         dtype = dtype_of(program.values[program.loss].dtype)
         self.dtype = torch.float32 if dtype in _NARROW else dtype
@@ -43,7 +44,14 @@ class LossSum:
         self._sends: list[Work] = []
 
     def start(self) -> None:
-        """Post the receive, on a stage that does not compute the loss."""
+        """Post the receive, on a stage that does not compute the loss.
+
+        Not on a GPU before the end: there a receive is a kernel that waits, for what needs later kernels of this rank.
+        """
+        if self.source is not None and not self.late:
+            self._post()
+
+    def _post(self) -> None:
         if self.source is not None:
             self.value = torch.empty((), dtype=self.dtype, device=self.communicator.device)
             self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
@@ -61,6 +69,8 @@ class LossSum:
             self._sum()
         if self._pending is not None:
             self.value = self._pending.wait()
+        if self.late:
+            self._post()
         if self._receive is not None:
             wait_for(self._receive)
         if not self._sends:
@@ -71,7 +81,7 @@ class LossSum:
     def _sum(self) -> None:
         assert self.value is not None
         self._pending = self.group.all_reduce(self.value)
-        if self.group.size == 1:
+        if self.group.size == 1 and not self.late:
             self._send()
 
     def _send(self) -> None:

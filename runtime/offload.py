@@ -95,7 +95,7 @@ class Copier:
                 target.copy_(source)
             return Arrival()
         stream = self._streams[back]
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         for other in after:
             other.wait(stream)
         with torch.cuda.stream(stream):

@@ -48,8 +48,12 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
 
 def timeout_of_all(device: torch.device) -> timedelta:
-    """How long a rank waits for another one in the default process group, which serves ``device``."""
-    backend: Any = c10d._get_default_group()._get_backend(device)
+    """How long a rank waits for another one in the default process group: in the part of it that serves ``device``, or,
+    where none does (the CPU under NCCL), in another one."""
+    group: Any = c10d._get_default_group()
+    kinds = [torch.device(kind) for kind in group._device_types]
+    served = next((kind for kind in kinds if kind.type == device.type), kinds[0] if kinds else device)
+    backend: Any = group._get_backend(served)
     backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
     timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", DEFAULT_TIMEOUT)
     return timeout

@@ -149,7 +149,8 @@ def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[
 def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
     """Where each receive is posted: before which instruction -> receives, in order.
 
-    One computation early, so that the transfer runs behind it; receives of one channel keep their order.
+    One computation early, so that the transfer runs behind it; receives of one channel keep their order. Not before a
+    computation of its own microbatch: what is received may come of it, and on a GPU a receive is a kernel that waits.
     """
     starts: dict[int, list[int]] = {}
     last: dict[tuple[int | None, str], int] = {}
@@ -159,8 +160,11 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
         channel = instruction.peer, instruction.op
         start = index
         while start > last.get(channel, 0):
+            before = instructions[start - 1]
+            if before.op in COMPUTING and before.microbatch == instruction.microbatch:
+                break
             start -= 1
-            if instructions[start].op in COMPUTING:
+            if before.op in COMPUTING:
                 break
         last[channel] = start
         starts.setdefault(start, []).append(index)

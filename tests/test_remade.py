@@ -42,7 +42,7 @@ def kept(plan: Plan) -> int:
     return sum(c.kept_bytes for stage in ProgramFacts(plan.program).stages for c in stage)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bloom", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "qwen3", "t5", "vit"])
 @pytest.mark.parametrize("mesh", [dict(tp=2), dict(pp=2, schedule="zb-1p")], ids=str)
 def test_less_is_kept_and_every_gradient_is_the_models(name: str, mesh: dict[str, Any]):
     case = CASES[name]

@@ -55,37 +55,39 @@ def _hosted_calls(
     made: dict[tuple[object, ...], CallCost] = {}  # calls that are alike have one and the same
     result = []
     for call, cost in zip(calls, costs, strict=True):
-        moves = tuple(kept and reads[n] == 1 for n, kept in zip(call.inputs, cost.saved_inputs, strict=True))
+        once = tuple(reads[name] == 1 for name in call.inputs)
         held = [states[name] for name in call.states if name in states and states[name].passing]
         passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
         whole = sum(s.parameter for s in held if s.stage < 3)  # what is gathered is counted with the gathers
-        key = id(cost), moves, passing, whole
+        key = id(cost), once, passing, whole
         if key not in made:
-            made[key] = _hosted(cost, host, moves if train and "activations" in offload else None, passing, whole)
+            made[key] = _hosted(cost, host, once if train and "activations" in offload else None, passing, whole)
         result.append(made[key])
     return result
 
 
-def _hosted(cost: CallCost, host: HostShare, moves: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
+def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
     """A call whose parameters come from the host, ``passing`` bytes, ``whole`` of them to be held.
 
-    ``moves``: the inputs that go there with what is saved, ``None``: nothing does.
+    ``once``: the inputs that no other call reads, which go there with what is saved where they are kept; ``None``:
+    nothing does.
     """
-    if moves is None:
+    if once is None:
         kept, inputs = 0.0, cost.saved_inputs
     else:
+        moves = [saved and alone for saved, alone in zip(cost.saved_inputs, once, strict=True)]
         kept = cost.saved_bytes + sum(b for b, m in zip(cost.input_bytes, moves, strict=True) if m)
         inputs = tuple(s and not m for s, m in zip(cost.saved_inputs, moves, strict=True))
     ahead = max(host.time(kept), host.time(passing)) - cost.forward_total_s
     back = host.time(kept + passing) - cost.backward_total_s
     slim = None
     if cost.selective_bytes:
-        slim = _hosted(replace(cost.selective(), selective_bytes=0.0), host, moves, passing, whole)
+        slim = _hosted(cost.selective(), host, once, passing, whole)
     return replace(
         cost,
         forward_s=cost.forward_s + max(0.0, ahead),
         backward_s=cost.backward_s + max(0.0, back),
-        saved_bytes=0.0 if moves is not None else cost.saved_bytes,
+        saved_bytes=0.0 if once is not None else cost.saved_bytes,
         saved_inputs=inputs,
         working_bytes=cost.working_bytes + _AT_ONCE * kept + 2 * whole,
         host_bytes=kept,

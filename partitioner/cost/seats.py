@@ -113,6 +113,7 @@ def slowest(costs: Sequence[Costs]) -> Costs:
             weights_s=max(c[name].weights_s for c in costs),
             forward_comm_s=max(c[name].forward_comm_s for c in costs),
             backward_comm_s=max(c[name].backward_comm_s for c in costs),
+            selective_s=max(c[name].selective_s for c in costs),
         )
         for name in costs[0]
     }

@@ -6,6 +6,7 @@ the slowest rank's.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +36,11 @@ def open_device(kind: str) -> torch.device:
 def describe(kind: str) -> dict[str, int | str]:
     """A GPU's name, memory, and the bytes of it that a process takes before it has a tensor."""
     device = open_device(kind)
+    gc.collect()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return {"name": torch.cuda.get_device_name(device), "memory": total, "reserved": total - free}
+    tensors = torch.cuda.memory_reserved(device)
+    return {"name": torch.cuda.get_device_name(device), "memory": total, "reserved": total - free - tensors}
 
 
 def time_kernels(cases: Sequence[Case], kind: str, active: int, budget_s: float) -> list[KernelSample]:

@@ -48,7 +48,8 @@ def time_collectives(
     most = max(num_ranks, active)
     groups = [tuple(range(s, s + num_ranks)) for s in range(0, most - num_ranks + 1, num_ranks)]
     mine = next((g for g in groups if dist.get_rank() in g), None)
-    links = [Link(a, b, "F") for g in groups for a, b in itertools.pairwise(g) if dist.get_rank() in (a, b)]
+    pairs = [pair for g in groups for pair in itertools.pairwise(g) if dist.get_rank() in pair]
+    links = [Link(*way, "F") for pair in pairs for way in (pair, pair[::-1])]
     communicator.prepare([mine] if mine else [], links if op == "send" else [])
     samples = []
     for size in sizes:

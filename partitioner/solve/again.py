@@ -47,7 +47,8 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
     def worth(chunk: int, place: int) -> tuple[float, int, int]:
         cost, stage = problem.calls[place].cost, plans[chunk].number
-        seconds = problem.pace(stage).costs[place].forward_total_s
+        of_stage = problem.pace(stage).costs[place]
+        seconds = of_stage.forward_total_s - of_stage.remade_s
         return -problem.in_flight(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
 
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=in_part) for plan in plans]

@@ -9,6 +9,7 @@ ones, and a bound on all of them, come from the paths through it (``cuts.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ from partitioner.solve.tables import StageTables
 from partitioner.units import bytes_text
 
 _ROUNDS = 6  # of sharing out a rank's memory anew
+_ENOUGH = 1 << 60  # bytes
 
 
 def solve_virtual(
@@ -36,8 +38,38 @@ def solve_virtual(
     """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time;
     ``proven``: and what none goes below.
 
+    Where memory is short, cuts for the case that all stages make again what is quickly made, and whole calls, are tried
+    besides: those for nothing made again may fit worse.
+
     Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
     """
+    lacking: CapacityError | None = None
+    found: list[StageSplit] = []
+    try:
+        found.append(_solved(problem, schedule, num_ranks, chunks, proven))
+    except CapacityError as error:
+        lacking = error
+    if found and not (proven and _cut_by_memory(problem, found[0])):
+        return found[0]
+    if lacking is not None and (not problem.train or problem.recompute is not None):
+        raise lacking
+    for how in ("selective", "full") if problem.slim is not None else ("full",):
+        with suppress(CapacityError):
+            found.append(_solved(replace(problem, recompute=how), schedule, num_ranks, chunks, proven=False))
+    if lacking is not None and found:
+        roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
+        least = _solved(roomy, schedule, num_ranks, chunks, proven).least_s
+    elif lacking is not None:
+        raise lacking
+    else:
+        least = found[0].least_s
+    best = min(found, key=lambda split: split.pipeline_s)
+    return replace(best, least_s=min(best.pipeline_s, least))
+
+
+def _solved(
+    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None, proven: bool
+) -> StageSplit:
     ranks = ranks_of(schedule, num_ranks, chunks)
     own = held(ranks, num_ranks)
     flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)

@@ -251,7 +251,8 @@ def test_over_many_steps_what_is_sent_adds_up_to_what_was_to_be(x: Tensor, steps
     assert isinstance(sent, Tensor)
     most = x.abs().amax() * steps
     assert (wanted - sent - sender.residual.view_as(x)).abs().max() <= 1e-9 * most * steps
-    assert sender.residual.abs().max() <= 1.01 * most / 254 * (1 + 1 / 100)
+    least = 127 * 2.0**-149  # float32 has no scale for what is smaller, which waits
+    assert sender.residual.abs().max() <= max(least, 1.01 * float(most) / 254 * (1 + 1 / 100))
 
 
 def gradients(program: Program, model: nn.Module, batch: Any, times: int = 1) -> list[dict[str, Tensor]]:

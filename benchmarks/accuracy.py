@@ -1,6 +1,6 @@
 """Score the cost model on published runs: ``python benchmarks/accuracy.py [--rows FILE] [--json]``.
 
-Each row becomes a model by its dimensions, a topology and a plan whose every dimension is pinned, and goes through
+Each row becomes a model by its dimensions, a topology and a plan in which what it states is pinned, and goes through
 ``partitioner.partition``. Errors are averaged within a family, then over families. Within groups of plans of the same
 model and machine, ``tau`` is Kendall's, ``regret`` the time of the plan ranked first over the best measured, minus 1.
 """

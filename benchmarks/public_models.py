@@ -43,11 +43,16 @@ def flops_per_token(name: str, row: Row) -> float:
     """Of the model: 6 for each weight of a product (4 where the base is frozen), and in pretraining all of
     attention's scores."""
     layers, hidden, heads, kv_heads, ffn, vocab, gated, _ = _MODELS[name]
-    attention = 2 * hidden * hidden * (1 + kv_heads / heads)
-    weights = layers * (attention + (3 if gated else 2) * hidden * ffn) + hidden * vocab
+    weights = product_weights(layers, hidden, (hidden, hidden * kv_heads / heads), ffn, vocab, gated)
     pretraining = row.get("task") == "pretrain"  # NeMo leaves scores out in fine-tuning
     scores = 2 * layers * hidden * int(row["seq_len"]) if pretraining else 0
     return (4 if row.get("task") == "lora" else 6) * (weights + scores)
 
 
-__all__ = ["completed", "flops_per_token"]
+def product_weights(layers: int, hidden: int, widths: tuple[float, float], ffn: int, vocab: int, gated: bool) -> float:
+    """Weights of a dense decoder that are in products; ``widths``: of all queries together, and of all keys."""
+    attention = 2 * hidden * sum(widths)
+    return layers * (attention + (3 if gated else 2) * hidden * ffn) + hidden * vocab
+
+
+__all__ = ["completed", "flops_per_token", "product_weights"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from public_models import completed
+from public_models import completed, product_weights
 from published_models import Shape
 
 from partitioner import Constraints, Topology
@@ -211,10 +211,10 @@ _catalogue = cache(catalogue)
 
 def _machine(row: Row) -> Topology:
     """As many of a known machine as the row has devices, where it calls them by the machine's name."""
-    known = {_letters(name): (name, machine) for name, machine in _catalogue("machines").items()}
+    known = {_letters(name): name for name in _catalogue("machines")}
     if _letters(row["gpu"]) not in known:
         raise Unstated(f"is on {row['gpu']}, which is not known here")
-    name, _ = known[_letters(row["gpu"])]
+    name = known[_letters(row["gpu"])]
     return Topology.preset(name, nodes=-(-row["num_gpus"] // Topology.preset(name, nodes=1).num_devices))
 
 
@@ -300,11 +300,10 @@ def with_seconds(row: Row) -> Row:
     FLOPs: six for each weight of a product and token, and for all of attention's scores, as these rows count them.
     """
     heads, kv_heads = row["heads"], row.get("kv_heads") or row["heads"]
-    width = row.get("head_dim") or row["hidden"] // heads
-    layer = (
-        2 * row["hidden"] * width * (heads + kv_heads) + (3 if row.get("gated_ffn") else 2) * row["hidden"] * row["ffn"]
+    width, gated = row.get("head_dim") or row["hidden"] // heads, bool(row.get("gated_ffn"))
+    weights = product_weights(
+        row["layers"], row["hidden"], (heads * width, kv_heads * width), row["ffn"], row["vocab"], gated
     )
-    weights = row["layers"] * layer + row["hidden"] * row["vocab"]
     scores = 2 * row["layers"] * heads * width * row["seq_len"]
     flops = 6.0 * row["gbs"] * row["seq_len"] * (weights + scores)
     return {**row, "step_time_s": flops / (1e12 * row["tflops_per_gpu"] * row["num_gpus"])}

@@ -127,8 +127,8 @@ def _has_gpu() -> bool:
     if not torch.cuda.is_available():
         return False
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    alone = count == 1 and len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
-    if count >= ranks or (alone and "CUDA_VISIBLE_DEVICES" in os.environ):
+    alone = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if count >= ranks or alone:
         return True
     if os.environ.get("LOCAL_RANK") == "0":
         print(f"{ranks} ranks and {count} GPUs on this node: they run on the CPU, over Gloo", file=sys.stderr)

@@ -120,9 +120,8 @@ class StageProblem:
             return None
         calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
         paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
-        whole: Recompute | None = (
-            "none" if self.recompute == "selective" else None
-        )  # of others whole calls may be made again besides
+        # where it is not asked for, whole calls may be made again besides
+        whole: Recompute | None = "none" if self.recompute == "selective" else None
         return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute=whole)
 
     @property

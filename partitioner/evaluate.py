@@ -12,7 +12,7 @@ from torch import fx
 
 from partitioner.cost.calls import CallWork
 from partitioner.cost.estimate import how_reduced
-from partitioner.cost.gathers import Floor
+from partitioner.cost.gathers import Floor, Seconds
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.remade import remade
@@ -84,11 +84,10 @@ class Evaluator:
         :class:`passes.errors.UnsupportedError` where there is none.
         """
         job = self.job
-        local, costs, states = self._own(point)
-        reference = self.locals.reference_seat(point.tp, point.cp)
-        judge = Judge(job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
+        judge = self._judge(point, proven, enough_s)
+        local, states = judge.local, judge.states
         if devices is None:
-            found = self.placements.best(point.grid, judge, judge.least)
+            found = self.placements.best(point.grid, judge, judge.least, enough_s)
         else:
             machine = self.placements.at(point.grid, devices)
             found = Found(machine, *judge(machine))
@@ -118,6 +117,18 @@ class Evaluator:
             min(expected.step_time, *judge.leasts),
         )
 
+    def is_in_vain(self, point: Point, enough_s: float) -> bool:
+        """Whether none of the placements that :meth:`solve` tries takes less than ``enough_s``. Raises as it does."""
+        if self.placements.complete(point.grid):
+            return False  # a bound says it
+        judge = self._judge(point)
+        return all(judge.least(machine) >= enough_s for machine in self.placements.candidates(point.grid))
+
+    def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
+        local, costs, states = self._own(point)
+        reference = self.locals.reference_seat(point.tp, point.cp)
+        return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
+
     def floor(self, point: Point, size: int) -> Floor | None:
         """Seconds that each block takes a microbatch of ``point`` at least, forward and backward, wherever its ranks
         are: its share of what one of ``size`` samples takes. ``None`` where nothing can be said.
@@ -133,7 +144,7 @@ class Evaluator:
             ahead = self.locals.read_ahead(key)
             self._floors[key] = self._floor(*asked) if ahead is None else ahead
         found, share = self._floors[key], point.microbatch_size / size
-        return found and {name: (ahead * share, back * share) for name, (ahead, back) in found.items()}
+        return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
     def expect(self, floors: Iterable[tuple[Point, int]], shardings: Iterable[tuple[Point, int]]) -> None:
         """The floors that will be asked for, and those whose shardings alone will be: points and sizes, each about in
@@ -228,14 +239,19 @@ class Evaluator:
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
         costs = self._seat_costs(wanted[0], local)
-        of_block = fastest(self._every(point, costs))
-        least = {name: (cost.forward_s, cost.backward_s) for name, cost in of_block.items()}
+        best = self._through(local, fastest(self._every(point, costs)))
+        kinds = self._at_best(point, costs) if self._mixed else ()
+        return Floor(best, tuple(self._through(local, of_kind) for of_kind in kinds))
+
+    def _through(self, local: LocalModel, costs: Costs) -> Seconds:
+        """What blocks of the whole model take, which may be others than the local model's."""
+        least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
-        floor: dict[str, tuple[float, float]] = {}
-        for call in self.job.model.calls:  # whose blocks may be others than the local model's
-            found = of_path.get(call.path, (0.0, 0.0))
-            floor[call.block] = min(floor.get(call.block, found), found)
-        return floor
+        found: dict[str, tuple[float, float]] = {}
+        for call in self.job.model.calls:
+            of_call = of_path.get(call.path, (0.0, 0.0))
+            found[call.block] = min(found.get(call.block, of_call), of_call)
+        return found
 
     def _is_whole(self, point: Point, size: int) -> bool:
         whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1

@@ -169,6 +169,7 @@ def _explore(
         progress=progress,
         time_limit_s=deadline - time.monotonic(),
         patience=PATIENCE,
+        in_vain=evaluator.is_in_vain,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate

@@ -168,7 +168,7 @@ class Floors:
             states=self.bounds.state_bytes(point) * point.pp,
         )
         floor, needs = self._of_largest(self.family(point)), self._needs_of(point)
-        known = self.bounds.with_floor(points, floor) if floor else float(self.bounds.times(points).min())
+        known = self.bounds.with_floor(points, floor, shared=True) if floor else float(self.bounds.times(points).min())
 
         def of_steps(limit_s: float) -> float:
             """What no step that takes ``limit_s`` at most can go below."""

@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
+
+import numpy as np
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.levels import lost_by
 from partitioner.cost.machine import Machine, Seat, Seats
+from partitioner.cost.paces import Pipelines, work_and_speeds
 from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
 from partitioner.cost.states import StateCost, with_lost
 from partitioner.cost.tails import least_update, run_tails
@@ -116,12 +119,34 @@ class Judge:
 
     def least(self, machine: Machine) -> float:
         """What no plan on ``machine`` goes below, quickly: stages that are all as fast as the best and hold the same
-        share of the work, of a rank that has as many microbatches as some rank must have."""
+        share of the work, of a rank that has as many microbatches as some rank must have; where stages differ, each its
+        share of the work."""
         point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
         fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
-        ahead, back = self._fastest(self.dressed(machine))
+        machine = self.dressed(machine)
+        apart = self.job.goes_apart(point)
+        of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
+        different = {id(costs): costs for costs in of_stages}
+        ahead, back = self._through(fastest(list(different.values())))
         filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
-        return (ahead + back) * num_microbatches / point.pp + filled
+        alike = (ahead + back) * num_microbatches / point.pp + filled
+        if len(different) == 1:
+            return alike
+        counts = list(Counter(machine.pipelines).values()) if apart else [1]
+        of_all = point.parts(self.job.global_batch) if apart else num_microbatches
+        return max(alike, self._shared_out_at_best(of_stages, different, counts, of_all))
+
+    def _shared_out_at_best(
+        self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
+    ) -> float:
+        """What ``num_microbatches`` take at least of pipelines whose stages cost ``of_stages``, one after the other, of
+        which there are ``counts``."""
+        often, numbers = self._often, {key: k for k, key in enumerate(different)}
+        seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
+        work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
+        by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
+        pipelines = Pipelines(-np.sort(-by_stage, axis=1), np.array(counts))
+        return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
 
     def dressed(self, machine: Machine) -> Machine:
         """``machine`` with what else the point says: one and the same object each time."""
@@ -153,16 +178,19 @@ class Judge:
         work = (sum(self._through(self.costs.of_stage(of_stage, machine.spread))) for of_stage in seats)
         return 1 / sum(1 / max(seconds, 1e-30) for seconds in work)
 
-    def _fastest(self, machine: Machine) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls, forward and backward, were all stages as fast as the fastest."""
-        of = self.costs.by_pipeline(machine) if self.job.goes_apart(self.point) else self.costs.by_stage(machine)
-        return self._through(fastest(list({id(costs): costs for costs in of}.values())))
-
     def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
         """Seconds of a microbatch through all calls."""
-        often = Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
-        ahead, back = (sum(n * getattr(of[b], name) for b, n in often.items()) for name in _TOTALS)
+        ahead, back = (sum(n * getattr(of[b], name) for b, n in self._often.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
+
+    @cached_property
+    def _often(self) -> Counter[str]:
+        """How often each block is called."""
+        return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
+
+    @property
+    def _ways(self) -> Sequence[str]:
+        return _TOTALS[: 1 + self.job.train]
 
     def _followed(self, problem: StageProblem) -> StageProblem:
         """``problem`` with what its schedule says of the microbatches that stages hold."""

@@ -326,9 +326,7 @@ def job(topology: Topology, batch: int = 8, **pinned: int) -> Job:
 class Fixed(Placements):
     """One placement and no other."""
 
-    def best(
-        self, mesh: Mapping[str, int], judge: Callable[[Machine], tuple[float, Any]], least: Any = None
-    ) -> Found[Any]:
+    def best(self, mesh: Mapping[str, int], judge: Callable[[Machine], tuple[float, Any]], *_: object) -> Found[Any]:
         machine = Machine(self.topology, mesh, self.precision, self.fixed)
         return Found(machine, *judge(machine))
 

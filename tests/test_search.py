@@ -22,7 +22,7 @@ from partitioner import partition, prepare
 from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.gathers import Gathers
+from partitioner.cost.gathers import Floor, Gathers
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
@@ -554,10 +554,10 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | 
     assert gathers.floor(small) == gathers.floor(large)
     assert gathers.floor(replace(small, zero=2)) == {}
     plain = dict.fromkeys(work.model.blocks, (1e-09, 2e-09))
-    both = gathers.beside(plain, small)
-    assert both is not None
+    both = gathers.beside(Floor(plain, (plain,)), small)
+    assert both is not None and both.of_kind == (both.seconds,)
     for block in (call.block for call in work.model.calls if call.states):
-        for alone, beside, own in zip(gathers.floor(small)[block], both[block], plain[block], strict=True):
+        for alone, beside, own in zip(gathers.floor(small)[block], both.seconds[block], plain[block], strict=True):
             assert alone > 1e-6  # a collective's start-up at least
             assert beside == pytest.approx(alone + (own if overlap is False else 0.0), rel=1e-3)
     step = evaluator.solve(small).estimate.step_time

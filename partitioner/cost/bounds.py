@@ -26,11 +26,13 @@ from partitioner.cost.blockwork import BlockWork, Works
 from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.gathers import Floor
+from partitioner.cost.kinds import Kinds
 from partitioner.cost.levels import best_reducers, data_reducers
 from partitioner.cost.offload import update_seconds
+from partitioner.cost.paces import Pool, pool_of, work_and_speeds
 from partitioner.cost.planned import Planned
 from partitioner.cost.reductions import reduction
-from partitioner.cost.relaxed import Relaxed, best_type, relaxed, stage_speeds
+from partitioner.cost.relaxed import Relaxed, best_type, relaxed
 from partitioner.cost.states import StateCost, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
@@ -52,9 +54,7 @@ class How(TypedDict, total=False):
     quick: bool
 
 
-_FIELDS = ("dp", "cp", "tp", "ep", "microbatch_size")
 _ROUNDING = 1 - 1e-9
-_TINY_S = 1e-15
 
 
 def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
@@ -76,11 +76,11 @@ class ModelBounds:
         self.samples, self.train, fp8 = job.samples, job.train, job.precision == "fp8"
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
-        self._counts = np.bincount(of_device, minlength=len(paces))
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
         paced = types if len(types) > 1 else []
-        self._works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
+        works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
+        self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
             job.model.states,
@@ -107,11 +107,7 @@ class ModelBounds:
     @property
     def blocks(self) -> dict[str, BlockWork]:
         """On the best kind of device."""
-        return self._works.best
-
-    @property
-    def _paced(self) -> list[dict[str, BlockWork]]:
-        return self._works.paced
+        return self._kinds.works.best
 
     @cached_property
     def model_flops(self) -> float:
@@ -134,60 +130,60 @@ class ModelBounds:
         """The blocks of the calls that stages can be cut between."""
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
+    @cached_property
+    def _often(self) -> Counter[str]:
+        """How often each block is called."""
+        return Counter(self._placed)
+
     def times(self, points: Sequence[Point]) -> Vector:
         """For each point the seconds that no plan of it can go below.
 
         ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
         cannot hide it (one stage), and the update.
         """
-        _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
-        blocks = [self.blocks[name] for name in dict.fromkeys(self._placed)]
-        calls = np.array([self._placed.count(name) for name in dict.fromkeys(self._placed)])
-        share = size / self.samples / cp
-        several = (size > 1).astype(np.float64)
-        forward = np.stack([block.forward.at(share, tp, several, ep) for block in blocks])
-        backward = np.stack([block.backward.at(share, tp, several, ep) for block in blocks])
-        fastest, together = self._speeds(points)
+        calls, fastest = np.array(list(self._often.values())), self._kinds.fastest(points)
+        forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, points))
         ahead, back = calls @ forward, calls @ backward
-        largest = (forward + backward).max(axis=0)
-        after = self._after(points, back / fastest)
-        pipelines = self._pipelines(points, ahead / fastest, back / fastest, largest / fastest, together / fastest)
-        bound: Vector = (pipelines + after) * _ROUNDING
+        pipelines = self._pipelines(points, ahead, back, (forward + backward).max(axis=0))
+        if self._kinds.differ:
+            pipelines = np.maximum(pipelines, self._shared_out(points, self._kinds.of_each(points)))
+        bound: Vector = (pipelines + self._after(points, back)) * _ROUNDING
         return bound
 
-    def _pipelines(
-        self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector, together: Vector | None = None
-    ) -> Vector:
+    def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
         """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
-        those of even stages, or as the largest call paces it. ``together``: stages, if faster ones do more."""
+        those of even stages, or as the largest call paces it."""
         m = np.array([self.rounds(p) for p in points])
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
         fill = np.array([self._fill(p) for p in points])
         whole = ahead + back
-        slowest = np.maximum(whole / (pp if together is None else together), largest)
+        slowest = np.maximum(whole / pp, largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
         alone = ahead + back * np.array([least_alone(p.schedule) for p in points])
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
-    def _speeds(self, points: Sequence[Point]) -> tuple[Vector, Vector]:
-        """For each point the speed of the fastest stage, and of all stages together, at best.
+    def _shared_out(self, points: Sequence[Point], seconds: NDArray[np.float64]) -> Vector:
+        """Seconds of the pipelines where devices differ, and the blocks of a microbatch take ``seconds`` on each kind:
+        shape ``[kinds, blocks, points]``."""
+        found = np.zeros(len(points))
+        for place, (point, of_kind) in enumerate(zip(points, np.moveaxis(seconds, 2, 0), strict=True)):
+            work, speeds = work_and_speeds(of_kind, list(self._often.values()))
+            pool = self._pool(point, speeds)
+            of_all = self.rounds(point) * pool.pipelines
+            found[place] = pool.least(work, of_all, plain=is_formula(point.schedule))
+        return found
 
-        1 is the speed of the best kind of device. A kind has the most that it has for any block, and a stage that of
-        its slowest device.
-        """
-        if not self._paced:
-            return np.ones(len(points)), np.array([float(p.pp) for p in points])
-        best = self._seconds(self.blocks, points)
-        speeds = [(best / self._seconds(paced, points)).max(axis=0) for paced in self._paced]
-        by_point = zip(points, np.stack(speeds, axis=1), strict=True)
-        by_stage = (stage_speeds(s, self._counts, p.pp, self.job.goes_apart(p)) for p, s in by_point)
-        fastest, together = zip(*by_stage, strict=True)
-        return np.array(fastest), np.array(together)
+    def _pool(self, point: Point, speeds: Vector) -> Pool:
+        """What does the work of a point: groups of ranks that wait for each other in every microbatch, so those of
+        ``tp`` and ``cp``, or whole stages."""
+        apart = self.may_differ(point)
+        size = point.tp * point.cp if apart else self.topology.num_devices // point.pp
+        return pool_of(speeds, self._kinds.counts, size, point.dp if apart else 1)
 
     def may_differ(self, point: Point) -> bool:
         """Whether faster ranks may have more microbatches."""
-        return bool(self._paced) and self.job.goes_apart(point)
+        return self._kinds.differ and self.job.goes_apart(point)
 
     def rounds(self, point: Point) -> float:
         """Microbatches of a rank: of the one that has most, or of all in the mean where faster ones have more."""
@@ -199,14 +195,6 @@ class ModelBounds:
         if self.may_differ(point) and not is_formula(point.schedule):
             return 0.0, 0.0
         return least_fill(point.schedule, point.pp, point.num_microbatches(self.global_batch), point.virtual_stages)
-
-    def _seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> Vector:
-        """Of every block that is placed, forward and (if there is one) backward, shape ``[rows, points]``."""
-        _, cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in _FIELDS)
-        share, several = size / self.samples / cp, (size > 1).astype(np.float64)
-        works = [w for b in dict.fromkeys(self._placed) for w in (blocks[b].forward, blocks[b].backward)]
-        seconds = np.stack([work.at(share, tp, several, ep) for work in works])
-        return np.maximum(seconds, _TINY_S)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
@@ -285,8 +273,10 @@ class ModelBounds:
 
     def speeds(self, point: Point) -> tuple[float, float]:
         """Of the fastest stage and of all together at best, where 1 is a stage of the best kind of device."""
-        fastest, together = self._speeds([point])
-        return float(fastest[0]), float(together[0])
+        if not self._kinds.differ:
+            return 1.0, float(point.pp)
+        pool = self._pool(point, self._kinds.speeds([point])[:, 0])
+        return pool.fastest, pool.together / pool.pipelines
 
     def _machine(self, point: Point) -> Relaxed:
         key = tuple(point.grid.values())
@@ -316,7 +306,7 @@ class ModelBounds:
         fastest = self.speeds(point)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
         if floor:
-            calls |= {name: _at_least(calls[name], *floor[name]) for name in calls.keys() & floor.keys()}
+            calls |= {n: _at_least(calls[n], *floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
         return self.least(point, self.model, calls, self.share_of_states(point), **how)
 
     def calls(self, point: Point) -> dict[str, CallCost]:
@@ -387,14 +377,19 @@ class ModelBounds:
         """The same of a pipeline that takes no less."""
         return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
-    def with_floor(self, points: Sequence[Point], floor: Floor) -> float:
-        """The same where each block takes at least ``floor``, forward and backward."""
-        often = Counter(self._placed)
-        ahead = sum(n * floor[block][0] for block, n in often.items())
-        back = sum(n * floor[block][1] for block, n in often.items()) if self.train else 0.0
-        largest = max((sum(floor[block][: 1 + self.train]) for block in often), default=0.0)
+    def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
+        """The same where blocks take at least ``floor``; ``shared``: whatever the largest call takes."""
+        often = self._often
+        ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
+        back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
+        largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
         # as if all of it could hide reductions
         after = float(self._after(points, np.full(len(points), ahead + back)).min())
-        of_point = (np.array([seconds]) for seconds in (ahead, back, largest))
+        of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(points, key=self.rounds)
-        return (float(self._pipelines([least], *of_point)[0]) + after) * _ROUNDING
+        pipeline = float(self._pipelines([least], *of_point)[0])
+        if floor.of_kind:
+            both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
+            different = list({self.may_differ(point): point for point in points}.values())
+            pipeline = max(pipeline, min(self._shared_out(different, np.dstack([both] * len(different)))))
+        return (pipeline + after) * _ROUNDING

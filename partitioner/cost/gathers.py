@@ -3,7 +3,7 @@ large one, so that no share of a larger one's time says it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partitioner.cost.asked import StateRead, gradient_bytes_of
@@ -16,7 +16,20 @@ from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel
 
-Floor = Mapping[str, tuple[float, float]]  # by block: seconds that it takes at least, forward and backward
+Seconds = Mapping[str, tuple[float, float]]  # by block, forward and backward
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What blocks take at least, wherever their ranks are; ``of_kind``: on each kind of device, empty where all are
+    alike."""
+
+    seconds: Seconds
+    of_kind: tuple[Seconds, ...] = ()
+
+    def each(self, change: Callable[[Seconds], Seconds]) -> Floor:
+        """With all seconds changed."""
+        return Floor(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
@@ -34,22 +47,27 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
-        self._floors: dict[tuple[object, ...], Floor] = {}
+        self._floors: dict[tuple[object, ...], Seconds] = {}
 
     def beside(self, floor: Floor | None, point: Point) -> Floor | None:
         """What blocks take at least that take ``floor`` without ZeRO."""
         gathers = self.floor(point)
-        if not floor or not gathers:
-            return floor or gathers or None
+        if not gathers:
+            return floor
+        if floor is None:
+            return Floor(gathers)
+        return floor.each(lambda seconds: self._beside(seconds, gathers))
+
+    def _beside(self, seconds: Seconds, gathers: Seconds) -> Seconds:
         return {
-            name: (self._both(a, gathers[name][0]), self._both(b, gathers[name][1])) for name, (a, b) in floor.items()
+            name: (self._both(a, gathers[name][0]), self._both(b, gathers[name][1])) for name, (a, b) in seconds.items()
         }
 
     def _both(self, seconds: float, gathers_s: float) -> float:
         """What of ``seconds`` is communication hides nothing, but then there is more to be hidden."""
         return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
 
-    def floor(self, point: Point) -> Floor:
+    def floor(self, point: Point) -> Seconds:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
         best groups; empty where weights are not sharded."""
         if point.zero != 3 or point.sharers == point.expert_sharers == 1:
@@ -70,7 +88,7 @@ class Gathers:
         experts = [m.group("edp_shard" if m.hybrid else "experts") for m in machines]
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
-    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: Point) -> Floor:
+    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: Point) -> Seconds:
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
 

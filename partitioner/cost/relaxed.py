@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from partitioner.cost.compute import matmul_efficiency
 from partitioner.cost.machine import Machine
@@ -14,8 +13,6 @@ from partitioner.topology.groups import num_communicators
 from partitioner.topology.hosts import BOUNDLESS, HostShare
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType, Link
-
-Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -93,18 +90,3 @@ def most_share(topology: Topology) -> float:
 def _best_link(links: Sequence[Link]) -> Link:
     bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
     return Link(name="best", bandwidth=bandwidth, latency=latency, level=-1)
-
-
-def stage_speeds(speeds: Vector, counts: NDArray[np.int64], stages: int, apart: bool = False) -> tuple[float, float]:
-    """The greatest speeds that the fastest of ``stages``, and all together, can have if each goes at its slowest
-    device's; ``apart``: if devices of a stage do not wait for each other.
-
-    ``speeds``: of kinds of devices, of which there are ``counts``.
-    """
-    if apart:
-        return float(speeds.max()), float(speeds @ counts) / int(counts.sum()) * stages
-    order = np.argsort(-speeds, kind="stable")
-    per_stage = int(counts.sum()) // stages
-    last = np.arange(1, stages + 1) * per_stage
-    found: Vector = speeds[order][np.searchsorted(np.cumsum(counts[order]), last)]
-    return float(found[0]), float(found.sum())

@@ -138,6 +138,7 @@ def search(
     time_limit_s: float = float("inf"),
     tolerance: float = 0.0,
     patience: int | None = None,
+    in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -148,6 +149,8 @@ def search(
         tolerance: stop when no bound is better than the best plan by more than this share.
         patience: so many families of schedules of several virtual stages on a rank, one after the other, may have no
             better plan; then no more of these are looked at, and their bounds stay as they are.
+        in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
+            bound does not say so; then it is not asked. Raises as it does.
         progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
@@ -163,7 +166,7 @@ def search(
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, progress, deadline, tolerance, patience)
+        interrupted = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience)
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -184,6 +187,7 @@ def _best_first(
     state: _State,
     bounds: Bounds,
     evaluate: Callable[[Point], Evaluated],
+    in_vain: Callable[[Point, float], bool],
     progress: Callable[[Progress], None] | None,
     deadline: float,
     tolerance: float,
@@ -220,7 +224,8 @@ def _best_first(
         if alone and (last or step == shared + len(bounds.steps)):
             if several:
                 state.in_vain.add(bounds.family(members[0]))
-            _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
+            if not _is_in_vain(state, members[0], in_vain):
+                _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
             continue
         state.num_bounded += 1
         if time.monotonic() > state.told + _TOLD_EVERY_S:
@@ -279,6 +284,15 @@ def _evaluate(
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
+
+
+def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
+    """Whether a point need not be evaluated: its bound stays as it is."""
+    try:
+        return state.best is not None and in_vain(point, state.best_time)
+    except PartitionError as error:
+        _infeasible(state.rows[point], error)
+        return True
 
 
 def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:

@@ -1,0 +1,115 @@
+"""What a step takes at least where devices differ: each group of ranks does work in proportion to its speed.
+
+GPipe and 1F1B: a pipeline of which ``j`` stages are as busy as any and the others idle takes ``(n - 1 + j) work / v``
+for ``n`` microbatches, ``v`` being the speed of its ``j`` fastest stages together. No other division of the work among
+stages beats the best ``j``, since the longest stage and the sum of all are piecewise linear in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
+Counts = NDArray[np.int64]
+_ROUNDING = 1e-9
+_TINY_S = 1e-15
+_STEPS = 64  # ends of microbatches that are looked at: fewer say less, but nothing wrong
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pipelines whose stages have ``speeds``, shape ``[kinds of pipelines, stages]``, the fastest first, and how many
+    of each there are."""
+
+    speeds: Matrix
+    counts: Counts
+
+    def least(self, work: float, microbatches: float, *, plain: bool) -> float:
+        """Seconds of ``microbatches`` in all, each of ``work`` seconds at speed 1, and at least one in each pipeline;
+        ``plain``: under GPipe or 1F1B, else under any schedule: no stage is busy for longer than the step takes."""
+        speed = np.cumsum(self.speeds, axis=1)
+        least = microbatches / float(speed[:, -1] @ self.counts)
+        if not plain:
+            return least * work
+        busy = np.arange(1.0, speed.shape[1] + 1)
+        least = max(least, float((busy / speed).min(axis=1).max()))
+        for _ in range(_STEPS):
+            done = np.floor((least * speed - busy + 1).max(axis=1) + _ROUNDING)
+            if done @ self.counts >= microbatches - _ROUNDING:
+                break
+            least = float(((done[:, None] + busy) / speed).min())
+        return least * work
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Groups of ranks that go at one pace each, that of their slowest device: ``counts`` of each of ``speeds``, the
+    fastest first. They are in ``pipelines`` of as many groups each, one to a stage, whichever these are."""
+
+    speeds: Vector
+    counts: Counts
+    pipelines: int
+
+    @cached_property
+    def number(self) -> int:
+        """Of all groups."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def together(self) -> float:
+        """The speed of all groups together."""
+        return float(self.speeds @ self.counts)
+
+    @cached_property
+    def fastest(self) -> float:
+        """The speed of the first group."""
+        return float(self.speeds[0])
+
+    def fastest_together(self, number: Counts) -> Vector:
+        """The speed of so many of the fastest groups together, for each of ``number``."""
+        before = np.cumsum(self.counts) - self.counts
+        taken = np.clip(number[:, None] - before, 0, self.counts)
+        together: Vector = taken @ self.speeds
+        return together
+
+    def least(self, work: float, microbatches: float, *, plain: bool) -> float:
+        """As of :class:`Pipelines`, of any that there could be. Added up over them, of which the fastest ``J`` groups
+        work, GPipe and 1F1B take ``(microbatches - pipelines + J) work / v(J)``."""
+        if not plain:
+            return microbatches * work / self.together
+        if self.number == self.pipelines:
+            return Pipelines(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
+        ends = np.concatenate([np.cumsum(self.counts), [self.pipelines]])
+        busy = ends[ends >= self.pipelines]
+        seconds = (microbatches - self.pipelines + busy) / self.fastest_together(busy)
+        return float(seconds.min()) * work
+
+
+def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:
+    """Groups of ``size`` devices in ``pipelines``, of ``counts`` devices of each of ``speeds``: the fastest together.
+
+    >>> pool_of(np.array([0.5, 1.0]), np.array([5, 3]), 2, 2)
+    Pool(speeds=array([1. , 0.5]), counts=array([1, 3]), pipelines=2)
+    """
+    order = np.argsort(-speeds, kind="stable")
+    of_speed = np.diff(np.cumsum(counts[order]) // size, prepend=0)
+    some = of_speed > 0
+    return Pool(speeds[order][some], of_speed[some], pipelines)
+
+
+def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
+    """What all blocks' work takes at speed 1, and the speed of each kind of device, of blocks that take ``seconds``,
+    shape ``[kinds, blocks]``, and are called so ``often``: no calls take less on a kind than their work at its speed.
+
+    Speeds are those for all blocks together. Of a block that a kind is better at, the work is less for it: with these
+    speeds for prices in the linear program that shares blocks among kinds, its dual is a bound.
+    """
+    of_all = np.maximum(seconds @ np.array(often, dtype=np.float64), _TINY_S)
+    speeds = of_all.min() / of_all
+    return float((speeds[:, None] * seconds).min(axis=0) @ np.array(often)), speeds

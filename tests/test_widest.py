@@ -62,6 +62,31 @@ def test_no_devices_communicate_faster_than_the_best_group(topology: Topology, s
                 assert least <= collective_time(op, num_bytes, group) * (1 + 1e-9), (devices, op, num_bytes)
 
 
+@settings(max_examples=40, deadline=None)
+@given(clusters(), st.integers(2, 12), st.randoms(use_true_random=False))
+def test_of_groups_that_all_devices_are_in_none_is_slowest_that_is_faster(topology: Topology, size: int, random: Any):
+    """However they are grouped: the slowest of the groups, over which their collectives are reckoned."""
+    world = topology.num_devices
+    size = max(n for n in range(1, size + 1) if world % n == 0)
+    best = best_group(topology, size, everywhere=True)
+    for _ in range(30 if size > 1 else 0):
+        groups = np.array(random.sample(range(world), world)).reshape(-1, size)
+        found = [group_of(topology, devices) for devices in groups]
+        slowest = min(found, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+        for op in OPS:
+            for num_bytes in (0.0, 1e4, 1e9):
+                least = collective_time(op, num_bytes, best)
+                assert least <= collective_time(op, num_bytes, slowest) * (1 + 1e-9), (groups, op, num_bytes)
+
+
+def test_a_group_of_all_devices_has_the_slow_one_in_it():
+    slow = loads("machine: dgx-h100\nnodes: 4\nnode_overrides: {2: {network: 0.1}}\n")
+    own = group_of(slow, np.arange(32))
+    assert no_slower(own, best_group(slow, 32)) and no_slower(own, best_group(slow, 32, everywhere=True))
+    of_16, everywhere = best_group(slow, 16), best_group(slow, 16, everywhere=True)
+    assert collective_time("all_reduce", 1e9, everywhere) > 5 * collective_time("all_reduce", 1e9, of_16)
+
+
 @pytest.mark.parametrize(("size", "devices"), [(8, range(8)), (12, [*range(6), *range(8, 14)]), (24, range(24))])
 def test_of_devices_that_are_alike_it_is_one_that_there_is(size: int, devices: Any):
     topology = Topology.preset("dgx-h100", nodes=3)

@@ -225,7 +225,7 @@ class ModelBounds:
             if self.placements.complete(grid):
                 reducers = data_reducers(self.placements.candidates(grid), point.zero, constraints)
             else:
-                group = self.placements.best_group(point.replicas)
+                group = self.placements.best_group(point.replicas, everywhere=True)  # there is one stage
                 reducers = best_reducers(self.topology, group, self.device, constraints)
             experts = self.job.experts if point.ep > 1 else ()
             shares = (cost for name, cost in self.share_of_states(point).items() if name not in experts)

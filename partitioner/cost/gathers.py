@@ -80,8 +80,9 @@ class Gathers:
     def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and experts' weights, on the placements that are tried."""
         if not self.placements.complete(point.grid):
-            best = self.placements.best_group
-            return [best(point.sharers)], [best(point.expert_sharers)]
+            sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
+            best = [self.placements.best_group(size, everywhere) for size in sizes]
+            return best[:1], best[1:]
         plain = self.placements.candidates(point.grid)
         machines = [replace(m, ep=point.ep, etp=point.etp, zero=3, dp_shard=point.dp_shard) for m in plain]
         shards = [m.group("dp_shard" if m.hybrid else "dp", "cp") for m in machines]

@@ -16,7 +16,7 @@ import numpy as np
 
 from partitioner.cost.collectives import collective_time, moved_share
 from partitioner.cost.relaxed import most_share
-from partitioner.topology.fabric import Ints, Storey, spans_nodes
+from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
 from partitioner.topology.groups import Group, Tier
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import Level
@@ -27,8 +27,9 @@ _ROUNDING = 1e-9
 _MOST_FORMS = 2000  # of a group that are gone through; of more, what no links allow is said
 
 
-def best_group(topology: Topology, size: int) -> Group:
-    """A group in which no collective takes longer than over any ``size`` devices."""
+def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
+    """A group in which no collective takes longer than over any ``size`` devices; ``everywhere``: than over the slowest
+    of groups that all devices are in."""
     if size == 1:
         return Group(1)
     storeys = topology.storeys
@@ -36,7 +37,8 @@ def best_group(topology: Topology, size: int) -> Group:
     if topology.own_links or not joins_all:
         return _over_all_links(topology, size)
     made: list[Group] = []
-    for group in _forms(topology, storeys, size):
+    farthest = np.sort(topology.network_share)[0 if everywhere else -size]  # of the network, that some device has
+    for group in _forms(topology, storeys, size, float(farthest)):
         made.append(group)
         if len(made) > _MOST_FORMS:
             return _over_all_links(topology, size)
@@ -61,13 +63,14 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
     return Group(size, (Tier(Level(name="best", bandwidth=widest, **tables), size, 1),))
 
 
-def _forms(topology: Topology, storeys: Sequence[Storey], size: int) -> Iterator[Group]:
+def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float) -> Iterator[Group]:
     """A group for all ways in which ``size`` devices may be parted by ``storeys``, with as many in each part as can
-    be."""
+    be; one device at least has no more of the network than ``farthest``."""
     alone = np.arange(topology.num_devices)
+    parts_below = [alone, *(storey.joined for storey in storeys)]
     fewest = [_fewest_parts(storey, size) for storey in storeys]
     most = [len(np.unique(storey.joined)) for storey in storeys]
-    ways = [_most_ways(*pair) for pair in pairwise([alone, *(storey.joined for storey in storeys)])]
+    ways = [_most_ways(*pair) for pair in pairwise(parts_below)]
 
     def further(number: int, parts: int, below: int, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
         if number == len(storeys):
@@ -81,12 +84,22 @@ def _forms(topology: Topology, storeys: Sequence[Storey], size: int) -> Iterator
                 yield from further(number + 1, parts, below, tiers, ring)
                 continue
             for links in _links(topology, storey):
-                share = 1.0 if storey.shares is None else float(storey.shares.max())
+                share = _most_share(storey.shares, parts_below[number], farthest, below)
                 tier = Tier(links.shared(share), math.ceil(parts / count), below)
                 slowest = min(ring, links.bandwidth * links.efficiency) if topology.single_ring and tiers else ring
                 yield from further(number + 1, count, size // count, (*tiers, tier), slowest)
 
     yield from further(0, size, 1, (), math.inf)
+
+
+def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
+    """Of a level's bandwidth, that each of so many ``devices`` in a part has: their part that is in the part of the
+    farthest one has no more than all of it has."""
+    if shares is None:
+        return 1.0
+    of_part = np.bincount(parts, weights=shares)
+    far = np.unique(parts[shares <= farthest])
+    return min(float(shares.max()), float(of_part[far].max()) / devices)
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:

@@ -57,7 +57,7 @@ class Placements:
     _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
     _narrowed: set[Key] = field(default_factory=set, init=False)
     _exchanged: set[Key] = field(default_factory=set, init=False)
-    _best_groups: dict[int, Group] = field(default_factory=dict, init=False)
+    _best_groups: dict[tuple[int, bool], Group] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._levels = equal_levels(self.topology)
@@ -84,11 +84,12 @@ class Placements:
             self._candidates[key] = machines
         return self._candidates[key]
 
-    def best_group(self, size: int) -> Group:
-        """What no collective over ``size`` devices can beat, wherever they are."""
-        if size not in self._best_groups:
-            self._best_groups[size] = best_group(self.topology, size)
-        return self._best_groups[size]
+    def best_group(self, size: int, everywhere: bool = False) -> Group:
+        """What no collective over ``size`` devices can beat, wherever they are; ``everywhere``: the slowest of those
+        over all devices."""
+        if (size, everywhere) not in self._best_groups:
+            self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
+        return self._best_groups[size, everywhere]
 
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> Machine:
         """The placement that puts the ranks of ``mesh`` on ``devices``."""

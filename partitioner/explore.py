@@ -80,9 +80,11 @@ def explore(
     *,
     progress: Callable[[Progress], None] | None = None,
     compare: bool = True,
+    enough_s: float = math.inf,
 ) -> Explored:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
-    ``time_limit_s``: for the search, see :func:`partitioner.partition`.
+    ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
+    are of no interest, and may not be found.
 
     Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better; with
     optimizer states on disk at last, where it is a host that lacks memory.
@@ -103,7 +105,7 @@ def explore(
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
         try:
-            return _explore(asked, evaluator, bounds, progress, compare, deadline)
+            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s)
         except CapacityError as error:
             short = error if asked is job else short  # without offload, which is no less short
         finally:
@@ -140,6 +142,7 @@ def _explore(
     progress: Callable[[Progress], None] | None,
     compare: bool,
     deadline: float,
+    enough_s: float,
 ) -> Explored:
     space = space_of(job, bounds)
     candidates = points(space)
@@ -149,7 +152,7 @@ def _explore(
     siblings = Siblings(bounds.state_bytes)
     floors = Floors(bounds, evaluator, candidates, space)
 
-    best_s = math.inf
+    best_s = enough_s
 
     def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
         nonlocal best_s
@@ -170,6 +173,7 @@ def _explore(
         time_limit_s=deadline - time.monotonic(),
         patience=PATIENCE,
         in_vain=evaluator.is_in_vain,
+        enough_s=enough_s,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
@@ -195,9 +199,9 @@ def _explore(
     return Explored(found, certificate, Later(others, worth_it=unknown or (compare and not is_even(job.topology))))
 
 
-def best(time_limit_s: float, job: Job) -> Candidate:
+def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
     """The row of the best plan of ``job``. Raises as :func:`explore` does."""
-    rows = explore(job, time_limit_s, compare=False).certificate.candidates
+    rows = explore(job, time_limit_s, compare=False, enough_s=enough_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 

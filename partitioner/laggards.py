@@ -21,7 +21,7 @@ _MOST = 3  # smaller clusters that are looked at
 _WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
 
 SpaceOf = Callable[[Job, ModelBounds], Space]
-Best = Callable[[Job], Candidate]
+Best = Callable[[Job, float], Candidate]  # that takes less than so many seconds
 
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
@@ -57,7 +57,7 @@ def without_laggards(job: Job, best_s: float, space_of: SpaceOf, best: Best) -> 
         try:
             if _least(fewer, space_of) >= _WORTH * best_s:
                 continue
-            candidate = best(fewer)
+            candidate = best(fewer, _WORTH * best_s)
         except PartitionError:
             continue
         if (candidate.step_time or best_s) < _WORTH * best_s:

@@ -25,6 +25,9 @@ _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _LARGE = 1e15  # bytes: what a collective takes is a start and a slope
 _ROUNDING = 1e-9
 _MOST_FORMS = 2000  # of a group that are gone through; of more, what no links allow is said
+_SINGLY = 8  # devices in the smallest part of a group, up to which every number is told apart
+_FEW = 100  # numbers of parts, of each of which that is done
+_Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
@@ -65,31 +68,48 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 
 def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float) -> Iterator[Group]:
     """A group for all ways in which ``size`` devices may be parted by ``storeys``, with as many in each part as can
-    be; one device at least has no more of the network than ``farthest``."""
+    be; one device at least has no more of the network than ``farthest``, and the others of its part of the group share
+    what that has, so that it matters how few there are in the smallest part."""
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
     fewest = [_fewest_parts(storey, size) for storey in storeys]
     most = [len(np.unique(storey.joined)) for storey in storeys]
+    largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in storeys]
     ways = [_most_ways(*pair) for pair in pairwise(parts_below)]
 
-    def further(number: int, parts: int, below: int, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
+    alike = bool((topology.network_share == topology.network_share[0]).all())
+
+    def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
         if number == len(storeys):
             if parts == 1:
                 yield Group(size, tiers, ring=ring)
             return
         storey = storeys[number]
         least = max(fewest[number], math.ceil(parts / ways[number]))
+        fine = most[number] - least <= _FEW
         for count in range(least, min(parts, most[number]) + 1):
             if count == parts:
                 yield from further(number + 1, parts, below, tiers, ring)
                 continue
             for links in _links(topology, storey):
-                share = _most_share(storey.shares, parts_below[number], farthest, below)
-                tier = Tier(links.shared(share), math.ceil(parts / count), below)
+                share = _most_share(storey.shares, parts_below[number], farthest, below[0])
+                tier = Tier(links.shared(share), math.ceil(parts / count), below[1])
                 slowest = min(ring, links.bandwidth * links.efficiency) if topology.single_ring and tiers else ring
-                yield from further(number + 1, count, size // count, (*tiers, tier), slowest)
+                smallest = [(size // count,) * 2] if alike else _ranges(size, count, largest[number], fine)
+                for each in smallest:
+                    yield from further(number + 1, count, each, (*tiers, tier), slowest)
 
-    yield from further(0, size, 1, (), math.inf)
+    yield from further(0, size, (1, 1), (), math.inf)
+
+
+def _ranges(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
+    """How many of ``size`` devices in ``count`` parts there may be in the smallest, each of at most ``largest``: one
+    range or, ``fine``, some that are longer the more there are."""
+    low, most = max(1, size - (count - 1) * largest), size // count
+    while low <= most:
+        high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
+        yield low, high
+        low = high + 1
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:

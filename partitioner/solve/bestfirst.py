@@ -116,6 +116,7 @@ class _Row:
 class _State:
     rows: dict[Point, _Row]
     best: Point | None = None
+    enough_s: float = float("inf")
     num_evaluated: int = 0
     num_bounded: int = 0
     in_vain: set[Hashable] = field(default_factory=set)  # families of several virtual stages, since the best was found
@@ -125,6 +126,10 @@ class _State:
     def best_time(self) -> float:
         found = self.rows[self.best].evaluated if self.best is not None else None
         return found.step_time if found is not None else float("inf")
+
+    @property
+    def limit(self) -> float:  # from which on a plan is of no interest
+        return min(self.best_time, self.enough_s)
 
 
 def search(
@@ -139,6 +144,7 @@ def search(
     tolerance: float = 0.0,
     patience: int | None = None,
     in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
+    enough_s: float = float("inf"),
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -151,16 +157,17 @@ def search(
             better plan; then no more of these are looked at, and their bounds stay as they are.
         in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
             bound does not say so; then it is not asked. Raises as it does.
+        enough_s: plans that take as long are of no interest.
         progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
     Raises:
         CapacityError: no point fits in memory; that of the point that lacks least.
-        PlanError: no point has a plan for other reasons.
+        PlanError: no point has a plan for other reasons, or none that takes less than ``enough_s``.
     """
     deadline = time.monotonic() + time_limit_s
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
-    state = _State({p: _Row(p, b) for p, b in zip(points, first, strict=True)})
+    state = _State({p: _Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s)
     interrupted = False
     try:
         for point in dict.fromkeys(always):
@@ -208,7 +215,7 @@ def _best_first(
         members = nodes[number]
         several = not is_plain(members[0].schedule, members[0].virtual_stages)
         enough = several and patience is not None and state.best is not None and len(state.in_vain) >= patience
-        if enough or bound >= state.best_time * (1 - tolerance):
+        if enough or bound >= state.limit * (1 - tolerance):
             continue
         if time.monotonic() > deadline:
             return True
@@ -220,7 +227,7 @@ def _best_first(
                     nodes.append([member])
                     heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
             continue
-        last = state.best is None and not heap  # which no bound can spare
+        last = state.limit == float("inf") and not heap  # which no bound can spare
         if alone and (last or step == shared + len(bounds.steps)):
             if several:
                 state.in_vain.add(bounds.family(members[0]))
@@ -252,9 +259,9 @@ def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int)
     rows = [row for row in known if row.is_open]
     try:
         if step < of_family:
-            bound = bounds.together[step](members, state.best_time)
+            bound = bounds.together[step](members, state.limit)
         else:
-            bound = bounds.steps[step - of_family](members[0], state.best_time)
+            bound = bounds.steps[step - of_family](members[0], state.limit)
     except PartitionError as error:
         for row in rows:
             _infeasible(row, error)
@@ -289,7 +296,7 @@ def _evaluate(
 def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
     """Whether a point need not be evaluated: its bound stays as it is."""
     try:
-        return state.best is not None and in_vain(point, state.best_time)
+        return state.limit < float("inf") and in_vain(point, state.limit)
     except PartitionError as error:
         _infeasible(state.rows[point], error)
         return True
@@ -310,6 +317,8 @@ def _infeasible(row: _Row, error: PartitionError) -> None:
 
 def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
     """Why no point has a plan."""
+    if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
+        return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
     if interrupted:  # those that were tried say nothing of the others
         return TimeLimitError(
             "the time limit passed before any plan was found; allow more time or fix more constraints"

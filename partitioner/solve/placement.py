@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 Key = tuple[int, ...]
 
 _BETTER = 1e-9  # of a cost: what rounding may differ by
-_EXCHANGES = 120  # placements that exchanges may judge for one mesh
+_EXCHANGES = 60  # placements that exchanges may judge for one mesh
 _LOOKS = 400  # and look at
 _NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most
-_KEPT = 8  # placements of a mesh that are judged again for every microbatch
+_KEPT = 4  # placements of a mesh that are judged again for every microbatch
 _MOST_GROUPS = 64  # that are exchanged
 
 
@@ -115,7 +115,7 @@ class Placements:
         machines = self.candidates(mesh)
         floors = [0.0 if least is None else least(machine) for machine in machines]
         for number in sorted(range(len(machines)), key=floors.__getitem__):
-            if best is not None and floors[number] >= best.cost:
+            if best is not None and floors[number] >= min(best.cost, enough):
                 costs.append((floors[number], number))
                 continue
             machine = machines[number]
@@ -149,7 +149,7 @@ class Placements:
         if key in self._exchanged or best.cost >= enough * _NEAR:
             return best
         self._exchanged.add(key)
-        improved = self._exchange(best, judge, least, errors)
+        improved = self._exchange(best, judge, least, errors, enough)
         if improved is not best:
             self._candidates[key].append(improved.machine)
         return improved
@@ -160,6 +160,7 @@ class Placements:
         judge: Callable[[Machine], tuple[float, Result]],
         least: Callable[[Machine], float] | None,
         errors: list[PartitionError],
+        enough: float,
     ) -> Found[Result]:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
@@ -177,7 +178,7 @@ class Placements:
                 if mark in seen:
                     continue
                 seen.add(mark)
-                if least is not None and least(machine) >= best.cost:
+                if least is not None and least(machine) >= min(best.cost, enough):
                     continue
                 left -= 1
                 found = _judged(machine, judge, errors)

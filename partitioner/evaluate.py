@@ -27,13 +27,16 @@ from partitioner.judge import Judge
 from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
-from partitioner.solve.placement import Found, Placements
+from partitioner.solve.pipelines import is_formula
+from partitioner.solve.placement import EXCHANGES, Found, Placements
 from partitioner.solve.point import Point
 from partitioner.solve.stages import StageSplit
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import Block, FoldedModel
 from passes.errors import UnsupportedError
 from runtime.offload import Offload
+
+_EXCHANGES_FOLLOWED = 8  # of a schedule that is followed for each of them
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Evaluator:
         judge = self._judge(point, proven, enough_s)
         local, states = judge.local, judge.states
         if devices is None:
-            found = self.placements.best(point.grid, judge, judge.least, enough_s)
+            exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED
+            found = self.placements.best(point.grid, judge, judge.least, enough_s, exchanges)
         else:
             machine = self.placements.at(point.grid, devices)
             found = Found(machine, *judge(machine))

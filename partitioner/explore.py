@@ -160,7 +160,7 @@ def _explore(
         best_s = min(best_s, found.step_time)
         if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
             least = found.step_time if found.least is None else found.least
-            found = replace(found, least=min(least, floors.of_point(point)))
+            found = replace(found, least=min(least, floors.of_point(point, best_s)))
         return found
 
     result = search(

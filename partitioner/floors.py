@@ -87,12 +87,14 @@ class Floors:
         the best ones, by the largest microbatch's sharding; then both by its own."""
         return self._held, self._gathered, self._staged, self._thoroughly, self._own, self._own_staged
 
-    def of_point(self, point: Point) -> float:
-        """The tightest bound of a point that has a plan, wherever its ranks are."""
+    def of_point(self, point: Point, enough_s: float = np.inf) -> float:
+        """The tightest bound of a point that has a plan, wherever its ranks are; ``enough_s``: a bound of that is as
+        good as any."""
         floor, own = self.evaluator.floor(point, point.microbatch_size), self.evaluator.least(point)
         even = self.bounds.with_floor([point], floor) if floor else 0.0
         try:
-            pipeline_s = split_of(self.bounds.problem(point, *own, virtual_ranks(point)), point).least_s
+            problem = self.bounds.problem(point, *own, virtual_ranks(point))
+            pipeline_s = split_of(problem, point, enough_s=enough_s).least_s
         except CapacityError:  # schedules that are followed are not looked through to the end
             pipeline_s = 0.0
         stages = self.bounds.followed(point, pipeline_s)

@@ -47,12 +47,13 @@ def virtual_ranks(point: Point) -> tuple[int, ...]:
     return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
 
 
-def split_of(problem: StageProblem, point: Point, *, proven: bool = True) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, and errors: see
+def split_of(problem: StageProblem, point: Point, *, proven: bool = True, enough_s: float = math.inf) -> StageSplit:
+    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, ``enough_s``, and errors: see
     :func:`partitioner.solve.virtual.solve_virtual`."""
     if is_formula(point.schedule):
         return solve_stages(problem)
-    return solve_virtual(problem, point.schedule, point.pp, point.virtual_stages, proven=proven)
+    schedule = point.schedule, point.pp, point.virtual_stages
+    return solve_virtual(problem, *schedule, proven=proven, enough_s=enough_s)
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Judge:
 
         cut = cut_for_step(
             problem,
-            partial(split_of, point=point, proven=self.proven),
+            partial(split_of, point=point, proven=self.proven, enough_s=self.enough_s),
             price,
             least_update(problem, held, machine),
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),

@@ -36,8 +36,9 @@ class Found:
     bound: float
 
 
-def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int]) -> Found:
-    """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone."""
+def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf) -> Found:
+    """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone; ``enough_s``:
+    what takes as long is of no interest."""
     costs = _Costs(tables)
     train = tables.problem.train
     seen: dict[tuple[int, ...], float] = {}
@@ -54,7 +55,7 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int])
         paths += (path - paths) / turn
         least, cuts = bands.shortest(paths)
         bound = max(bound, least)
-        if min(seen.values()) * (1 - _CLOSE) <= bound:
+        if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
             break
     order = sorted((taken, found) for found, taken in seen.items())
     return Found(tuple(order), min(bound, order[0][0]))

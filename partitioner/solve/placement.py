@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 Key = tuple[int, ...]
 
 _BETTER = 1e-9  # of a cost: what rounding may differ by
-_EXCHANGES = 60  # placements that exchanges may judge for one mesh
+EXCHANGES = 60  # placements that exchanges may judge for one mesh
 _LOOKS = 400  # and look at
 _NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most
 _KEPT = 4  # placements of a mesh that are judged again for every microbatch
@@ -102,11 +102,13 @@ class Placements:
         judge: Callable[[Machine], tuple[float, Result]],
         least: Callable[[Machine], float] | None = None,
         enough: float = np.inf,
+        exchanges: int = EXCHANGES,
     ) -> Found[Result]:
         """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
 
         ``least``: what ``judge`` cannot go below, quickly; what cannot be better is then not judged. ``enough``: a cost
-        that is known for another mesh; one that is far from it is not improved on.
+        that is known for another mesh; one that is far from it is not improved on. ``exchanges``: placements that
+        are then judged besides, at most.
         Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
         """
         best: Found[Result] | None = None
@@ -124,7 +126,7 @@ class Placements:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         if best is not None and not self.complete(mesh):
-            best = self._improved(best, judge, least, costs, errors, enough)
+            best = self._improved(best, judge, least, costs, errors, enough, exchanges)
         if best is None:
             raise nearest(errors)
         return best
@@ -137,6 +139,7 @@ class Placements:
         costs: list[tuple[float, int]],
         errors: list[PartitionError],
         enough: float,
+        exchanges: int,
     ) -> Found[Result]:
         """``best``, or what exchanges make of it: once for a mesh. For its other microbatches the best of the
         candidates, which took ``costs``, and ranks on their namesakes, are enough."""
@@ -149,7 +152,7 @@ class Placements:
         if key in self._exchanged or best.cost >= enough * _NEAR:
             return best
         self._exchanged.add(key)
-        improved = self._exchange(best, judge, least, errors, enough)
+        improved = self._exchange(best, judge, least, errors, enough, exchanges)
         if improved is not best:
             self._candidates[key].append(improved.machine)
         return improved
@@ -161,11 +164,12 @@ class Placements:
         least: Callable[[Machine], float] | None,
         errors: list[PartitionError],
         enough: float,
+        left: int,
     ) -> Found[Result]:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
         seen = {signature(machine) for machine in self.candidates(mesh)}
-        left, looks = _EXCHANGES, _LOOKS
+        looks = _LOOKS
         improved = True
         while improved and left > 0 and looks > 0:
             improved = False

@@ -33,10 +33,16 @@ _ENOUGH = 1 << 60  # bytes
 
 
 def solve_virtual(
-    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None, *, proven: bool = True
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    *,
+    proven: bool = True,
+    enough_s: float = np.inf,
 ) -> StageSplit:
     """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time;
-    ``proven``: and what none goes below.
+    ``proven``: and what none goes below. ``enough_s``: pipelines that take as long are of no interest.
 
     Where memory is short, cuts for the case that all stages make again what is quickly made, and whole calls, are tried
     besides: those for nothing made again may fit worse.
@@ -46,7 +52,7 @@ def solve_virtual(
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
-        found.append(_solved(problem, schedule, num_ranks, chunks, proven))
+        found.append(_solved(problem, schedule, num_ranks, chunks, proven, enough_s))
     except CapacityError as error:
         lacking = error
     if found and not (proven and _cut_by_memory(problem, found[0])):
@@ -55,10 +61,10 @@ def solve_virtual(
         raise lacking
     for how in ("selective", "full") if problem.slim is not None else ("full",):
         with suppress(CapacityError):
-            found.append(_solved(replace(problem, recompute=how), schedule, num_ranks, chunks, proven=False))
+            found.append(_solved(replace(problem, recompute=how), schedule, num_ranks, chunks, False, enough_s))
     if lacking is not None and found:
         roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
-        least = _solved(roomy, schedule, num_ranks, chunks, proven).least_s
+        least = _solved(roomy, schedule, num_ranks, chunks, proven, enough_s).least_s
     elif lacking is not None:
         raise lacking
     else:
@@ -68,7 +74,12 @@ def solve_virtual(
 
 
 def _solved(
-    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None, proven: bool
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    proven: bool,
+    enough_s: float,
 ) -> StageSplit:
     ranks = ranks_of(schedule, num_ranks, chunks)
     own = held(ranks, num_ranks)
@@ -102,7 +113,7 @@ def _solved(
         split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
         bound = 0.0
         if proven or not _cut_by_memory(problem, split):
-            split, bound = _improved(whole, split, schedule, own, flying, chunks)
+            split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s)
         taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
         return _joined(split, problem, schedule, own, taken, chunks, bound)
     stage, missing = lacking
@@ -190,6 +201,7 @@ def _improved(
     own: Sequence[Sequence[int]],
     flying: Held,
     chunks: int | None,
+    enough_s: float,
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
 
@@ -197,7 +209,6 @@ def _improved(
     """
     problem, p = tables.problem, len(own)
     table, more = shortened(schedule, p, problem.num_microbatches, chunks)
-    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)))
     times = np.array(
         [
             [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
@@ -205,7 +216,9 @@ def _improved(
         ]
     )
     steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
-    bound = found.bound + (more[2] * steady if more is not None else 0.0)
+    rest = more[2] * steady if more is not None else 0.0
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest)
+    bound = found.bound + rest
     if _cut_by_memory(problem, split):
         return split, bound
     for _, cuts in found.cuts:

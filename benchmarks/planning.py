@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 
@@ -31,6 +32,8 @@ class Job:
     global_batch: int
     seq: int = 8192
     nvlink: float | None = None  # bytes/s inside a node, where it is not the preset's
+    slow: int = 0  # so many of the nodes are of A100
+    network: float = 1.0  # of the bandwidth between nodes that the first one has
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ JOBS = {
     "llama-8b-8": Job("llama", _8B, 1, 512),
     "llama-8b-65536": Job("llama", _8B, 8192, 65536),
     "llama-405b-65536": Job("llama", _405B, 8192, 8192),
+    "llama-8b-h100-a100": Job("llama", _8B, 8, 128, 4096, slow=4),
+    "llama-8b-slow-network": Job("llama", _8B, 8, 128, 4096, network=0.1),
 }
 
 
@@ -91,7 +96,15 @@ def _model(job: Job) -> nn.Module:
 
 def _topology(job: Job) -> Any:
     from partitioner import Topology
+    from partitioner.topology import loads
 
+    if job.slow or job.network < 1:
+        kinds = [{"type": "h100-sxm", "devices": 8, "count": job.nodes - job.slow, "host": "dgx-h100"}]
+        kinds += [{"type": "a100-80gb", "devices": 8, "count": job.slow, "host": "dgx-a100"}] if job.slow else []
+        levels = [{"like": "nvlink4", "nodes": 1}, {"like": "ib-ndr"}]
+        return loads(
+            yaml.safe_dump({"nodes": kinds, "levels": levels, "node_overrides": {0: {"network": job.network}}})
+        )
     topology = Topology.preset("dgx-h100", nodes=job.nodes)
     if job.nvlink is None:
         return topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +170,8 @@ class Floors:
             states=self.bounds.state_bytes(point) * point.pp,
         )
         floor, needs = self._of_largest(self.family(point)), self._needs_of(point)
-        known = self.bounds.with_floor(points, floor, shared=True) if floor else float(self.bounds.times(points).min())
+        shared = partial(self.bounds.with_floor, points, floor) if floor else partial(self.bounds.times, points)
+        known = float(np.min(shared(shared=True)))  # what the largest call takes, that of others is not added to
 
         def of_steps(limit_s: float) -> float:
             """What no step that takes ``limit_s`` at most can go below."""

@@ -135,16 +135,17 @@ class ModelBounds:
         """How often each block is called."""
         return Counter(self._placed)
 
-    def times(self, points: Sequence[Point]) -> Vector:
+    def times(self, points: Sequence[Point], *, shared: bool = False) -> Vector:
         """For each point the seconds that no plan of it can go below.
 
-        ``(m - 1) max + sum`` of an even split or of the largest call, the reduction of gradients as far as the backward
-        cannot hide it (one stage), and the update.
+        ``(m - 1) max + sum`` of an even split or (but for ``shared``) of the largest call, the reduction of gradients
+        as far as the backward cannot hide it (one stage), and the update.
         """
         calls, fastest = np.array(list(self._often.values())), self._kinds.fastest(points)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, points))
         ahead, back = calls @ forward, calls @ backward
-        pipelines = self._pipelines(points, ahead, back, (forward + backward).max(axis=0))
+        largest = np.zeros(len(points)) if shared else (forward + backward).max(axis=0)
+        pipelines = self._pipelines(points, ahead, back, largest)
         if self._kinds.differ:
             pipelines = np.maximum(pipelines, self._shared_out(points, self._kinds.of_each(points)))
         bound: Vector = (pipelines + self._after(points, back)) * _ROUNDING
@@ -378,7 +379,7 @@ class ModelBounds:
         return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
     def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
-        """The same where blocks take at least ``floor``; ``shared``: whatever the largest call takes."""
+        """The same where blocks take at least ``floor``; ``shared``: as of :meth:`times`."""
         often = self._often
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

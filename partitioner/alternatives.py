@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from partitioner.evaluate import Solved
 from partitioner.plan import Candidate, Certificate
-from partitioner.solve.bestfirst import Bounds, Evaluated, bound_and_gap, candidate, refused
+from partitioner.solve.bestfirst import Bounds
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, several_stages
+from partitioner.solve.rows import Evaluated, bound_and_gap, candidate, refused
 from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
@@ -46,6 +47,7 @@ def best_schedule(
     evaluate: Callable[[Point], Evaluated],
     attempt: Callable[[Point], Evaluated],
     bounds: Bounds,
+    last: Callable[[Point, float], float],
     several: Sequence[Point],
     found: Solved,
     certificate: Certificate,
@@ -53,7 +55,8 @@ def best_schedule(
 ) -> tuple[Solved, Certificate]:
     """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline``.
 
-    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own.
+    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own;
+    ``last``: as :func:`partitioner.solve.bestfirst.search` has it.
     """
     best, rows = found, []
     for point in several:
@@ -71,11 +74,13 @@ def best_schedule(
         except PartitionError as error:
             rows.append(refused(point, error))
             continue
-        rows.append(_at_least(candidate(point, told), max(least, told.least or 0.0)))
+        rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
         if told.step_time < enough:
             best = told.payload
     if best is not found:
-        proven = evaluate(best.point).least or 0.0
+        whole = evaluate(best.point)
+        proven = whole.step_time if whole.least is None else whole.least
+        proven = min(proven, last(best.point, whole.step_time)) if whole.partly else proven
         rows = [_at_least(row, proven) if _same(row, candidate(best.point)) else row for row in rows]
     return best, _with(certificate, rows, best, found)
 

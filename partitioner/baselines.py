@@ -14,9 +14,9 @@ from typing import Any
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
-from partitioner.solve.bestfirst import Evaluated, candidate, refused
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, baselines, least, points
+from partitioner.solve.rows import Evaluated, candidate, refused
 from partitioner.solve.unfit import uneven
 from partitioner.units import divisors
 from passes.errors import PartitionError

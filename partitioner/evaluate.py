@@ -126,7 +126,7 @@ class Evaluator:
         if self.placements.complete(point.grid):
             return False  # a bound says it
         judge = self._judge(point)
-        return all(judge.least(machine) >= enough_s for machine in self.placements.candidates(point.grid))
+        return all(judge.least(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
     def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
         local, costs, states = self._own(point)

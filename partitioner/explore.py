@@ -27,9 +27,10 @@ from partitioner.job import Job
 from partitioner.laggards import is_even, without_laggards
 from partitioner.plan import Baseline, Candidate, Certificate
 from partitioner.solve.aside import Later
-from partitioner.solve.bestfirst import Evaluated, Progress, search
+from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, left_out, points
+from partitioner.solve.rows import Evaluated
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from runtime.offload import Offload
@@ -158,10 +159,7 @@ def _explore(
         nonlocal best_s
         found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
         best_s = min(best_s, found.step_time)
-        if not evaluator.placements.complete(point.grid):  # others may be better than those that were tried
-            least = found.step_time if found.least is None else found.least
-            found = replace(found, least=min(least, floors.of_point(point, best_s)))
-        return found
+        return replace(found, partly=not evaluator.placements.complete(point.grid))
 
     result = search(
         candidates,
@@ -173,6 +171,7 @@ def _explore(
         time_limit_s=deadline - time.monotonic(),
         patience=PATIENCE,
         in_vain=evaluator.is_in_vain,
+        last=floors.of_point,
         enough_s=enough_s,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
@@ -183,6 +182,7 @@ def _explore(
             evaluate,
             partial(evaluate, proven=False),
             floors,
+            floors.of_point,
             schedules_of_several(space, result.solved, found.point),
             found,
             certificate,

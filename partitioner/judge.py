@@ -19,12 +19,14 @@ from partitioner.cost.paces import Pipelines, work_and_speeds
 from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
 from partitioner.cost.states import StateCost, with_lost
 from partitioner.cost.tails import least_update, run_tails
+from partitioner.errors import CapacityError
 from partitioner.job import Job
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
 from partitioner.solve.joint import cut_for_step
-from partitioner.solve.pipelines import is_formula, least_fill
+from partitioner.solve.least import least_time
+from partitioner.solve.pipelines import is_formula, is_plain, least_fill
 from partitioner.solve.point import Point
 from partitioner.solve.shares import share_out
 from partitioner.solve.stage_problem import StageProblem
@@ -76,27 +78,13 @@ class Judge:
     enough_s: float = math.inf
     leasts: list[float] = field(default_factory=list)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
+    _quick: dict[int, float] = field(default_factory=dict)  # of those that are dressed
 
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
         job, point, machine = self.job, self.point, self.dressed(machine)
-        held = with_lost(self.states, lost_by(machine, job.constraints))
+        problem, held, shares = self._problem(machine)
         ranks = virtual_ranks(point)
-        shares, costs_by_stage = self._shared_out(machine)
-        problem = stage_problem(
-            self.local.model,
-            self.costs.at(self.reference, machine.spread),
-            held,
-            machine,
-            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the longest list
-            microbatch_size=point.microbatch_size,
-            schedule=point.schedule,
-            ranks=ranks,
-            constraints=job.constraints,
-            train=job.train,
-            costs_by_stage=costs_by_stage,
-            scattered_bytes=machine.scattered_bytes(point.num_microbatches(job.global_batch)),
-        )
         order = point.schedule, point.virtual_stages if ranks else None
 
         def price(split: StageSplit) -> tuple[float, Estimate]:
@@ -115,16 +103,57 @@ class Judge:
         )
         free = job.constraints.data_shares is None and job.goes_apart(point)
         other_shares = free and len(set(machine.pipelines)) > 1  # may be better
-        self.leasts.append(min(cut.least_s, self.least(machine)) if other_shares else cut.least_s)
+        self.leasts.append(min(cut.least_s, self._quickly(machine)) if other_shares else cut.least_s)
         return cut.step_s, Judged(problem, cut.split, cut.priced, shares)
 
-    def least(self, machine: Machine) -> float:
-        """What no plan on ``machine`` goes below, quickly: stages that are all as fast as the best and hold the same
-        share of the work, of a rank that has as many microbatches as some rank must have; where stages differ, each its
-        share of the work."""
+    def _problem(self, machine: Machine) -> tuple[StageProblem, Mapping[str, StateCost], tuple[int, ...]]:
+        """What is cut into stages on ``machine``, the states there, and the microbatches of each rank of ``dp``."""
+        job, point = self.job, self.point
+        held = with_lost(self.states, lost_by(machine, job.constraints))
+        shares, costs_by_stage = self._shared_out(machine)
+        problem = stage_problem(
+            self.local.model,
+            self.costs.at(self.reference, machine.spread),
+            held,
+            machine,
+            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the longest list
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            ranks=virtual_ranks(point),
+            constraints=job.constraints,
+            train=job.train,
+            costs_by_stage=costs_by_stage,
+            scattered_bytes=machine.scattered_bytes(point.num_microbatches(job.global_batch)),
+        )
+        return problem, held, shares
+
+    def least(self, machine: Machine, enough_s: float = 0.0) -> float:
+        """What judging ``machine`` does not go below; whether that is less than ``enough_s`` is found out as far as it
+        is quick. Infinite where no stages fit."""
+        machine = self.dressed(machine)
+        quick = self._quickly(machine)
+        point = self.point
+        if quick >= enough_s or is_formula(point.schedule) or not is_plain(point.schedule, point.virtual_stages):
+            return quick
+        problem, held, _ = self._problem(machine)
+        try:
+            found = least_time(self._followed(problem), enough_s, quick=True)
+        except CapacityError:
+            return math.inf
+        pipeline_s = found.pipeline_s(point.schedule, point.pp, problem.num_microbatches)
+        return max(quick, pipeline_s + least_update(problem, held, machine))
+
+    def _quickly(self, machine: Machine) -> float:
+        """What no plan on ``machine`` goes below: stages that are all as fast as the best and hold the same share of
+        the work, of a rank that has as many microbatches as some rank must have; where stages differ, each its share
+        of the work."""
+        if id(machine) not in self._quick:
+            self._quick[id(machine)] = self._at_best(machine)
+        return self._quick[id(machine)]
+
+    def _at_best(self, machine: Machine) -> float:
         point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
         fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
-        machine = self.dressed(machine)
         apart = self.job.goes_apart(point)
         of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}

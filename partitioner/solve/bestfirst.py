@@ -9,39 +9,21 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError, TimeLimitError
-from partitioner.plan import Candidate, Certificate
-from partitioner.schedules import schedule_name
+from partitioner.plan import Certificate
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.point import Point, in_order
+from partitioner.solve.rows import Evaluated, Row, certificate_of
 from passes.errors import PartitionError
 
-_MOST_ROWS = 1000  # of a certificate, besides those that were solved
 _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
-_ROUNDING = 1e-12  # of a step: no gap
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
-
-    ``least``: what no plan of the point can go below, where that is less than ``step_time``. ``breakdown``: seconds by
-    kind.
-    """
-
-    step_time: float
-    memory: int
-    payload: Any = None
-    least: float | None = None
-    breakdown: Mapping[str, float] | None = None
 
 
 class Bounds(Protocol):
@@ -98,23 +80,8 @@ class SearchResult:
 
 
 @dataclass
-class _Row:
-    point: Point
-    bound: float
-    status: str = "bounded"
-    evaluated: Evaluated | None = None
-    reason: str = ""
-    error: PartitionError | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nothing has become of it yet."""
-        return self.evaluated is None and self.error is None
-
-
-@dataclass
 class _State:
-    rows: dict[Point, _Row]
+    rows: dict[Point, Row]
     best: Point | None = None
     enough_s: float = float("inf")
     num_evaluated: int = 0
@@ -144,6 +111,7 @@ def search(
     tolerance: float = 0.0,
     patience: int | None = None,
     in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
+    last: Callable[[Point, float], float] | None = None,
     enough_s: float = float("inf"),
 ) -> SearchResult:
     """The point of the least step time.
@@ -157,6 +125,8 @@ def search(
             better plan; then no more of these are looked at, and their bounds stay as they are.
         in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
             bound does not say so; then it is not asked. Raises as it does.
+        last: the tightest bound of a point, of which nothing above so many seconds matters. Asked for where the least
+            of all bounds is one of a point that ``evaluate`` was not asked for, or that it tried ``partly``.
         enough_s: plans that take as long are of no interest.
         progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
@@ -167,13 +137,15 @@ def search(
     """
     deadline = time.monotonic() + time_limit_s
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
-    state = _State({p: _Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s)
+    state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s)
     interrupted = False
     try:
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
         interrupted = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience)
+        if last is not None:
+            _tighten(state, last, deadline)
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -181,13 +153,20 @@ def search(
     if state.best is None:
         raise _nothing(state, bounds, interrupted)
     for point, reason in (left_out or {}).items():
-        state.rows.setdefault(point, _Row(point, 0.0, "infeasible", reason=reason))
+        state.rows.setdefault(point, Row(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
     known = {p: row.evaluated for p, row in state.rows.items() if row.evaluated is not None}
     solved = dict(sorted(known.items(), key=lambda item: item[1].step_time))
-    return SearchResult(state.best, best.evaluated, _certificate(state), state.num_evaluated, interrupted, solved)
+    return SearchResult(
+        state.best,
+        best.evaluated,
+        certificate_of(state.rows.values(), state.best_time),
+        state.num_evaluated,
+        interrupted,
+        solved,
+    )
 
 
 def _best_first(
@@ -222,7 +201,7 @@ def _best_first(
         alone = len(members) == 1
         if step == shared and not alone:
             for member in members:
-                row = rows.setdefault(member, _Row(member, bound))
+                row = rows.setdefault(member, Row(member, bound))
                 if row.is_open:
                     nodes.append([member])
                     heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
@@ -286,8 +265,8 @@ def _evaluate(
     except PartitionError as error:
         _infeasible(row, error)
         return
-    row.status = "solved"
-    row.bound = min(max(row.bound, row.evaluated.least or 0.0), row.evaluated.step_time)
+    row.status, row.loose = "solved", row.evaluated.partly
+    row.bound = min(max(row.bound, 0.0 if row.loose else row.evaluated.least or 0.0), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
@@ -295,11 +274,32 @@ def _evaluate(
 
 def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
     """Whether a point need not be evaluated: its bound stays as it is."""
+    row = state.rows[point]
     try:
-        return state.limit < float("inf") and in_vain(point, state.limit)
+        row.loose = state.limit < float("inf") and in_vain(point, state.limit)
+        return row.loose
     except PartitionError as error:
-        _infeasible(state.rows[point], error)
+        _infeasible(row, error)
         return True
+
+
+def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> None:
+    """Make the least of all bounds as tight as it can be."""
+    while state.best is not None and time.monotonic() <= deadline:
+        row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
+        if row is None or not row.loose or row.bound >= state.best_time:
+            return
+        row.loose = False
+        found = row.evaluated
+        try:
+            tighter = last(row.point, state.best_time)
+        except PartitionError as error:
+            if found is None:
+                _infeasible(row, error)
+            continue
+        if found is not None:
+            tighter = min(tighter, found.step_time if found.least is None else found.least)
+        row.bound = max(row.bound, tighter)
 
 
 def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:
@@ -310,7 +310,7 @@ def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | No
         progress(Progress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
 
 
-def _infeasible(row: _Row, error: PartitionError) -> None:
+def _infeasible(row: Row, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error.with_traceback(None)  # which holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
@@ -336,65 +336,4 @@ def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleErro
     return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
 
 
-def _certificate(state: _State) -> Certificate:
-    """Rows best first, and the least of all bounds that are not refuted."""
-    order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
-    objective = state.best_time
-    loose = (row for row in state.rows.values() if row.evaluated is not None and row.evaluated.least is not None)
-    open_rows = [*loose, *(row for row in state.rows.values() if row.status == "bounded")]
-    bound, gap = bound_and_gap(objective, (row.bound for row in open_rows))
-    rows = sorted(state.rows.values(), key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
-    shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
-    return Certificate(
-        objective=objective,
-        bound=bound,
-        gap=gap,
-        candidates=tuple(_candidate(row) for row in rows[:shown]),
-        left=dict(Counter(row.status for row in rows[shown:])),
-    )
-
-
-def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
-    """The least of ``bounds``, and how far ``objective`` is from it, as a part; nothing where that is rounding."""
-    bound = min([objective, *bounds])
-    if objective - bound <= _ROUNDING * objective:
-        return objective, 0.0
-    return bound, (objective - bound) / objective
-
-
-def _seconds(row: _Row) -> float:
-    return row.evaluated.step_time if row.evaluated is not None else row.bound
-
-
-def _candidate(row: _Row) -> Candidate:
-    found = candidate(row.point, row.evaluated, row.reason)
-    missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
-    return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
-
-
-def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = "") -> Candidate:
-    """The report's row of a point: what it takes, or why it takes nothing."""
-    breakdown = evaluated.breakdown if evaluated is not None else None
-    return Candidate(
-        mesh=point.mesh,
-        microbatch_size=point.microbatch_size,
-        schedule=schedule_name(point.schedule),
-        status="solved" if evaluated is not None else "infeasible",
-        step_time=evaluated.step_time if evaluated is not None else None,
-        memory=evaluated.memory if evaluated is not None else None,
-        reason=reason,
-        zero=point.zero,
-        dp_shard=point.dp_shard,
-        virtual_stages=point.virtual_stages,
-        etp=point.expert_tp,
-        breakdown=dict(breakdown) if breakdown is not None else None,
-    )
-
-
-def refused(point: Point, error: PartitionError) -> Candidate:
-    """The row of a point that has no plan: why, and what a rank lacks."""
-    missing = error.missing_bytes if isinstance(error, CapacityError) else None
-    return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
-
-
-__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "bound_and_gap", "candidate", "refused", "search"]
+__all__ = ["Bounds", "Evaluated", "Progress", "SearchResult", "search"]

@@ -100,27 +100,29 @@ class Placements:
         self,
         mesh: Mapping[str, int],
         judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine], float] | None = None,
+        least: Callable[[Machine, float], float] | None = None,
         enough: float = np.inf,
         exchanges: int = EXCHANGES,
     ) -> Found[Result]:
         """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
 
-        ``least``: what ``judge`` cannot go below, quickly; what cannot be better is then not judged. ``enough``: a cost
-        that is known for another mesh; one that is far from it is not improved on. ``exchanges``: placements that
-        are then judged besides, at most.
+        ``least``: what ``judge`` cannot go below, quickly, found out as far as a cost that is enough; what cannot be
+        better is then not judged. ``enough``: a cost that is known for another mesh; one that is far from it is not
+        improved on. ``exchanges``: placements that are then judged besides, at most.
         Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
         """
         best: Found[Result] | None = None
         errors: list[PartitionError] = []
         costs: list[tuple[float, int]] = []
         machines = self.candidates(mesh)
-        floors = [0.0 if least is None else least(machine) for machine in machines]
+        floors = [0.0 if least is None else least(machine, 0.0) for machine in machines]
         for number in sorted(range(len(machines)), key=floors.__getitem__):
-            if best is not None and floors[number] >= min(best.cost, enough):
-                costs.append((floors[number], number))
-                continue
             machine = machines[number]
+            if best is not None and least is not None:
+                floor = least(machine, min(best.cost, enough))
+                if floor >= min(best.cost, enough):
+                    costs.append((floor, number))
+                    continue
             found = _judged(machine, judge, errors)
             if found is not None:
                 costs.append((found.cost, number))
@@ -135,7 +137,7 @@ class Placements:
         self,
         best: Found[Result],
         judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine], float] | None,
+        least: Callable[[Machine, float], float] | None,
         costs: list[tuple[float, int]],
         errors: list[PartitionError],
         enough: float,
@@ -161,7 +163,7 @@ class Placements:
         self,
         best: Found[Result],
         judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine], float] | None,
+        least: Callable[[Machine, float], float] | None,
         errors: list[PartitionError],
         enough: float,
         left: int,
@@ -182,7 +184,7 @@ class Placements:
                 if mark in seen:
                     continue
                 seen.add(mark)
-                if least is not None and least(machine) >= min(best.cost, enough):
+                if least is not None and least(machine, min(best.cost, enough)) >= min(best.cost, enough):
                     continue
                 left -= 1
                 found = _judged(machine, judge, errors)

@@ -36,6 +36,7 @@ class Floors:
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._unseen: set[Point] = set()
+        self._expected = False
         self._needs: dict[tuple[int, ...], Needs] = {}
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         for point in points:
@@ -47,9 +48,10 @@ class Floors:
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """Of all points at once. What the best ones will ask for may be worked on ahead."""
+        """Of all points at once. What the best of the first ones will ask for may be worked on ahead."""
         found = self.bounds.times(points)
-        if len(points) > 1:
+        if len(points) > 1 and not self._expected:
+            self._expected = True
             self._expect([points[i] for i in np.argsort(found, kind="stable")])
         return found
 

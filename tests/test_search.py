@@ -455,6 +455,43 @@ def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
     assert result.certificate.gap == 0
 
 
+def test_what_one_of_a_family_takes_bounds_no_other():
+    """The slow one is evaluated whatever its bound, the best one is not among the first."""
+    slow, part, other = (Point(1, 4, 1, 1, zero=3, dp_shard=shard) for shard in (0, 2, 1))
+    other = replace(other, dp=2, tp=2)
+
+    class Families(Table):
+        def family(self, point: Point) -> Point:
+            return replace(point, dp_shard=0)
+
+        def members(self, points: Sequence[Point]) -> Sequence[Point]:
+            return [slow, part] if slow in points else points
+
+    table = Families({slow: 9.0, part: 2.0, other: 3.0})
+    result = search([slow, other], table, table.evaluate, always=[slow])
+    assert (result.point, table.evaluated) == (part, [slow, part])
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
+    """Of what was evaluated in part, or not at all since that would be in vain, as long as it is the least of all."""
+    best, low, high = grid(3)
+    table = Table({best: 10.0, low: 20.0, high: 30.0}, share=0.3)
+    tightest, asked = {best: 9.0, low: 8.0, high: 25.0}, list[Point]()
+
+    def evaluate(point: Point) -> Evaluated:
+        return replace(table.evaluate(point), least=table.real[point], partly=True)
+
+    def last(point: Point, enough_s: float) -> float:
+        asked.append(point)
+        return min(tightest[point], enough_s)
+
+    result = run(table, evaluate, last=last, in_vain=lambda point, _: not evaluated and point != best)
+    assert table.evaluated == [best, low, high][: 3 if evaluated else 1]
+    assert asked == [best, low]  # high may take 9 s, for all that is known
+    assert result.certificate.bound == 8.0
+
+
 def small_experts(batch: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     config = MixtralConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,

@@ -185,7 +185,10 @@ def _best_first(
     """
     rows, shared = state.rows, len(bounds.together)
     nodes = _families(state, bounds)
-    least = [min((rows[p].bound for p in members if p in rows), default=0.0) for members in nodes]
+    unknown = list(dict.fromkeys(p for members in nodes for p in members if p not in rows))
+    estimates = bounds.times(unknown).tolist() if unknown else []
+    first = {p: row.bound for p, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
+    least = [min(first[p] for p in members) for members in nodes]
     # of equal bounds the first comes first, by its number, which is quick to compare; behind it the next step
     heap = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
     heapq.heapify(heap)

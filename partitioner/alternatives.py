@@ -31,11 +31,11 @@ def leaves_schedule(space: Space) -> bool:
 
 
 def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found: Point) -> list[Point]:
-    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, which comes by
-    step time, and would be better than ``found`` without the pipeline's bubble."""
+    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, and would be
+    better than ``found`` without the pipeline's bubble."""
     enough = solved[found].step_time * (1 - LEAST_GAIN)
     best: dict[Point, Point] = {}
-    for point, known in solved.items():
+    for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
         bubble = (known.breakdown or {}).get("bubble", 0.0)
         near = known.step_time <= _NEAR * solved[found].step_time and known.step_time - bubble < enough
         if point.pp > 1 and near and len(best) < _BEST:

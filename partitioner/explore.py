@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from partitioner.alternatives import (
@@ -30,7 +30,7 @@ from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, left_out, points
-from partitioner.solve.rows import Evaluated
+from partitioner.solve.rows import Evaluated, Row
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from runtime.offload import Offload
@@ -45,11 +45,13 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
 
 @dataclass(frozen=True)
 class Explored:
-    """The plan that was found, the certificate, and what standard layouts would take, which may be found later."""
+    """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
+    ``rows``: what became of all points."""
 
     chosen: Solved
     certificate: Certificate
     baselines: Later[tuple[Baseline, ...]]
+    rows: Mapping[Point, Row] = field(default_factory=dict)
 
     def compared(self) -> Certificate:
         """The certificate with the standard layouts in it."""
@@ -82,10 +84,11 @@ def explore(
     progress: Callable[[Progress], None] | None = None,
     compare: bool = True,
     enough_s: float = math.inf,
+    before: Explored | None = None,
 ) -> Explored:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
-    are of no interest, and may not be found.
+    are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
 
     Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better; with
     optimizer states on disk at last, where it is a host that lacks memory.
@@ -101,14 +104,20 @@ def explore(
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
-    for asked in rooms(job, lambda: any(hosts_lacked)):
+    had = before.chosen.offload if before else ()
+    tried = before is None
+    for asked in rooms(job, lambda: any(hosts_lacked) or "disk" in had):
+        tried = tried or (asked.constraints.offload or ()) == had
+        if not tried:  # with less in host memory nothing fitted before
+            continue
         if asked is not evaluator.job:
             evaluator = Evaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
         try:
-            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s)
+            known = before.rows if before and (asked.constraints.offload or ()) == had else {}
+            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known)
         except CapacityError as error:
-            short = error if asked is job else short  # without offload, which is no less short
+            short = error if asked is job or short is None else short  # without offload, which is no less short
         finally:
             evaluator.locals.end()
             hosts_lacked.append(evaluator.host_lacks)
@@ -144,6 +153,7 @@ def _explore(
     compare: bool,
     deadline: float,
     enough_s: float,
+    before: Mapping[Point, Row],
 ) -> Explored:
     space = space_of(job, bounds)
     candidates = points(space)
@@ -165,7 +175,7 @@ def _explore(
         candidates,
         floors,
         evaluate,
-        always=[point for standard in always for point in standard.points[:1]],
+        always=[*list(_solved(before))[:1], *(point for standard in always for point in standard.points[:1])],
         left_out=left_out(space, candidates),
         progress=progress,
         time_limit_s=deadline - time.monotonic(),
@@ -173,6 +183,7 @@ def _explore(
         in_vain=evaluator.is_in_vain,
         last=floors.of_point,
         enough_s=enough_s,
+        before=before,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
@@ -183,7 +194,7 @@ def _explore(
             partial(evaluate, proven=False),
             floors,
             floors.of_point,
-            schedules_of_several(space, result.solved, found.point),
+            schedules_of_several(space, {**_solved(before), **result.solved}, found.point),
             found,
             certificate,
             deadline,
@@ -196,7 +207,15 @@ def _explore(
         return compared(always, rows, lambda point: evaluated(beside.solve(point))) + fewer
 
     unknown = any(not is_known(standard, rows) for standard in always)
-    return Explored(found, certificate, Later(others, worth_it=unknown or (compare and not is_even(job.topology))))
+    return Explored(
+        found, certificate, Later(others, worth_it=unknown or (compare and not is_even(job.topology))), result.rows
+    )
+
+
+def _solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
+    """The points that have a plan, by step time."""
+    known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
+    return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
 def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from partitioner.constraints import Constraints
 from partitioner.cost.offload import check_disks, check_hosts
@@ -36,7 +35,12 @@ from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
-Find = Callable[[Job, float | None], Explored]  # of a job, in so many seconds
+
+
+class Find(Protocol):
+    """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free."""
+
+    def __call__(self, job: Job, time_limit_s: float | None, /, *, before: Explored | None) -> Explored: ...
 
 
 def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
@@ -45,7 +49,8 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
-    near: Finished | None = None
+    near: tuple[Finished, Explored] | None = None
+    explored: Explored | None = None
     lacking: PartitionError | None = None
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for _ in range(_TRIES):
@@ -53,7 +58,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         if lacking is not None and left is not None and left <= 0:
             break
         try:
-            explored = find(job, left)
+            explored = find(job, left, before=explored)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
@@ -61,17 +66,16 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             break
         with explored.baselines:
             found = _finished(job, explored, estimate_only)
-        if found.program is None:
-            return found
-        lacks, room = _lacks(job, found)
-        if lacks is None:
-            return found
-        if near is None and lacks.missing_bytes <= NEAR * room:
-            near = found
-        lacking = lacking or lacks
-        job = replace(job, reserve=job.reserve + lacks.missing_bytes)
+            lacks = None if found.program is None else _lack(job, found)
+            if lacks is None:
+                return replace(found, certificate=explored.compared())
+        if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
+            near = found, explored
+        lacking = lacking or lacks.error
+        job = replace(job, reserve=max(lacks.untold, job.reserve + 1))
     if near is not None:
-        return near
+        found, explored = near
+        return replace(found, certificate=explored.compared())
     assert lacking is not None
     raise lacking
 
@@ -83,27 +87,40 @@ def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:
     beyond += ("estimate_only=True",) if estimate_only else ()
     if beyond:
         ways = () if estimate_only else context_ways(job, chosen)
-        return Finished(chosen, explored.compared(), None, chosen.estimate, beyond, ways)
+        return Finished(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
     with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
         emitted = emit_program(job, chosen)
-        return Finished(chosen, explored.compared(), *emitted, (), later.result())
+        return Finished(chosen, explored.certificate, *emitted, (), later.result())
 
 
-def _lacks(job: Job, found: Finished) -> tuple[CapacityError | None, int]:
-    """What the fullest rank lacks for its program, if it does, and what its device has."""
+@dataclass(frozen=True)
+class _Lack:
+    """What the fullest rank lacks, what its device has, and how much more programs take than the search's tables say,
+    where they do not fit."""
+
+    error: CapacityError
+    room: int
+    untold: int
+
+
+def _lack(job: Job, found: Finished) -> _Lack | None:
+    """``None`` where the program fits."""
     mesh = found.chosen.point.grid
     rooms = stage_capacity(job.topology, mesh, found.chosen.devices)
-    needs = [max(found.estimate.memory[ranks.start : ranks.stop]) for ranks in stage_ranks(mesh)]
+    of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
+    needs = [max(found.estimate.memory[ranks]) for ranks in of_stages]
+    told = [max(found.chosen.estimate.memory[ranks]) for ranks in of_stages]
     missing, stage = max((need - room, stage) for stage, (need, room) in enumerate(zip(needs, rooms, strict=True)))
     if missing <= 0:
-        return None, rooms[stage]
+        return None
     error = CapacityError(
         f"the program of stage {stage} takes {bytes_text(needs[stage])} at its fullest, of the "
         f"{bytes_text(rooms[stage])} usable on a device: {bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=missing,
     )
-    return error, rooms[stage]
+    untold = max(need - said for need, said, room in zip(needs, told, rooms, strict=True) if need > room)
+    return _Lack(error, rooms[stage], untold)
 
 
 @dataclass(frozen=True)

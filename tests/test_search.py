@@ -472,6 +472,21 @@ def test_what_one_of_a_family_takes_bounds_no_other():
     assert (result.point, table.evaluated) == (part, [slow, part])
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1, 2)), min_size=1, max_size=12), st.floats(0, 1))
+def test_a_search_goes_on_where_one_that_left_more_to_plans_has_been(times: list[tuple[float, float]], share: float):
+    points = grid(len(times))
+    more = Table({p: first for p, (first, _) in zip(points, times, strict=True)}, share)
+    less = Table({p: first * grows for p, (first, grows) in zip(points, times, strict=True)}, share)
+    known = run(more)
+    result = run(less, before=known.rows, always=[known.point])
+    assert result.best.step_time == min(less.real.values())
+    assert result.certificate.gap == 0.0
+    best_before = less.real[known.point]
+    assert all(known.rows[p].least_s < best_before for p in less.evaluated if p != known.point)
+    assert len(result.certificate.candidates) == len(times)
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
     """Of what was evaluated in part, or not at all since that would be in vain, as long as it is the least of all."""

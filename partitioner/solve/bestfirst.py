@@ -69,7 +69,7 @@ class Progress:
 @dataclass(frozen=True)
 class SearchResult:
     """``point`` and ``best`` are the plan found, ``solved`` all points that have one, by step time; the certificate has
-    a row for every point."""
+    a row for every point, as ``rows`` has."""
 
     point: Point
     best: Evaluated
@@ -77,6 +77,7 @@ class SearchResult:
     num_evaluated: int
     interrupted: bool = False
     solved: Mapping[Point, Evaluated] = field(default_factory=dict)
+    rows: Mapping[Point, Row] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,6 +85,7 @@ class _State:
     rows: dict[Point, Row]
     best: Point | None = None
     enough_s: float = float("inf")
+    before: Mapping[Point, Row] = field(default_factory=dict)
     num_evaluated: int = 0
     num_bounded: int = 0
     in_vain: set[Hashable] = field(default_factory=set)  # families of several virtual stages, since the best was found
@@ -113,6 +115,7 @@ def search(
     in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
     last: Callable[[Point, float], float] | None = None,
     enough_s: float = float("inf"),
+    before: Mapping[Point, Row] | None = None,
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -128,6 +131,7 @@ def search(
         last: the tightest bound of a point, of which nothing above so many seconds matters. Asked for where the least
             of all bounds is one of a point that ``evaluate`` was not asked for, or that it tried ``partly``.
         enough_s: plans that take as long are of no interest.
+        before: what a search became of that left more to plans: none takes less than there.
         progress: called before each evaluation, and now and then between them.
         time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
 
@@ -137,7 +141,12 @@ def search(
     """
     deadline = time.monotonic() + time_limit_s
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
-    state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s)
+    state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {})
+    for which, old in state.before.items():
+        row = state.rows.setdefault(which, Row(which, old.bound))
+        row.bound = max(row.bound, old.bound)
+        if old.error is not None:
+            _infeasible(row, old.error)
     interrupted = False
     try:
         for point in dict.fromkeys(always):
@@ -159,13 +168,9 @@ def search(
     best.status = "chosen"
     known = {p: row.evaluated for p, row in state.rows.items() if row.evaluated is not None}
     solved = dict(sorted(known.items(), key=lambda item: item[1].step_time))
+    certificate = certificate_of(state.rows.values(), state.best_time)
     return SearchResult(
-        state.best,
-        best.evaluated,
-        certificate_of(state.rows.values(), state.best_time),
-        state.num_evaluated,
-        interrupted,
-        solved,
+        state.best, best.evaluated, certificate, state.num_evaluated, interrupted, solved, dict(state.rows)
     )
 
 
@@ -197,7 +202,7 @@ def _best_first(
         members = nodes[number]
         several = not is_plain(members[0].schedule, members[0].virtual_stages)
         enough = several and patience is not None and state.best is not None and len(state.in_vain) >= patience
-        if enough or bound >= state.limit * (1 - tolerance):
+        if enough or bound >= state.limit * (1 - tolerance) or _were_in_vain(state, members):
             continue
         if time.monotonic() > deadline:
             return True
@@ -269,18 +274,34 @@ def _evaluate(
         _infeasible(row, error)
         return
     row.status, row.loose = "solved", row.evaluated.partly
-    row.bound = min(max(row.bound, 0.0 if row.loose else row.evaluated.least or 0.0), row.evaluated.step_time)
+    least = row.evaluated.step_time if row.evaluated.least is None else row.evaluated.least
+    row.bound = min(max(row.bound, 0.0 if row.loose else least), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
+
+
+def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
+    """Whether the search before said of all points that they are no better than the best plan: their bounds stay as
+    they were."""
+    found = [state.before.get(point) for point in members] if state.before else [None]
+    if not all(row is not None and row.least_s >= state.limit for row in found):
+        return False
+    for row in found:
+        if row is not None and row.error is None:
+            here = state.rows[row.point]
+            here.loose, here.in_vain_s = row.loose, row.least_s
+    return True
 
 
 def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
     """Whether a point need not be evaluated: its bound stays as it is."""
     row = state.rows[point]
     try:
-        row.loose = state.limit < float("inf") and in_vain(point, state.limit)
-        return row.loose
+        if state.limit == float("inf") or not in_vain(point, state.limit):
+            return False
+        row.loose, row.in_vain_s = True, state.limit
+        return True
     except PartitionError as error:
         _infeasible(row, error)
         return True

@@ -35,7 +35,8 @@ class Evaluated:
 
 @dataclass
 class Row:
-    """What became of a point. ``loose``: whether its bound could be tighter."""
+    """What became of a point. ``loose``: whether its bound could be tighter; ``in_vain_s``: seconds that no plan takes
+    less than of those that would have been tried."""
 
     point: Point
     bound: float
@@ -44,11 +45,19 @@ class Row:
     reason: str = ""
     error: PartitionError | None = None
     loose: bool = False
+    in_vain_s: float = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether nothing has become of it yet."""
         return self.evaluated is None and self.error is None
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that no plan takes less than of those that were tried, or would have been."""
+        if self.error is not None:
+            return float("inf")
+        return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.in_vain_s)
 
     @property
     def says(self) -> bool:

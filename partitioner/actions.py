@@ -127,6 +127,26 @@ def peak_in_flight(order: Order) -> int:
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
+def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """After each action, by chunk, the microbatches whose forward has run and whose backward has not begun, and those
+    of which half the backward has run."""
+    split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
+    current = [(0, 0)] * chunks
+    seen = []
+    for action in order:
+        whole, half = current[action.chunk]
+        if action.kind == "F":
+            whole += 1
+        elif action.kind == "W":
+            half -= 1
+        elif action.kind in ("B", "I"):
+            whole -= 1
+            half += (action.microbatch, action.chunk) in split
+        current[action.chunk] = whole, half
+        seen.append(tuple(current))
+    return seen
+
+
 def in_flight(order: Order) -> list[Counter[int]]:
     """After each action, by chunk, the microbatches whose forward has run and whose backward has not ended."""
     split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}

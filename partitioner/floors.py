@@ -16,7 +16,7 @@ from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator
 from partitioner.judge import split_of, virtual_ranks
 from partitioner.solve.least import LeastTime
-from partitioner.solve.pipelines import is_formula, is_plain
+from partitioner.solve.pipelines import is_formula, is_plain, is_split
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, hybrids
 from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
@@ -183,10 +183,11 @@ class Floors:
         return least_of(of_steps, known, enough_s)
 
     def _needs_of(self, point: Point) -> Needs:
-        key = point.microbatch_size, point.tp, point.cp, point.ep
+        split = is_split(point.schedule)
+        key = point.microbatch_size, point.tp, point.cp, point.ep, split
         if key not in self._needs:
             calls = [c for c in self.evaluator.job.model.calls if not c.shared and not c.prologue]
-            self._needs[key] = needs_of([(call, self.bounds.calls(point)[call.block]) for call in calls])
+            self._needs[key] = needs_of([(call, self.bounds.calls(point)[call.block]) for call in calls], split)
         return self._needs[key]
 
     def _thoroughly(self, point: Point, enough_s: float) -> float:

@@ -23,6 +23,7 @@ from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
 from passes.infer import META
 from passes.keep_sorted import MADE_BY, kept_sorted
+from passes.remake import needed as needed_again
 from passes.remake import slimmed, woven
 from passes.unused import drop_unused
 from passes.vanishing import take_out_zeros
@@ -309,10 +310,15 @@ def _cut(
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
     for_inputs = _upwards([g for g in of_inputs if g is not None]) - forward
     first = woven(_operators(nodes, for_inputs), remade, nodes)
-    later = woven([n for n in backward if n not in for_inputs], remade - {*first}, nodes)
-    known = {*saved, *seeds, *for_inputs, *first}
-    read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
-    carried = [n for n in nodes if n in known and n in read_last]
+    last, left = [n for n in backward if n not in for_inputs], remade - {*first}
+    early = sorted(needed_again(last, left), key=nodes.index) if for_inputs else []  # or the second half makes it again
+    halves = []
+    for ahead in ([], early):
+        later = woven(last, left.difference(ahead), nodes)
+        known = {*saved, *seeds, *for_inputs, *first, *ahead}
+        read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
+        halves.append(([*first, *ahead], later, [n for n in nodes if n in known and n in read_last]))
+    first, later, carried = min(halves, key=lambda half: _size(half[2]))
 
     start = [*saved, *seeds]
     return Differentiated(
@@ -326,6 +332,13 @@ def _cut(
         grad_inputs=tuple(i - num_states for i in needed if i >= num_states),
         grad_states=tuple(i for i in needed if i < num_states),
     )
+
+
+def _size(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of tensors that operators make; views have those of what they view."""
+    values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
+    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:

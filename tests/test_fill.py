@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
-from partitioner.actions import held
+from partitioner.actions import halves_in_flight, held
 from partitioner.errors import CapacityError
 from partitioner.schedules import ranks_of
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.longest import Phases, longest_path
 from partitioner.solve.pipelines import (
     held_microbatches,
+    is_split,
     least_alone,
     least_fill,
     pipeline_seconds,
@@ -113,9 +114,27 @@ def test_least_times_hold_for_a_schedule_that_no_formula_describes(given_problem
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-1p"])
 def test_what_stages_hold_is_what_the_order_holds(schedule: str):
     for p, m in product(range(2, 9), (1, 2, 3, 5, 8, 9, 16, 27)):
-        held = held_microbatches(schedule, p, m, 1)
-        pairs = list(zip(held.most, held.halfway, strict=True))
-        assert [stage_in_flight(schedule, s, p, m) for s in range(p)] == pairs, (p, m)
+        pairs = held_microbatches(schedule, p, m, 1).pairs
+        assert tuple(stage_in_flight(schedule, s, p, m) for s in range(p)) == pairs, (p, m)
+
+
+@given(st.sampled_from(_EVERY), st.integers(2, 6), st.integers(1, 24), st.floats(0, 3), st.floats(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_a_stage_is_fullest_at_one_of_its_pairs(
+    kind: tuple[str, int], p: int, m: int, whole: float, half: float
+) -> None:
+    """Whatever a microbatch takes whose backward has not begun, and one of which half has run."""
+    schedule, v = kind
+    m = m * p if schedule == "interleaved" else m
+    table = shortened(schedule, p, m, v)[0]
+    found = held_microbatches(schedule, p, m, v)
+    for order, stages, together in zip(table.orders, table.held, found.together, strict=True):
+        moments = halves_in_flight(order, len(stages))
+        for c, k in enumerate(stages):
+            fullest = max(counts[c][0] * whole + counts[c][1] * half for counts in moments)
+            assert max(a * whole + b * half for a, b in found.pairs[k]) == pytest.approx(fullest)
+        fullest = max(sum(a * whole + b * half for a, b in counts) for counts in moments)
+        assert max(sum(a * whole + b * half for a, b in counts) for counts in together) == pytest.approx(fullest)
 
 
 @given(st.sampled_from(_EVERY), st.integers(2, 5), st.integers(1, 24), st.integers(0, 2**32 - 1))
@@ -128,17 +147,26 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     m = m * p if schedule == "interleaved" else m
     rng = np.random.default_rng(seed)
     calls = [
-        call(k, float(rng.integers(1, 9)), float(rng.integers(0, 9)), size=float(rng.integers(1, 9)))
+        call(
+            k,
+            float(rng.integers(1, 9)),
+            float(rng.integers(0, 9)),
+            size=float(rng.integers(1, 9)),
+            carried=float(rng.choice([0.0, 0.3, 1.0, 1.5])),
+        )
         for k in range(int(rng.integers(2, 12)))
     ]
     place = rng.integers(0, p * v, len(calls))
     remade = rng.random(len(calls)) < rng.random()
-    kept = [c.cost.input_bytes[0] + (0 if r else c.cost.saved_bytes) for c, r in zip(calls, remade, strict=True)]
-    sizes = np.bincount(place, kept, minlength=p * v)
+    inputs = np.array([c.cost.input_bytes[0] for c in calls])
+    whole = inputs + np.array([0 if r else c.cost.saved_bytes for c, r in zip(calls, remade, strict=True)])
+    half = inputs + np.array([c.cost.carried_bytes for c in calls])
+    sizes = np.bincount(place, np.minimum(whole, half) if is_split(schedule) else whole, minlength=p * v)
+    each = np.stack([np.bincount(place, of, minlength=p * v) for of in (whole, half)], axis=1)
     own = held(ranks_of(schedule, p, v), p)
     states = rng.integers(0, 20, p) * rng.integers(0, 2)
     peaks = [
-        max(float(sizes[list(stages)] @ counts) for counts in together) + float(states[rank])
+        max(float((each[list(stages)] * np.array(counts)).sum()) for counts in together) + float(states[rank])
         for rank, (stages, together) in enumerate(zip(own, held_microbatches(schedule, p, m, v).together, strict=True))
     ]
     shares = most_held(schedule, p, m, v)
@@ -147,7 +175,7 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     seconds = np.array([c.cost.forward_s + c.cost.backward_s for c in calls])
     of_rank = [float(seconds[np.isin(place, stages)].sum()) for stages in own]
     again = float(sum(c.cost.forward_s for c, r in zip(calls, remade, strict=True) if r))
-    needs = needs_of([(c, c.cost) for c in calls])  # type: ignore[misc]
+    needs = needs_of([(c, c.cost) for c in calls], is_split(schedule))  # type: ignore[misc]
     ranks = Ranks(shares, max(peaks), float(states.sum()))
     for limit in (max(of_rank), 2 * max(of_rank), np.inf):
         assert needs.seconds_again(ranks, None, limit) <= again * (1 + 1e-9) + 1e-9

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
-from partitioner.cost.asked import Asked, Columns, Exchange, StateRead, asked_by, learned_nodes
+from partitioner.cost.asked import Asked, Columns, Exchange, StateRead, asked_by
+from partitioner.cost.carried import carried_bytes
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernel_times
 from partitioner.cost.context import context_exchanges
-from partitioner.cost.operators import is_product
 from partitioner.cost.remade import remade
-from partitioner.cost.saved import Kept, Value, gathered, kept_by, size_of, value_of
+from partitioner.cost.saved import Kept, gathered, kept_by
 from partitioner.cost.spread import (
     NO_SPREAD,
     Spread,
@@ -57,11 +57,10 @@ class CallCost:
     ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
     besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
     and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
-    states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``selective_bytes`` of what is
-    saved are quickly made again, from ``selective_inputs`` among others, which takes ``selective_s``; gradients of
-    weights read ``selective_late`` of them. ``slim`` is then the cost, where it is not plain to see, with
-    ``remade_bytes``, which backward's half for inputs leaves to that for weights, and ``remade_s``. ``host_bytes``:
-    what is kept in host memory.
+    states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``carried_bytes``: held between
+    the two halves of the backward. ``selective_bytes`` of what is saved are quickly made again, from
+    ``selective_inputs`` among others, which takes ``selective_s``. ``slim`` is then the cost, where it is not plain to
+    see, with ``remade_s``. ``host_bytes``: what is kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -73,6 +72,7 @@ class CallCost:
     backward_flops: float = 0.0
     saved_bytes: float = 0.0
     saved_inputs: tuple[bool, ...] = ()
+    carried_bytes: float = 0.0
     working_bytes: float = 0.0
     input_bytes: tuple[float, ...] = ()
     output_bytes: tuple[float, ...] = ()
@@ -81,9 +81,7 @@ class CallCost:
     gathered_bytes: GatheredBytes = _NONE_GATHERED
     selective_bytes: float = 0.0
     selective_inputs: tuple[bool, ...] = ()
-    selective_late: float = 0.0
     selective_s: float = 0.0
-    remade_bytes: float = 0.0
     remade_s: float = 0.0
     host_bytes: float = 0.0
     slim: CallCost | None = None
@@ -116,7 +114,6 @@ class CallCost:
             saved_inputs=self.selective_inputs or self.saved_inputs,
             selective_bytes=0.0,
             working_bytes=self.working_bytes + self.selective_bytes,
-            remade_bytes=self.selective_late,
             backward_s=self.backward_s + self.selective_s,
             remade_s=self.selective_s,
         )
@@ -193,13 +190,8 @@ class CallWork:
         return self._again(self.block, entries) if entries and self.train else self.again
 
     @cached_property
-    def _late(self) -> float:
-        """Bytes of what is made again that gradients of weights read."""
-        learned, found = learned_nodes(self.block), set[Value]()
-        for node in self.block.graph.nodes:
-            if is_product(node) and any(o in learned and needs_gradient(o) for o in node.all_input_nodes):
-                found |= {value_of(o) for o in node.all_input_nodes if o not in learned}
-        return float(sum(size_of(value) for value in found if value[0] in self.again))
+    def _carried(self) -> float:
+        return float(carried_bytes(self.block)) if self.train else 0.0
 
     @cached_property
     def has_experts(self) -> bool:
@@ -262,6 +254,7 @@ class CallWork:
             backward_flops=computed.flops[1],
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
+            carried_bytes=self._carried,
             working_bytes=kept.working,
             input_bytes=self._sizes[0],
             output_bytes=self._sizes[1],
@@ -270,7 +263,6 @@ class CallWork:
             gathered_bytes=_gathered_bytes(sizes, spread, kept.inside),
             selective_bytes=kept.inside - slim.inside,
             selective_inputs=slim.inputs,
-            selective_late=min(self._late, kept.inside - slim.inside),
             selective_s=computed.again,
         )
 

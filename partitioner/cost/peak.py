@@ -74,7 +74,8 @@ def _peak(
             parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
         else:
             saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
-            parts["saved"] = problem.in_flight(number) * saved
+            carried = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
+            parts["saved"] = max(whole * saved + half * carried for whole, half in problem.held(number))
     parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))

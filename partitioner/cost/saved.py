@@ -31,7 +31,7 @@ Value = tuple[fx.Node, int]  # a node's result, views traced back
 #   indices    what is not differentiable: indices, masks, conditions, and results of that kind
 #   norm       operands, and two fp32 numbers per row: mean and reciprocal deviation
 #   attention  operands, result and the logarithm of the sum of exponents, one fp32 number per row
-_NEEDS: dict[str, Need] = {
+NEEDS: dict[str, Need] = {
     **dict.fromkeys(
         """add sub rsub neg sum mean cat stack concat clone _to_copy to copy ones_like zeros_like full_like round floor
         ceil sign constant_pad_nd pad roll flip repeat cumsum""".split(),
@@ -196,7 +196,7 @@ def needed(node: fx.Node) -> Iterator[Value]:
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
         return
     operands = operands_of(node)
-    need = _NEEDS.get(operator_name(node), "operands")
+    need = NEEDS.get(operator_name(node), "operands")
     if need in ("operands", "both", "norm", "attention"):
         yield from (value_of(o) for o in operands)
     elif need == "others":
@@ -218,7 +218,7 @@ def needed(node: fx.Node) -> Iterator[Value]:
 
 def _row_statistics(node: fx.Node) -> int:
     """Bytes of the numbers per row that an operator keeps and does not give as results of their own."""
-    need = _NEEDS.get(operator_name(node))
+    need = NEEDS.get(operator_name(node))
     if need not in ("attention", "norm") or len(results_of(node)) > 1:
         return 0
     shape: tuple[int, ...] = tuple(node.meta["val"].shape)

@@ -10,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
-from partitioner.actions import Timetable, in_flight
+from partitioner.actions import Timetable, halves_in_flight
 from partitioner.schedule_table import ScheduleTable, table_of
 from partitioner.schedules import timetable
 from partitioner.solve.longest import Phases, follow
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
-# Microbatches that stage ``s`` of ``p`` holds at a time, of ``m``, one stage on each rank; and those of them whose
-# backward for inputs has run, and that for weights has not.
-_IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[int, int]]] = {
-    "gpipe": lambda s, p, m: (m, 0),
-    "1f1b": lambda s, p, m: (min(p - s, m), 0),
-    "zb-1p": lambda s, p, m: (min(p, m), min(s + 1, m) if s else 0),
+Counts = tuple[int, int]  # microbatches whose backward has not begun, and those of which the half for inputs has run
+
+
+def _zb_1p(s: int, p: int, m: int) -> tuple[Counts, ...]:
+    most, whole = min(p, m), min(p - s, m)
+    half = min(s + 1, m) if s else 0
+    return tuple({(whole, most - whole): None, (most - half, half): None})
+
+
+# What stage ``s`` of ``p`` holds at a time, of ``m`` microbatches, one stage on each rank: the counts between which all
+# others are.
+_IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ...]]] = {
+    "gpipe": lambda s, p, m: ((m, 0),),
+    "1f1b": lambda s, p, m: ((min(p - s, m), 0),),
+    "zb-1p": _zb_1p,
 }
+_UNSPLIT = frozenset(("gpipe", "1f1b", "interleaved"))
 # Of forward and backward, to be divided by the virtual stages. The value of a game for the least of a step's longest
 # path, whoever cuts the calls; rounded down from those of two to six ranks. Interleaved: of as many microbatches as
 # ranks or fewer, and of whole rounds from the second on.
@@ -72,44 +81,60 @@ def least_alone(schedule: str | ScheduleTable) -> float:
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
-def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[int, int]:
-    """Microbatches whose saved tensors stage ``stage`` of ``p`` holds at a time, and those of them of which half the
-    backward has run, for schedules that :func:`is_plain`."""
+def is_split(schedule: str | ScheduleTable) -> bool:
+    """Whether backwards may run in two halves."""
+    return schedule not in _UNSPLIT
+
+
+def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
+    """What stage ``stage`` of ``p`` holds at a time, see :class:`Held`, for schedules that :func:`is_plain`."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What ranks hold at a time. ``most[k]``: microbatches of virtual stage ``k``; ``together[s]``: by chunk of rank
-    ``s``, the counts that occur at one time and are not less than others in all chunks. ``halfway[k]``: of those of
-    virtual stage ``k``, the most whose backward for inputs has run, and that for weights has not."""
+    """What ranks hold at a time. ``pairs[k]``: of virtual stage ``k``, microbatches whose backward has not begun, and
+    those of which the half for inputs has run, without what is between others; ``together[s]``: of rank ``s``, all of
+    these, by chunk, that occur at one time and are not less than others in all."""
 
-    most: tuple[int, ...]
-    together: tuple[tuple[tuple[int, ...], ...], ...]
-    halfway: tuple[int, ...]
+    pairs: tuple[tuple[Counts, ...], ...]
+    together: tuple[tuple[tuple[Counts, ...], ...], ...]
 
 
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
     """What each rank of a schedule holds, from its order."""
     table = shortened(schedule, p, m, v)[0]
-    most, halfway = [0] * len(table.ranks), [0] * len(table.ranks)
+    pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
-        found: set[tuple[int, ...]] = set()
-        for counts in in_flight(order):
-            found.add(tuple(counts[c] for c in range(len(stages))))
+        found = {tuple(counts[c] for c in range(len(stages))) for counts in halves_in_flight(order, len(stages))}
         for c, k in enumerate(stages):
-            most[k] = max(counts[c] for counts in found)
-            steps = ({"I": 1, "W": -1}.get(action.kind, 0) for action in order if action.chunk == c)
-            halfway[k] = max(accumulate(steps), default=0)
+            pairs[k] = _outermost({counts[c] for counts in found})
         together.append(tuple(sorted(a for a in found if not any(_less(a, b) for b in found))))
-    return Held(tuple(most), tuple(together), tuple(halfway))
+    return Held(tuple(pairs), tuple(together))
 
 
-def _less(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+def _less(a: tuple[Counts, ...], b: tuple[Counts, ...]) -> bool:
+    return a != b and all(x <= y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+
+
+def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:
+    """Those of which one is most, whatever a whole one weighs and a half-done one: their upper hull."""
+    hull: list[Counts] = []
+    for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
+        if hull and y <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _turns(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return tuple(hull)
+
+
+def _turns(a: Counts, b: Counts, c: Counts) -> bool:
+    """Whether ``b`` is not beyond the line from ``a`` to ``c``."""
+    return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
 
 def pipeline_seconds(

@@ -86,8 +86,9 @@ class Ranks:
         return float(np.minimum(self.capacity * self.shares, most).sum()) - rest
 
 
-def needs_of(calls: Sequence[tuple[Call, CallCost]]) -> Needs:
-    """Of calls with the least that each costs; what several read is kept once."""
+def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Needs:
+    """Of calls with the least that each costs; what several read is kept once. ``split``: under a schedule whose
+    backwards may run in two halves, between which less may be held than before."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -96,6 +97,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]]) -> Needs:
         inputs.append(sum({n: size for n, size, _ in sizes if n not in seen}.values()))
         kept = {n: size for n, size, is_kept in sizes if is_kept and n not in kept_before}
         saved = cost.saved_bytes - cost.selective_bytes  # the rest may be made again alone, in next to no time
+        saved = min(saved, cost.carried_bytes) if split else saved
         whole.append(saved + sum(kept.values()))
         again += [(cost.forward_s / cost.saved_bytes, saved)] if saved > 0 else []
         seen.update(call.inputs)
@@ -112,7 +114,8 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
     of microbatches that it has at one time. As all of these fit, so does any mean of them, and with it
     ``sum x_k min_k (mean c)_k``.
     """
-    return np.array([1 / _least_mean(counts) for counts in held_microbatches(schedule, p, m, v).together])
+    together = held_microbatches(schedule, p, m, v).together
+    return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:

@@ -28,6 +28,7 @@ class Holding(NamedTuple):
     outputs: tuple[str, ...]
     states: tuple[str, ...]
     saved_bytes: float
+    carried_bytes: float
     working_bytes: float
     saved_inputs: tuple[bool, ...]
     input_bytes: tuple[float, ...]
@@ -44,6 +45,7 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
             call.outputs,
             call.states,
             call.cost.saved_bytes,
+            call.cost.carried_bytes,
             call.working_bytes,
             call.cost.saved_inputs,
             call.cost.input_bytes,
@@ -66,6 +68,11 @@ class Segments:
     def saved(self) -> Table:
         """Bytes kept per microbatch, besides inputs."""
         return self.sums([c.saved_bytes for c in self.calls])
+
+    @cached_property
+    def carried(self) -> Table:
+        """Bytes held per microbatch between the halves of its backward, besides inputs."""
+        return self.sums([c.carried_bytes for c in self.calls])
 
     @cached_property
     def largest_again(self) -> Table:

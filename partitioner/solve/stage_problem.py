@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.calls import CallCost
-from partitioner.solve.pipelines import stage_in_flight
+from partitioner.solve.pipelines import Counts, stage_in_flight
 from partitioner.topology.parts import Link
 
 Recompute = Literal["none", "selective", "full"]
@@ -56,9 +56,9 @@ class StageProblem:
     rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
     every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
-    occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: microbatches
-    that each stage holds at a time, ``halfway``: those of them of which half the backward has run, where the schedule's
-    formula does not say. ``barred``: by stage, runs of calls that are not wanted, by start and stop.
+    occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: what
+    each stage holds at a time (:class:`partitioner.solve.pipelines.Held`), where the schedule's formula does not say.
+    ``barred``: by stage, runs of calls that are not wanted, by start and stop.
     """
 
     calls: tuple[StageCall, ...]
@@ -79,8 +79,7 @@ class StageProblem:
     dp: int = 1
     train: bool = True
     chunks: int = 1
-    flying: tuple[int, ...] = ()
-    halfway: tuple[int, ...] = ()
+    flying: tuple[tuple[Counts, ...], ...] = ()
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
     barred: tuple[NDArray[np.bool_], ...] = ()
@@ -97,19 +96,22 @@ class StageProblem:
     def _plain(self) -> Pace:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
-    def in_flight(self, stage: int) -> float:
-        """Microbatches whose saved tensors a stage holds at a time."""
+    def held(self, stage: int) -> tuple[Counts, ...]:
+        """The microbatches whose backward has not begun, and those of which half has run, that a stage holds at a
+        time; its memory is fullest at one of these."""
         if not self.train:
-            return 1
-        return self.flying[stage] if self.flying else self._formula(stage)[0]
+            return ((1, 0),)
+        return self.flying[stage] if self.flying else self._formula(stage)
 
-    def half_done(self, stage: int) -> float:
-        """Those of them that keep what was recomputed for the first half of a backward for the second."""
-        if not self.train:
-            return 0
-        return self.halfway[stage] if self.flying else self._formula(stage)[1]
+    def in_flight(self, stage: int) -> int:
+        """Microbatches that a stage holds something of at a time."""
+        return max(map(sum, self.held(stage)))
 
-    def _formula(self, stage: int) -> tuple[int, int]:
+    def half_done(self, stage: int) -> int:
+        """Those of them of which half the backward has run, at most."""
+        return max(half for _, half in self.held(stage))
+
+    def _formula(self, stage: int) -> tuple[Counts, ...]:
         return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
 
     @cached_property

@@ -6,6 +6,7 @@ Tables have a row for each start and a column for each end of a run, ``[calls + 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -40,8 +41,7 @@ class StageTables:
         self.segments = segments_of(problem.calls, problem.local)
         self.states = self.segments.states_of(problem.state_bytes)
         self._capacity = np.array(problem.capacity, dtype=np.float64)
-        self._flying = np.array([problem.in_flight(stage) for stage in range(p)], dtype=np.float64)
-        self._halfway = np.array([problem.half_done(stage) for stage in range(p)], dtype=np.float64)
+        self._counts = _counts([problem.held(stage) for stage in range(p)])
         paces = [problem.pace(stage) for stage in range(p)]
         places = {id(pace): place for place, pace in enumerate({id(pace): pace for pace in paces}.values())}
         self._pace_of = np.array([places[id(pace)] for pace in paces])
@@ -92,12 +92,11 @@ class StageTables:
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
         """The same of the segments ``[start, stop)``, allowed or not; shape ``[stages, segments]``."""
-        flying, half, cut = self._flying[:, None], self._halfway[:, None], self.segments
-        fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(flying), len(start)))
-        least: Table = self._whole(flying, half, start, stop) if self.problem.train else fixed
+        stages = np.arange(self.problem.num_stages)[:, None]
+        fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
+        least: Table = self._whole(stages, start, stop) if self.problem.train else fixed
         if self.most_recomputed.any():
-            again = self._fixed_again[start, stop] + flying * cut.all_inputs[start, stop]
-            again = again + half * (cut.saved[start, stop] + self._remade(start, stop))
+            again = self._again(stages, start, stop, 0.0)
             least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
         if self.slim is None:
             return least
@@ -120,14 +119,14 @@ class StageTables:
         """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
         infinite where one is too large, or not allowed. Shape ``[stages, segments]``."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
-        usable, flying, half = (of[stages][:, None] for of in (self._capacity, self._flying, self._halfway))
+        usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._ends)
         time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
         time += before[:, start] + after[:, stop]
         plain = self.fixed_memory[start, stop]
         if problem.train:
             time += self._backward[pace, start, stop]
-            plain = self._whole(flying, half, start, stop)
+            plain = self._whole(stages[:, None], start, stop)
         different = stages if problem.pinned or problem.barred else stages[:1]
         every = [self.allowed[stage][start, stop] for stage in different.tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
@@ -135,8 +134,7 @@ class StageTables:
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                least = self._fixed_again[start, stop] + flying * self.segments.all_inputs[start, stop]
-                least = least + half * (self.segments.saved[start, stop] + self._remade(start, stop))
+                least = self._again(stages[:, None], start, stop, 0.0)
                 again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
@@ -222,13 +220,15 @@ class StageTables:
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
             return most
-        flying, saved, prefix = self._flying[stage], self.segments.saved[start, stop], self.segments.saved[0]
-        less = np.maximum(flying - self._halfway[stage], TINY)  # that a byte made again is not kept for
-        excess = (self._again(stage, start, stop) + flying * saved - capacity) / less
+        cut, prefix = self.segments, self.segments.saved[0]
+        inputs, saved, carried = (of[start, stop] for of in (cut.all_inputs, cut.saved, cut.carried))
+        room, excess = capacity - self._fixed_again[start, stop], np.full(most.shape, -np.inf)
+        for whole, half in self._counts:  # each microbatch whose backward has not begun is a byte less of what goes
+            taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
+            excess = np.maximum(excess, (taken - room) / np.maximum(whole[stage], TINY))
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
-        whole = self._whole(flying, self._halfway[stage], start, stop)
-        return np.where(whole <= capacity, 0, np.minimum(count, most))
+        return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Seconds of making the first ``recomputed`` calls from ``start`` on again whole."""
@@ -268,25 +268,35 @@ class StageTables:
     def _kept(self) -> Table:
         return self.segments.saved + self.segments.saved_inputs
 
-    def _whole(self, flying: float | Table, half: float | Table, start: Counts, stop: Counts) -> Table:
-        """Peak bytes of segments of which no call is made again whole; ``half``: microbatches whose backward is half
-        done, which keep what was made again in part."""
-        return self._fixed[start, stop] + flying * self._kept[start, stop] + half * self._remade(start, stop)
+    def _held(self, stage: int | Counts, whole: Table, half: Table) -> Table:
+        """Bytes of the microbatches that a stage has at its fullest, of which those take ``whole`` whose backward has
+        not begun, and those ``half`` of which half has run."""
+        held: Table = np.zeros(())
+        for begun, (of_whole, of_half) in enumerate(self._counts):
+            taken = of_whole[stage] * whole
+            taken = taken + of_half[stage] * half if of_half.any() else taken
+            held = np.maximum(held, taken) if begun else taken
+        return held
 
-    def _remade(self, start: Counts, stop: Counts) -> float | Table:
-        """Bytes that a microbatch makes again in part."""
-        return 0.0 if self._remade_of is None else self._remade_of[stop] - self._remade_of[start]
+    def _whole(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+        """Peak bytes of segments of which no call is made again whole."""
+        inputs = self.segments.saved_inputs[start, stop]
+        carried = self.segments.carried[start, stop] + inputs
+        fixed: Table = self._fixed[start, stop]
+        return fixed + self._held(stage, self.segments.saved[start, stop] + inputs, carried)
 
-    @cached_property
-    def _remade_of(self) -> Vector | None:
-        """The same of all calls before each."""
-        sizes = [call.cost.remade_bytes for call in self.problem.calls]
-        return np.concatenate([[0.0], np.cumsum(sizes)]) if any(sizes) else None
+    def _again(self, stage: int | Counts, start: Counts, stop: Counts, kept: float | Table) -> Table:
+        """The same of those that keep inputs, and what some of them save besides (``kept``)."""
+        inputs = self.segments.all_inputs[start, stop]
+        fixed: Table = self._fixed_again[start, stop]
+        return fixed + self._held(stage, inputs + kept, inputs + self.segments.carried[start, stop])
 
-    def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Peak bytes where calls are recomputed, besides what the others save."""
-        inputs: Table = self._fixed_again[start, stop] + self._flying[stage] * self.segments.all_inputs[start, stop]
-        return inputs + self._halfway[stage] * self._remade(start, stop)
+    def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
+        """Bytes of a microbatch whose backward has not begun, and of one of which half has run."""
+        cut, prefix = self.segments, self.segments.saved[0]
+        made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
+        return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
     def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Peak bytes, if no microbatch were in flight."""
@@ -297,11 +307,18 @@ class StageTables:
         """Peak bytes of a rank that holds the segments ``[start, stop)``."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
-        prefix, flying = self.segments.saved[0], self._flying[stage]
+        prefix = self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
-        kept = self.segments.saved[start, stop] - made
-        again = self._again(stage, start, stop) + flying * np.maximum(0.0, kept) + self._halfway[stage] * made
-        return np.where(recomputed > 0, again, self._whole(flying, self._halfway[stage], start, stop))
+        kept = np.maximum(0.0, self.segments.saved[start, stop] - made)
+        again = self._again(stage, start, stop, kept)
+        return np.where(recomputed > 0, again, self._whole(stage, start, stop))
+
+
+def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
+    """What stages hold, by number: of each stage one of the pairs, the last again where it has no more."""
+    most = max(map(len, held))
+    padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)
+    return [(pairs[:, 0].copy(), pairs[:, 1].copy()) for pairs in np.moveaxis(padded, 1, 0)]
 
 
 def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:

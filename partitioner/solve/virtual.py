@@ -22,7 +22,7 @@ from partitioner.schedules import ScheduleTable, ranks_of
 from partitioner.solve.again import fitted
 from partitioner.solve.cuts import better_cuts
 from partitioner.solve.longest import Phases
-from partitioner.solve.pipelines import Held, held_microbatches, pipeline_seconds, shortened
+from partitioner.solve.pipelines import Counts, Held, held_microbatches, pipeline_seconds, shortened
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_plan
 from partitioner.solve.tables import StageTables
@@ -131,7 +131,7 @@ def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: in
     if not problem.train:
         return problem
     flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
-    return replace(problem, flying=flying.most, halfway=flying.halfway)
+    return replace(problem, flying=flying.pairs)
 
 
 def _made_again(
@@ -182,16 +182,18 @@ def _taken(tables: StageTables, stages: Sequence[int], flying: Held, rank: int, 
     total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
     if not problem.train:
         return total
-    # what is computed again for the first half of a backward is kept for the second
-    again = [sum(c.cost.saved_bytes for c in problem.calls[p.start : p.start + p.recompute]) for p in plans]
-    saved = []
-    for k, plan, way, (start, stop), made in zip(stages, plans, ways, places, again, strict=True):
-        count = np.array([plan.recompute])
-        most = float(way.memory(k, start, stop, count)[0]) - made * problem.half_done(k)
-        saved.append((most - float(way.alone(k, start, stop, count)[0])) / max(1.0, problem.in_flight(k)))
-    apart = sum(s * problem.in_flight(k) for s, k in zip(saved, stages, strict=True))
-    at_once = max(sum(s * n for s, n in zip(saved, counts, strict=True)) for counts in flying.together[rank])
+    apart, each = 0.0, []
+    for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
+        sizes = way.each(start, stop, np.array([plan.recompute]))
+        each.append((float(sizes[0][0]), float(sizes[1][0])))
+        apart += max(_held(pair, each[-1]) for pair in problem.held(k))
+    at_once = max(sum(map(_held, counts, each)) for counts in flying.together[rank])
     return total - apart + at_once
+
+
+def _held(counts: Counts, each: tuple[float, float]) -> float:
+    """Bytes of so many microbatches whose backward has not begun, and of which half has run."""
+    return counts[0] * each[0] + counts[1] * each[1]
 
 
 def _improved(

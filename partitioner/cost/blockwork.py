@@ -16,6 +16,7 @@ from torch import fx
 
 from partitioner.cost.asked import fan_out, learned_nodes, node_operands, operand_needs
 from partitioner.cost.calls import CallCost
+from partitioner.cost.carried import carried_bytes
 from partitioner.cost.compute import memory_rate, product_rate
 from partitioner.cost.operators import (
     VIEWS,
@@ -64,12 +65,14 @@ class Work:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's work forward, backward, and of that for ``inputs``; what it keeps at least."""
+    """A block's work forward, backward, and of that for ``inputs``; what it keeps at least, and ``carried`` bytes that
+    it holds between the halves of a backward."""
 
     forward: Work
     backward: Work
     inputs: Work
     kept: Kept
+    carried: float
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
@@ -86,6 +89,7 @@ class BlockWork:
             weights_s=backward - inputs,
             saved_bytes=self.kept.inside * scale,
             saved_inputs=self.kept.inputs,
+            carried_bytes=self.carried * scale,
             working_bytes=self.kept.working * share if tp == 1 else 0.0,
             input_bytes=tuple(b * scale for b in self.input_bytes),
             output_bytes=tuple(b * scale for b in self.output_bytes),
@@ -147,6 +151,7 @@ def block_work(
         backward=_work(back, spared_back, device),
         inputs=replace(_work(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
         kept=_least_kept(block, train, how),
+        carried=float(carried_bytes(block)) if train else 0.0,
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
         output_grads=tuple(train and needs_gradient(n) for n in block.outputs),

@@ -316,8 +316,10 @@ def _cut(
     for ahead in ([], early):
         later = woven(last, left.difference(ahead), nodes)
         known = {*saved, *seeds, *for_inputs, *first, *ahead}
+        picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
+        later, known = [n for n in later if n not in picked], known.union(picked)
         read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
-        halves.append(([*first, *ahead], later, [n for n in nodes if n in known and n in read_last]))
+        halves.append(([*first, *ahead, *picked], later, [n for n in nodes if n in known and n in read_last]))
     first, later, carried = min(halves, key=lambda half: _size(half[2]))
 
     start = [*saved, *seeds]

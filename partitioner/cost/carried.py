@@ -14,6 +14,7 @@ from torch import fx
 from partitioner.cost.operators import is_view, operator_name
 from partitioner.cost.saved import NEEDS, Value, needed, size_of, value_of
 from passes.blocks import Block
+from passes.collectives import collective_name
 from passes.factors import needs_gradient, operands_of
 from passes.gradients import differentiable
 
@@ -73,12 +74,16 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """The last node whose gradient is that of ``node``: sums and views pass it on as it is."""
+    """The last node whose gradient is that of ``node``: sums, over ranks too, and views pass it on as it is."""
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]
-        if len(users) != 1 or not (is_view(users[0]) or operator_name(users[0]) == "add"):
+        if len(users) != 1 or not _passes_gradient(users[0]):
             break
         if size_of(value_of(users[0])) != size_of(value_of(node)):
             break
         node = users[0]
     return node
+
+
+def _passes_gradient(node: fx.Node) -> bool:
+    return is_view(node) or operator_name(node) == "add" or collective_name(node.target) == "all_reduce"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from partitioner.actions import Timetable, halves_in_flight
 from partitioner.schedule_table import ScheduleTable, table_of
 from partitioner.schedules import timetable
@@ -112,12 +114,15 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
         found = {tuple(counts[c] for c in range(len(stages))) for counts in halves_in_flight(order, len(stages))}
         for c, k in enumerate(stages):
             pairs[k] = _outermost({counts[c] for counts in found})
-        together.append(tuple(sorted(a for a in found if not any(_less(a, b) for b in found))))
+        together.append(_not_less(sorted(found)))
     return Held(tuple(pairs), tuple(together))
 
 
-def _less(a: tuple[Counts, ...], b: tuple[Counts, ...]) -> bool:
-    return a != b and all(x <= y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
+    """Those of ``counts``, no two alike, that are not less than another in all."""
+    each = np.array(counts).reshape(len(counts), -1)
+    less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
+    return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
 
 
 def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:

@@ -42,6 +42,8 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
+_LEAST_S = 5.0  # for smaller clusters, which are looked at for no longer than the plan itself was
+
 
 @dataclass(frozen=True)
 class Explored:
@@ -155,6 +157,7 @@ def _explore(
     enough_s: float,
     before: Mapping[Point, Row],
 ) -> Explored:
+    start = time.monotonic()
     space = space_of(job, bounds)
     candidates = points(space)
     free = replace(job, constraints=unpinned(job.constraints))
@@ -200,16 +203,21 @@ def _explore(
             deadline,
         )
 
+    as_long_s = max(_LEAST_S, time.monotonic() - start)
+
     def others() -> tuple[Baseline, ...]:
         if not compare:
             return ()
-        fewer = without_laggards(job, found.estimate.step_time, space_of, partial(best, deadline - time.monotonic()))
+        until = min(deadline, time.monotonic() + as_long_s)
+        fewer = without_laggards(
+            job, found.estimate.step_time, space_of, lambda *asked: best(until - time.monotonic(), *asked)
+        )
         return compared(always, rows, lambda point: evaluated(beside.solve(point))) + fewer
 
     unknown = any(not is_known(standard, rows) for standard in always)
-    return Explored(
-        found, certificate, Later(others, worth_it=unknown or (compare and not is_even(job.topology))), result.rows
-    )
+    uneven = compare and not is_even(job.topology)
+    baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
+    return Explored(found, certificate, baselines, result.rows)
 
 
 def _solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:

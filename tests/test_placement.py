@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -39,7 +39,7 @@ from partitioner.solve.point import Point
 from partitioner.solve.stages import SLACK
 from partitioner.timing import plan_timeline
 from partitioner.topology import loads
-from partitioner.topology.groups import rank_grid
+from partitioner.topology.groups import group_of, rank_grid
 from passes.blocks import FoldedModel
 from passes.capture import capture
 from passes.errors import PartitionError
@@ -503,3 +503,46 @@ def test_members_of_groups_are_matched_by_their_links():
     assert aligned(bandwidth) == [2, 1, 0]  # the narrowest link is as wide as can be: 2, not 1
     cube = cube_mesh(list(range(8)))
     assert linked_groups(cube, list(range(8)), 4, [0] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "across"), [((8, 7), 3, 1), ((8, 7), 5, 1), ((8, 8), 4, 0), ((5, 5, 5), 3, 3)]
+)
+def test_as_few_groups_as_can_be_are_on_several_nodes(nodes: tuple[int, ...], size: int, across: int):
+    """However many devices could change places, which would be gone through one by one."""
+    kinds = "".join(f"  - {{type: a100-80gb, devices: {n}}}\n" for n in nodes)
+    topology = loads(f"nodes:\n{kinds}levels:\n  - {{like: nvlink3, nodes: 1}}\n  - {{like: ib-hdr}}\n")
+    count = topology.num_devices
+    groups = linked_groups(topology, list(range(count)), size, [0] * count)
+    assert sorted(device for group in groups for device in group) == list(range(count))
+    assert sum(len(set(topology.node_of[group].tolist())) > 1 for group in groups) == across
+
+
+@given(st.lists(st.sampled_from([1, 2, 3]), min_size=15, max_size=15), st.sampled_from([2, 3]))
+@settings(max_examples=40, deadline=None)
+def test_groups_have_the_widest_links_there_can_be(links: list[int], size: int):
+    """Of six devices, against all ways to cut them."""
+    pairs = list(combinations(range(6), 2))
+    text = "".join(
+        f"  - {{between: [node0/{a}, node0/{b}], bandwidth: {width}00 GB/s, latency: 5 us}}\n"
+        for (a, b), width in zip(pairs, links, strict=True)
+    )
+    topology = loads(
+        f"nodes:\n  - {{type: a100-80gb, devices: 6}}\nlevels:\n  - {{like: nvlink3, nodes: 1}}\nlinks:\n{text}"
+    )
+
+    def worth(groups: Iterable[Sequence[int]]) -> tuple[float, float]:
+        every = list(groups)
+        rates = [group_of(topology, np.array(group)).bus_bandwidth for group in every]
+        inside = [topology.links_between(np.array(group))[0] for group in every]
+        return round(min(rates), 3), round(sum(float(b[~np.eye(size, dtype=bool)].sum()) for b in inside), 3)
+
+    def cuts(left: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+        if not left:
+            yield []
+        for others in combinations(left[1:], size - 1):
+            rest = tuple(d for d in left[1:] if d not in others)
+            yield from ([(left[0], *others), *more] for more in cuts(rest))
+
+    found = linked_groups(topology, list(range(6)), size, [0] * 6)
+    assert worth(found) == max(worth(cut) for cut in cuts(tuple(range(6))))

@@ -34,9 +34,10 @@ _PAUSE_S = 0.002
 
 class Aside(Generic[K, R]):
     """Does ``work`` for each of ``keys``, in this order but for what is wished for, in a fork; results are pickled.
-    ``end()`` ends the fork and forgets what it has done."""
+    ``end()`` ends the fork and forgets what it has done. ``patience_s``: with it, while it is at what is asked for."""
 
-    def __init__(self, keys: Sequence[K], work: Callable[[K], R]) -> None:
+    def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
         self._marks = shared(len(keys), np.int8)
@@ -74,7 +75,7 @@ class Aside(Generic[K, R]):
             return None
         if self._marks[place] == _FREE:
             self._marks[place] = _MINE
-        until = time.perf_counter() + _PATIENCE_S
+        until = time.perf_counter() + self._patience_s
         while self.works_on(key):
             if time.perf_counter() > until:
                 self._stop()
@@ -124,11 +125,13 @@ def _end(helper: Helper | None, file: IO[bytes]) -> None:
 
 
 class Later(Generic[R]):
-    """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``."""
+    """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``; ``most_s``:
+    seconds that it may take."""
 
-    def __init__(self, work: Callable[[], R], *, worth_it: bool = True) -> None:
+    def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
         self._work = work
-        self._aside = Aside([None], lambda _: work()) if worth_it and can_help() else None
+        help_s = most_s + _PATIENCE_S
+        self._aside = Aside([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
         """Waits for it. Raises what ``work`` raises."""

@@ -1,8 +1,13 @@
-"""Cut devices into groups of one size so that links inside groups are wide: a set partition, solved by CP-SAT."""
+"""Cut devices into groups of one size so that links inside groups are wide: a set partition, solved by CP-SAT.
+
+Devices that could change places are one kind, of which a group has a number: else all ways to name the same groups
+would be gone through.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from itertools import combinations
 from math import comb
 
@@ -33,12 +38,29 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
     alike = len(set(classes)) == 1 and len(np.unique(apart)) <= 1
     if size in (1, n) or alike or comb(n, size) > MOST_GROUPS:
         return plain
-    groups = list(combinations(range(n), size))
-    mixed = [len({classes[i] for i in g}) - 1 for g in groups]
-    rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups]
-    inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups]
-    chosen = _partition(n, groups, [mixed, _ranks(rate), _ranks(inside)])
-    return [[devices[i] for i in groups[k]] for k in chosen]
+    kinds = _alike(bandwidth, list(zip(classes, topology.node_of[list(devices)].tolist(), strict=True)))
+    groups = {tuple(sorted(kinds[i] for i in group)): group for group in combinations(range(n), size)}
+    mixed = [len({classes[i] for i in g}) - 1 for g in groups.values()]
+    rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups.values()]
+    inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups.values()]
+    left = {kind: [d for d, k in zip(devices, kinds, strict=True) if k == kind] for kind in dict.fromkeys(kinds)}
+    chosen = _partition([Counter(group) for group in groups], Counter(kinds), [mixed, _ranks(rate), _ranks(inside)])
+    return [
+        [left[kind].pop(0) for kind in group] for group, times in zip(groups, chosen, strict=True) for _ in range(times)
+    ]
+
+
+def _alike(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
+    """For each device the first one that it could change places with: what is ``known`` of both is the same, and so are
+    their links to all others."""
+    places = np.arange(len(known))
+
+    def change(i: int, j: int) -> bool:
+        order = places.copy()
+        order[[i, j]] = j, i
+        return known[i] == known[j] and bool((bandwidth[np.ix_(order, order)] == bandwidth).all())
+
+    return [next(i for i in range(j + 1) if i == j or change(i, j)) for j in range(len(known))]
 
 
 def _ranks(values: Sequence[float]) -> list[int]:
@@ -48,29 +70,31 @@ def _ranks(values: Sequence[float]) -> list[int]:
     return [order[value] for value in rounded]
 
 
-def _partition(n: int, groups: Sequence[tuple[int, ...]], goals: Sequence[Sequence[int]]) -> list[int]:
-    """The groups of a partition of ``n`` things, by three goals one after the other: the least sum of the first, the
-    greatest minimum of the second, the greatest sum of the third."""
+def _partition(groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]) -> list[int]:
+    """How often each of ``groups`` is in a partition of ``things``, both by kind, by three goals one after the other:
+    the least sum of the first, the greatest minimum of the second, the greatest sum of the third."""
     check_threads()
     model = cp_model.CpModel()
-    taken = [model.new_bool_var(f"group {g}") for g in groups]
-    for i in range(n):
-        model.add_exactly_one(taken[k] for k, group in enumerate(groups) if i in group)
+    taken = [model.new_int_var(0, min(things[k] // n for k, n in group.items()), "") for group in groups]
+    for kind, number in things.items():
+        model.add(sum(group[kind] * t for group, t in zip(groups, taken, strict=True) if group[kind]) == number)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = _SECONDS
     chosen: list[int] = []
     least = model.new_int_var(0, max(goals[1]), "narrowest")
-    for k, value in enumerate(goals[1]):
-        model.add(least <= value).only_enforce_if(taken[k])
+    for times, value in zip(taken, goals[1], strict=True):
+        some = model.new_bool_var("")
+        model.add(times == 0).only_enforce_if(some.negated())
+        model.add(least <= value).only_enforce_if(some)
     totals = [sum(v * t for v, t in zip(goal, taken, strict=True)) for goal in goals]
     for sense, goal in ((-1, totals[0]), (1, least), (1, totals[2])):
         model.maximize(sense * goal)
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             break
-        chosen = [k for k, t in enumerate(taken) if solver.boolean_value(t)]
+        chosen = [solver.value(times) for times in taken]
         model.add(sense * goal >= round(solver.objective_value))
-    assert chosen, (n, len(groups))
+    assert chosen, (things, len(groups))
     return chosen
 
 

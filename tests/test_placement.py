@@ -506,7 +506,7 @@ def test_members_of_groups_are_matched_by_their_links():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "size", "across"), [((8, 7), 3, 1), ((8, 7), 5, 1), ((8, 8), 4, 0), ((5, 5, 5), 3, 3)]
+    ("nodes", "size", "across"), [((8, 7), 3, 1), ((8, 7), 5, 1), ((8, 8), 4, 0), ((5, 5, 5), 3, 2)]
 )
 def test_as_few_groups_as_can_be_are_on_several_nodes(nodes: tuple[int, ...], size: int, across: int):
     """However many devices could change places, which would be gone through one by one."""

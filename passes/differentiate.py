@@ -8,7 +8,7 @@ transpose as gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
+from passes.halves import Halves, upwards
 from passes.infer import META
 from passes.keep_sorted import MADE_BY, kept_sorted
-from passes.remake import needed as needed_again
 from passes.remake import slimmed, woven
 from passes.unused import drop_unused
 from passes.vanishing import take_out_zeros
@@ -296,7 +296,7 @@ def _cut(
     primals, tangents = placeholders[:num_primals], placeholders[num_primals:]
     results = nodes[-1].args[0]
     outputs, gradients = results[: len(block.outputs)], results[len(block.outputs) :]
-    forward = _upwards(outputs)
+    forward = upwards(outputs)
     forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward} | set(primals)
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
@@ -308,19 +308,8 @@ def _cut(
     needed = [i for i, need in enumerate(needs) if need]
     of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
-    for_inputs = _upwards([g for g in of_inputs if g is not None]) - forward
-    first = woven(_operators(nodes, for_inputs), remade, nodes)
-    last, left = [n for n in backward if n not in for_inputs], remade - {*first}
-    early = sorted(needed_again(last, left), key=nodes.index) if for_inputs else []  # or the second half makes it again
-    halves = []
-    for ahead in ([], early):
-        later = woven(last, left.difference(ahead), nodes)
-        known = {*saved, *seeds, *for_inputs, *first, *ahead}
-        picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
-        later, known = [n for n in later if n not in picked], known.union(picked)
-        read_last = {o for n in later for o in n.all_input_nodes} | {g for g in of_states if g is not None}
-        halves.append(([*first, *ahead, *picked], later, [n for n in nodes if n in known and n in read_last]))
-    first, later, carried = min(halves, key=lambda half: _size(half[2]))
+    backward_nodes = Halves(nodes, forward, backward, remade, [*saved, *seeds])
+    first, later, carried = backward_nodes.cut(of_inputs, of_states)
 
     start = [*saved, *seeds]
     return Differentiated(
@@ -336,27 +325,8 @@ def _cut(
     )
 
 
-def _size(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of tensors that operators make; views have those of what they view."""
-    values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
-    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
-
-
 def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n in chosen and n.op == "call_function"]
-
-
-def _upwards(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and all that they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = [n for n in nodes if n is not None]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> Piece:

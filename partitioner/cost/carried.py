@@ -2,7 +2,7 @@
 
 The half for weights reads what products with weights were of, and the gradients of their results; of what depends on
 no input of the block it is all of the backward. One operator that makes both gradients (norms, convolutions) belongs to
-the first half.
+the first half, and so do gradients that are sums over much larger tensors (of a norm's weight, written out).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from partitioner.cost.operators import is_view, operator_name
+from partitioner.cost.operators import is_product, is_view, operator_name
 from partitioner.cost.saved import NEEDS, Value, needed, size_of, value_of
 from passes.blocks import Block
 from passes.collectives import collective_name
 from passes.factors import needs_gradient, operands_of
 from passes.gradients import differentiable
+from passes.halves import is_early
 
 _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
@@ -32,7 +33,7 @@ def carried_bytes(block: Block) -> int:
         if node not in through:
             read.update(needed(node))
             continue
-        later = [o for o in operands_of(node) if needs_gradient(o) and o not in through]
+        later = [o for o in operands_of(node) if needs_gradient(o) and o not in through and not _is_sum(node, o)]
         if later and not _makes_all_at_once(node):
             read.update(value for operand in later for value in _needed_for(node, operand))
             gradients.add(_same_gradient(node, block.outputs))
@@ -50,6 +51,11 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
         if node.op == "call_function" and needs_gradient(node) and not through.isdisjoint(node.all_input_nodes):
             through.add(node)
     return through
+
+
+def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the gradient of ``operand`` is a sum over a much larger tensor: then the first half makes it."""
+    return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
 
 def _makes_all_at_once(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from passes.collectives import CONTEXT, collective_name
 from passes.entropy import NARROW
 from passes.factors import factors_of
 from passes.gradients import accumulated_in
+from passes.halves import is_early
 from passes.rules.algebra import argument
 from passes.rules.attention import band
 from passes.tiles import Band, most_pairs
@@ -262,10 +263,8 @@ def backward_kernels(
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
         return [_gradient_kernel("lookup", o, [result, result], launches=2) for o in wanted]
-    if name in _SUMS:
-        return []
-    if name in CROSS_ENTROPY:
-        return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)]
+    if name in _SUMS or name in CROSS_ENTROPY:
+        return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
     kind = kind_of(node, name)
     if name in _LINEAR and len(operands) == 1:
         return [_gradient_kernel(kind, wanted[0], [result])]
@@ -283,7 +282,8 @@ def _pointwise_backward(
     if name in _ADDITIONS:
         return broadcast  # the gradient itself
     others = [o for o in operands if o is not wanted] or [wanted]
-    return [replace(_kernel(kind, [result, *others, result]), learned=wanted.learned), *broadcast]
+    later = wanted.learned and not is_early(wanted.numel, result.numel)
+    return [replace(_kernel(kind, [result, *others, result]), learned=later), *broadcast]
 
 
 def _product_backward(
@@ -307,8 +307,8 @@ def _product_backward(
 
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand], launches: int = 1) -> Kernel:
-    """Making the gradient of ``wanted``."""
-    return replace(_kernel(kind, [wanted, *read], launches=launches), learned=wanted.learned)
+    later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
+    return replace(_kernel(kind, [wanted, *read], launches=launches), learned=later)
 
 
 def add_kernel(value: Operand) -> Kernel:

@@ -149,13 +149,5 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 def in_flight(order: Order) -> list[Counter[int]]:
     """After each action, by chunk, the microbatches whose forward has run and whose backward has not ended."""
-    split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
-    current: Counter[int] = Counter()
-    seen = []
-    for action in order:
-        if action.kind == "F":
-            current[action.chunk] += 1
-        elif action.kind == "W" or (action.kind == "B" and (action.microbatch, action.chunk) not in split):
-            current[action.chunk] -= 1
-        seen.append(current.copy())
-    return seen
+    chunks = 1 + max((action.chunk for action in order), default=0)
+    return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

@@ -30,7 +30,7 @@ from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, left_out, points
-from partitioner.solve.rows import Evaluated, Row
+from partitioner.solve.rows import Evaluated, Row, solved
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from runtime.offload import Offload
@@ -178,7 +178,7 @@ def _explore(
         candidates,
         floors,
         evaluate,
-        always=[*list(_solved(before))[:1], *(point for standard in always for point in standard.points[:1])],
+        always=[*list(solved(before))[:1], *(point for standard in always for point in standard.points[:1])],
         left_out=left_out(space, candidates),
         progress=progress,
         time_limit_s=deadline - time.monotonic(),
@@ -197,7 +197,7 @@ def _explore(
             partial(evaluate, proven=False),
             floors,
             floors.of_point,
-            schedules_of_several(space, {**_solved(before), **result.solved}, found.point),
+            schedules_of_several(space, {**solved(before), **solved(result.rows)}, found.point),
             found,
             certificate,
             deadline,
@@ -218,12 +218,6 @@ def _explore(
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
     return Explored(found, certificate, baselines, result.rows)
-
-
-def _solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
-    """The points that have a plan, by step time."""
-    known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
-    return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
 def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:

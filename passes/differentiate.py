@@ -308,10 +308,8 @@ def _cut(
     needed = [i for i, need in enumerate(needs) if need]
     of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
-    backward_nodes = Halves(nodes, forward, backward, remade, [*saved, *seeds])
-    first, later, carried = backward_nodes.cut(of_inputs, of_states)
-
     start = [*saved, *seeds]
+    first, later, carried = Halves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
     return Differentiated(
         forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
         backward=_piece(woven(backward, remade, nodes), start, [*of_inputs, *of_states]),

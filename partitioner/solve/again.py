@@ -49,8 +49,7 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
         cost, stage = problem.calls[place].cost, plans[chunk].number
         of_stage = problem.pace(stage).costs[place]
         seconds = of_stage.forward_total_s - of_stage.remade_s
-        whole = max(whole for whole, _ in problem.held(stage))
-        return -whole * cost.saved_bytes / max(seconds, 1e-15), chunk, place
+        return -problem.not_begun(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
 
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=in_part) for plan in plans]
     yield list(now)
@@ -72,9 +71,7 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
         return
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
     yield list(now)
-    order = sorted(
-        range(len(plans)), key=lambda chunk: -max(whole for whole, _ in tables.problem.held(plans[chunk].number))
-    )
+    order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.not_begun(plans[chunk].number))
     for chunk in order:
         plan = plans[chunk]
         now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=True)

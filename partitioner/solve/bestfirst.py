@@ -68,15 +68,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``point`` and ``best`` are the plan found, ``solved`` all points that have one, by step time; the certificate has
-    a row for every point, as ``rows`` has."""
+    """``point`` and ``best`` are the plan found; the certificate has a row for every point, as ``rows`` has."""
 
     point: Point
     best: Evaluated
     certificate: Certificate
     num_evaluated: int
     interrupted: bool = False
-    solved: Mapping[Point, Evaluated] = field(default_factory=dict)
     rows: Mapping[Point, Row] = field(default_factory=dict)
 
 
@@ -166,12 +164,8 @@ def search(
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
-    known = {p: row.evaluated for p, row in state.rows.items() if row.evaluated is not None}
-    solved = dict(sorted(known.items(), key=lambda item: item[1].step_time))
     certificate = certificate_of(state.rows.values(), state.best_time)
-    return SearchResult(
-        state.best, best.evaluated, certificate, state.num_evaluated, interrupted, solved, dict(state.rows)
-    )
+    return SearchResult(state.best, best.evaluated, certificate, state.num_evaluated, interrupted, state.rows)
 
 
 def _best_first(
@@ -274,8 +268,7 @@ def _evaluate(
         _infeasible(row, error)
         return
     row.status, row.loose = "solved", row.evaluated.partly
-    least = row.evaluated.step_time if row.evaluated.least is None else row.evaluated.least
-    row.bound = min(max(row.bound, 0.0 if row.loose else least), row.evaluated.step_time)
+    row.bound = min(max(row.bound, 0.0 if row.loose else row.evaluated.least_s), row.evaluated.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
@@ -322,7 +315,7 @@ def _tighten(state: _State, last: Callable[[Point, float], float], deadline: flo
                 _infeasible(row, error)
             continue
         if found is not None:
-            tighter = min(tighter, found.step_time if found.least is None else found.least)
+            tighter = min(tighter, found.least_s)
         row.bound = max(row.bound, tighter)
 
 

@@ -32,6 +32,11 @@ class Evaluated:
     breakdown: Mapping[str, float] | None = None
     partly: bool = False
 
+    @property
+    def least_s(self) -> float:
+        """What no plan that was tried goes below."""
+        return self.step_time if self.least is None else self.least
+
 
 @dataclass
 class Row:
@@ -63,6 +68,12 @@ class Row:
     def says(self) -> bool:
         """Whether its bound says how good a plan may be at best."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
+
+
+def solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
+    """The points that have a plan, by step time."""
+    known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
+    return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
 def certificate_of(every: Collection[Row], objective: float) -> Certificate:
@@ -123,4 +134,4 @@ def refused(point: Point, error: PartitionError) -> Candidate:
     return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
 
 
-__all__ = ["Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused"]
+__all__ = ["Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused", "solved"]

@@ -107,6 +107,10 @@ class StageProblem:
         """Microbatches that a stage holds something of at a time."""
         return max(map(sum, self.held(stage)))
 
+    def not_begun(self, stage: int) -> int:
+        """Those of them of which no backward has run, at most."""
+        return max(whole for whole, _ in self.held(stage))
+
     def half_done(self, stage: int) -> int:
         """Those of them of which half the backward has run, at most."""
         return max(half for _, half in self.held(stage))

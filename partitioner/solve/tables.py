@@ -96,7 +96,7 @@ class StageTables:
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
         least: Table = self._whole(stages, start, stop) if self.problem.train else fixed
         if self.most_recomputed.any():
-            again = self._again(stages, start, stop, 0.0)
+            again = self._again(stages, start, stop)
             least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
         if self.slim is None:
             return least
@@ -134,7 +134,7 @@ class StageTables:
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only what does not fit as it is and may fit so
-                least = self._again(stages[:, None], start, stop, 0.0)
+                least = self._again(stages[:, None], start, stop)
                 again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
@@ -285,11 +285,11 @@ class StageTables:
         fixed: Table = self._fixed[start, stop]
         return fixed + self._held(stage, self.segments.saved[start, stop] + inputs, carried)
 
-    def _again(self, stage: int | Counts, start: Counts, stop: Counts, kept: float | Table) -> Table:
-        """The same of those that keep inputs, and what some of them save besides (``kept``)."""
+    def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+        """The same of those of which all calls are, and that keep inputs alone."""
         inputs = self.segments.all_inputs[start, stop]
         fixed: Table = self._fixed_again[start, stop]
-        return fixed + self._held(stage, inputs + kept, inputs + self.segments.carried[start, stop])
+        return fixed + self._held(stage, inputs, inputs + self.segments.carried[start, stop])
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
         """Bytes of a microbatch whose backward has not begun, and of one of which half has run."""
@@ -298,20 +298,13 @@ class StageTables:
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
         return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
-    def alone(self, stage: int, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Peak bytes, if no microbatch were in flight."""
-        fixed: Table = np.where(recomputed > 0, self._fixed_again[start, stop], self.fixed_memory[start, stop])
-        return fixed
-
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Peak bytes of a rank that holds the segments ``[start, stop)``."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
-        prefix = self.segments.saved[0]
-        made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
-        kept = np.maximum(0.0, self.segments.saved[start, stop] - made)
-        again = self._again(stage, start, stop, kept)
-        return np.where(recomputed > 0, again, self._whole(stage, start, stop))
+        fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
+        peak: Table = fixed + self._held(stage, *self.each(start, stop, recomputed))
+        return peak
 
 
 def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:

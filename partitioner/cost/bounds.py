@@ -33,7 +33,7 @@ from partitioner.cost.paces import Pool, pool_of, work_and_speeds
 from partitioner.cost.planned import Planned
 from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed, best_type, relaxed
-from partitioner.cost.states import StateCost, state_costs, summed, update_time
+from partitioner.cost.states import StateCost, States, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
@@ -94,7 +94,7 @@ class ModelBounds:
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._layer_bytes: dict[tuple[int, ...], float] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
-        self._shares: dict[tuple[Any, ...], dict[str, StateCost]] = {}
+        self._shares: dict[tuple[Any, ...], States] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
         self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
 
@@ -235,14 +235,14 @@ class ModelBounds:
             self._reductions[key] = min((reduction(plain, r, overlap).total_s for r in reducers), default=0.0)
         return self._reductions[key]
 
-    def share_of_states(self, point: Point) -> dict[str, StateCost]:
+    def share_of_states(self, point: Point) -> States:
         """The least that each state can take on a rank."""
         key = point.states_kind
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
             shares = {which: _share(*state, point) for which, state in alike.items()}
-            self._shares[key] = {name: shares[id(cost), name in experts] for name, cost in self.states.items()}
+            self._shares[key] = States((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
         return self._shares[key]
 
     @cached_property

@@ -118,16 +118,16 @@ class CallCost:
             remade_s=self.selective_s,
         )
 
-    @property
+    @cached_property
     def later_s(self) -> float:
         """What of ``backward_s`` may run after gradients of inputs are sent: as bounds want it, no more than half."""
         return min(self.weights_s, self.backward_s / 2)
 
-    @property
+    @cached_property
     def forward_total_s(self) -> float:
         return self.forward_s + self.forward_comm_s
 
-    @property
+    @cached_property
     def backward_total_s(self) -> float:
         return self.backward_s + self.backward_comm_s
 

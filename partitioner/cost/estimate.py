@@ -16,7 +16,7 @@ from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed
-from partitioner.cost.states import StateCost, summed, update_time
+from partitioner.cost.states import StateCost, States, summed, update_time
 from partitioner.cost.tails import tied_seconds
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
@@ -63,7 +63,7 @@ def stage_problem(
     at = ranks or range(pp)
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
-    overhead = _together([costs[call.block] for call in everywhere])
+    overhead, of_states = _together([costs[call.block] for call in everywhere]), States.of(states)
     beside = _gathered_beside([costs[call.block].gathered_bytes for _, call in placed], in_turns=bool(ranks))
     calls = tuple(
         StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered)
@@ -80,8 +80,8 @@ def stage_problem(
         num_microbatches=num_microbatches,
         capacity=tuple(machine.capacity[rank] for rank in at),
         links=_links(machine, ranks, constraints.sends == "parts"),
-        state_bytes={name: cost.total for name, cost in states.items()},
-        late_bytes={n: c.late for n, c in states.items() if c.late} if once else {},
+        state_bytes=of_states.totals,
+        late_bytes=of_states.late if once else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
         schedule=schedule if isinstance(schedule, str) else schedule.name,
         chunks=len(at) // pp,

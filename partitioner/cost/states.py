@@ -178,6 +178,23 @@ class StateCost:
         return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes, hybrid=hybrid)
 
 
+class States(dict[str, StateCost]):
+    """What states cost a rank, by name. They stay as they are: what is read off all of them is read once."""
+
+    @classmethod
+    def of(cls, costs: Mapping[str, StateCost]) -> States:
+        return costs if isinstance(costs, cls) else cls(costs)
+
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        return {name: cost.total for name, cost in self.items()}
+
+    @cached_property
+    def late(self) -> dict[str, float]:
+        """Of those that come late, see :attr:`StateCost.late`."""
+        return {name: cost.late for name, cost in self.items() if cost.late}
+
+
 @dataclass(frozen=True)
 class Sharded:
     """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; ``experts``: the states that
@@ -223,7 +240,7 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
     complete: Collection[str] = (),
-) -> dict[str, StateCost]:
+) -> States:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
@@ -255,7 +272,7 @@ def state_costs(
             )
         return known[key]
 
-    return {name: find(name, state) for name, state in states.items()}
+    return States((name, find(name, state)) for name, state in states.items())
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
@@ -263,7 +280,7 @@ def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float]
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
-    return {name: alike[id(cost)] for name, cost in costs.items()}
+    return States((name, alike[id(cost)]) for name, cost in costs.items())
 
 
 def _cost(

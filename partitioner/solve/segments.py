@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Table = NDArray[np.float64]
 Item = tuple[str, float]  # a name, and bytes
 _MOST_REMEMBERED = 256  # calls of problems whose tables are kept
+_MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
@@ -84,16 +85,9 @@ class Segments:
         return self._largest([c.working_bytes for c in self.calls])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """Bytes of the different states, by their ``sizes``."""
-        places, counted = self._of_states
-        return self._counted(places, np.array([sizes.get(name, 0.0) for name in counted], dtype=np.float64))
-
-    @cached_property
-    def _of_states(self) -> tuple[NDArray[np.int64], list[str]]:
-        names = [c.states for c in self.calls]
-        places, counted = _places(names)
-        each = list(chain.from_iterable(names))
-        return places, [each[number] for number in counted.tolist()]
+        """Bytes of the different states, by their ``sizes``, which stay as they are."""
+        names = tuple(call.states for call in self.calls)
+        return (_states_of if len(names) <= _MOST_REMEMBERED else _States)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
@@ -141,16 +135,8 @@ class Segments:
     def _union(self, items: Sequence[Sequence[Item]]) -> Table:
         """Of what the calls have, what several have counted once."""
         places, counted = _places([[name for name, _ in own] for own in items])
-        return self._counted(places, np.array([size for own in items for _, size in own], dtype=np.float64)[counted])
-
-    def _counted(self, places: NDArray[np.int64], sizes: NDArray[np.float64]) -> Table:
-        """Row ``i`` counts, from call ``i`` on, the items that no call from ``i`` to there has had before."""
-        n = len(self.calls)
-        added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
-        first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
-        table = np.zeros((n + 1, n + 1))
-        table[:n, 1:] = np.cumsum(first, axis=1)
-        return table
+        sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
+        return _counted(places, sizes[counted], len(items))
 
     def _passing(self, gradients: bool) -> Table:
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
@@ -163,9 +149,43 @@ class Segments:
         return passing
 
 
+class _States:
+    """The states that calls read, by call."""
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self._places, counted = _places(names)
+        each = list(chain.from_iterable(names))
+        self._names, self._calls = [each[number] for number in counted.tolist()], len(names)
+        self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
+
+    def table(self, sizes: Mapping[str, float]) -> Table:
+        """Bytes of the different states of every run."""
+        if id(sizes) not in self._known:
+            if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
+                self._known.clear()
+            of_names = np.array([sizes.get(name, 0.0) for name in self._names], dtype=np.float64)
+            table = _counted(self._places, of_names, self._calls)
+            self._known[id(sizes)] = sizes, table  # as long as these are here, no others have their id
+        return self._known[id(sizes)][1]
+
+
+@lru_cache(maxsize=4)
+def _states_of(names: tuple[tuple[str, ...], ...]) -> _States:
+    return _States(names)
+
+
 @lru_cache(maxsize=32)
 def _remembered(calls: tuple[Holding, ...], local: frozenset[str]) -> Segments:
     return Segments(calls, local)
+
+
+def _counted(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
+    """Row ``i`` counts, from call ``i`` of ``n`` on, the items that no call from ``i`` to there has had before."""
+    added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
+    first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
+    table = np.zeros((n + 1, n + 1))
+    table[:n, 1:] = np.cumsum(first, axis=1)
+    return table
 
 
 def _places(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +110,9 @@ class StageTables:
         times[:, start, stop] = self.run_times(stages, start, stop)
         return times
 
-    @cached_property
+    @property
     def _runs(self) -> tuple[Counts, Counts]:
-        """All segments that are not empty: where they start and stop."""
-        return np.triu_indices(len(self.problem.calls) + 1, 1)
+        return _runs_of(len(self.problem.calls))
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
         """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
@@ -305,6 +304,12 @@ class StageTables:
         fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
         peak: Table = fixed + self._held(stage, *self.each(start, stop, recomputed))
         return peak
+
+
+@lru_cache(maxsize=8)
+def _runs_of(calls: int) -> tuple[Counts, Counts]:
+    """All segments that are not empty: where they start and stop."""
+    return np.triu_indices(calls + 1, 1)
 
 
 def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:

@@ -37,6 +37,8 @@ DEVICES = {
     "MI355X": ("mi355x", "xgmi", "ib-ndr"),
     "L40S": ("l40s", "pcie4", "ib-edr"),
 }
+# What rows call a network -> ours, where it is another than is common with their devices.
+NETWORKS = {"Omni-Path": "omni-path"}
 # Meshes of links inside a node as one level, for nodes of any size: all-reduces as measured on DGX-1; xGMI by its sum.
 MESHES = {
     "nvlink2": {
@@ -187,6 +189,7 @@ def _topology(row: Row) -> Topology:
     if row["gpu"] not in DEVICES:
         return _machine(row)
     kind, inside, between = DEVICES[row["gpu"]]
+    between = next((link for name, link in NETWORKS.items() if name in str(row.get("inter_link"))), between)
     links = {**_catalogue("links"), **MESHES}
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
     per_node = max(d for d in range(1, domain + 1) if row["num_gpus"] % d == 0)  # 64 of 72 where that divides

@@ -49,6 +49,7 @@ class LocalModels:
     _blocks: dict[Hashable, Block] = field(default_factory=dict)
     _problems: dict[ProblemKey, ShardingProblem] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
+    _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
     _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
     _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
     _readings: list[Iterable[Reading]] = field(default_factory=list)
@@ -69,8 +70,14 @@ class LocalModels:
 
         Raises :class:`PlanError` or :class:`passes.errors.UnsupportedError` where there is none.
         """
+        if key in self._none:
+            raise self._none[key].with_traceback(None)
         if key not in self._locals:
-            self._locals[key] = self._find(key, num_microbatches)
+            try:
+                self._locals[key] = self._find(key, num_microbatches)
+            except PartitionError as error:
+                self._none[key] = error
+                raise
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:

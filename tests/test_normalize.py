@@ -201,6 +201,16 @@ REWRITES: dict[str, tuple[Callable[..., object], list[str]]] = {
     "trapezoid": (lambda x: torch.trapezoid(x), []),
     "own places": (lambda x: x[torch.arange(4), torch.tensor([1, -1, 0, -4])] + x[torch.arange(4), x.argmax(1)], []),
     "other places": (lambda x: x[torch.arange(1, 4), x.argmax(1)[1:]] + x[x.argmax(0)[:3], torch.arange(3)], []),
+    "repeated rows": (
+        lambda x: (x.repeat(3, 1) * x[:3].reshape(12, 1)).view(3, 4, 4).sum(0),
+        ["slice.Tensor", "reshape.default", "expand.default", "reshape.default", "mul.Tensor", "sum.dim_IntList"],
+    ),
+    "repeated rows and columns": (
+        lambda x: (x.repeat(3, 2).reshape(2, 6, 8) - x[0].repeat(2)).view(2, 3, 2, 2, 4),
+        [],
+    ),
+    "repeated for one of two": (lambda x: ((y := x.repeat(3, 1) * 2).view(3, 4, 4), y), []),
+    "repeated across parts": (lambda x: (x.repeat(3, 1) * 2).view(2, 6, 4), []),
     "meshgrid": (lambda x: torch.stack(torch.meshgrid(x[0], x[1], indexing="ij")), []),
 }
 

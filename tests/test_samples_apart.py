@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,12 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.errors import PlanError
+from partitioner.local_models import LocalKey, LocalModels
+from partitioner.localize import LocalModel
+from passes.rules.algebra import MAX_SECTIONS
 
 WIDTH = 8
+MANY = MAX_SECTIONS + 6  # of parts of one dim that samples are in
 
 
 class Model(nn.Module):
@@ -63,6 +68,24 @@ def overwritten(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return (model.then(x) ** 2).mean()
 
 
+def repeated_for_all_experts(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """Each of many experts has all rows one after the other, scaled by how much they want it."""
+    numbers = torch.arange(1, MANY + 1) / MANY
+    wanted = (y.sum(1, keepdim=True) * numbers).sigmoid()
+    rows = x.repeat(MANY, 1) * wanted.transpose(0, 1).reshape(-1, 1)
+    experts = model.first.weight.expand(MANY, WIDTH, WIDTH) * numbers[:, None, None]
+    made = torch.bmm(rows.view(MANY, -1, WIDTH), experts).relu().view(-1, WIDTH)
+    return made.reshape(MANY, -1, WIDTH).sum(0).square().mean()
+
+
+def flat_and_back(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """Elementwise work on flat values, of which some broadcast."""
+    scale, shift = model.first.weight.reshape(-1)[:1], model.first.bias
+    flat = x.reshape(-1) * y.reshape(-1) + scale
+    wide = x.reshape(-1, 2, 4).reshape(-1, 8).tanh() - shift
+    return (flat.sigmoid().view(-1, WIDTH) + wide).view(-1, 2, 4).square().mean()
+
+
 APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "triplets": lambda model, x, y: F.triplet_margin_loss(x, y, x.flip(1), swap=True),
     "ranking": lambda model, x, y: F.margin_ranking_loss(x, y, x.detach().sign(), margin=0.2),
@@ -71,6 +94,8 @@ APART: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "margins of several": lambda model, x, y: F.multilabel_margin_loss(model.then(x), y[:, :6].argsort(-1)),
     "cells": cells,
     "overwritten": overwritten,
+    "repeated for all experts": repeated_for_all_experts,
+    "flat and back": flat_and_back,
     "picked": picked,
     "warped": warped,
     "solved": solved,
@@ -117,3 +142,19 @@ def test_samples_that_meet_are_refused_where_they_do(name: str):
     with pytest.raises(PlanError, match=message) as caught:
         partition(Model(function), Topology.local(2), inputs, constraints=constraints)
     assert f"test_samples_apart.py:{line})" in str(caught.value)
+
+
+def test_what_has_no_plan_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    asked: Counter[object] = Counter()
+    find = LocalModels._find
+
+    def counted(self: LocalModels, key: LocalKey, num_microbatches: int) -> LocalModel:
+        asked[key] += 1
+        return find(self, key, num_microbatches)
+
+    monkeypatch.setattr(LocalModels, "_find", counted)
+    inputs = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    plan = partition(Model(TOGETHER["neighbours"][0]), Topology.local(4), inputs, constraints=Constraints(pp=1))
+    reasons = [row.reason for row in plan.certificate.candidates if row.status == "infeasible"]
+    assert sum("combines samples" in reason for reason in reasons) > 1
+    assert max(asked.values()) == 1

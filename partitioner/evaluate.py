@@ -17,7 +17,7 @@ from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.remade import remade
 from partitioner.cost.seats import Costs, SeatCosts, fastest
-from partitioner.cost.states import StateCost, state_costs
+from partitioner.cost.states import StateCost, StateKinds, States, kinds_of, state_costs
 from partitioner.cost.widest import no_slower
 from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import CapacityError, PlanError
@@ -69,7 +69,8 @@ class Evaluator:
     _works: dict[int, CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _floors: dict[Hashable, Floor | None] = field(default_factory=dict)
-    _held: dict[tuple[Any, ...], dict[str, StateCost]] = field(default_factory=dict)
+    _held: dict[tuple[Any, ...], States] = field(default_factory=dict)
+    _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
 
     def solve(
         self,
@@ -129,6 +130,7 @@ class Evaluator:
         return all(judge.least(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
     def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
+        self._check_experts(point)
         local, costs, states = self._own(point)
         reference = self.locals.reference_seat(point.tp, point.cp)
         return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
@@ -176,19 +178,28 @@ class Evaluator:
         return key, (point, size, whole)
 
     def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve`
-        does."""
+        """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve` does,
+        but for what becomes of experts."""
         local, costs, states = self._own(point)
         return local.model, fastest(self._every(point, costs)), states
 
+    def least_beside(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
+        """The same for all that differ from ``point`` in ZeRO and take no less memory. ``None`` where ZeRO decides
+        more than that, and what gathering weights adds."""
+        if self._mixed:
+            return None
+        model, costs, _ = self.least(point.sharing(0))
+        return model, costs, self._own(point)[2]
+
     def _own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
         """A point's own sharding, with what calls take and what states cost."""
+        key, local = self._local(point)
+        return local, self._seat_costs(key, local), self._states(point, key, local)
+
+    def _local(self, point: Point) -> tuple[LocalKey, LocalModel]:
         num_microbatches = point.num_microbatches(self.job.global_batch)
         key = self.locals.key(point, point.parts(self.job.global_batch), num_microbatches == 1)
-        local = self.locals.at(key, num_microbatches)
-        costs = self._seat_costs(key, local)
-        self._check_experts(point, key, local)
-        return local, costs, self._states(point, key, local)
+        return key, self.locals.at(key, num_microbatches)
 
     def _check_offload(self, expected: Estimate, machine: Machine) -> None:
         """Raise :class:`CapacityError` where hosts, or their disks, have no room for what is offloaded."""
@@ -268,8 +279,9 @@ class Evaluator:
         dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
         return self.locals.key(point, parts, whole or parts == 1), parts // dp
 
-    def _check_experts(self, point: Point, key: LocalKey, local: LocalModel) -> None:
+    def _check_experts(self, point: Point) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        key, local = self._local(point)
         if point.ep == 1 or (point.ep, key) in self._spread:
             return
         whole = point.dp == 1 or self.job.constraints.group_size is not None
@@ -288,17 +300,17 @@ class Evaluator:
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
         if held not in self._held:
             job = self.job
-            machine = job.dressed(Machine(job.topology, point.grid), point)
+            if key not in self._kinds:
+                layouts = local.sharding.states
+                self._kinds[key] = kinds_of(local.model.states, layouts, job.experts, local.complete)
             self._held[held] = state_costs(
-                local.model.states,
-                local.sharding.states,
+                self._kinds[key],
                 point.grid,
                 optimizer=job.optimizer,
                 train=job.train,
-                sharded=machine.sharded(job.experts),
+                sharded=job.dressed(Machine(job.topology, point.grid), point).sharded,
                 short_gradients=bool(job.constraints.short_gradients),
                 offload=job.constraints.offload or (),
-                complete=local.complete,
             )
         return self._held[held]
 

@@ -16,7 +16,7 @@ from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator
 from partitioner.judge import split_of, virtual_ranks
 from partitioner.solve.least import LeastTime
-from partitioner.solve.pipelines import is_formula, is_plain, is_split
+from partitioner.solve.pipelines import is_formula, is_plain, is_split, most_in_flight
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, hybrids
 from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
@@ -35,6 +35,8 @@ class Floors:
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
+        self._lean: dict[Point, Point] = {}  # by family, the one that takes least memory
+        self._own_shared: dict[Point, LeastTime | None] = {}  # by family
         self._unseen: set[Point] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], Needs] = {}
@@ -86,8 +88,10 @@ class Floors:
     @cached_property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
         """Bounds of one point, one tighter than the other: whether states fit; even stages that gather weights, then
-        the best ones, by the largest microbatch's sharding; then both by its own."""
-        return self._held, self._gathered, self._staged, self._thoroughly, self._own, self._own_staged
+        the best ones, by the largest microbatch's sharding; then both by its own, the best ones first in the least
+        memory that any of the family takes."""
+        relaxed = self._held, self._gathered, self._staged, self._thoroughly
+        return *relaxed, self._own, self._own_leanest, self._own_staged
 
     def of_point(self, point: Point, enough_s: float = np.inf) -> float:
         """The tightest bound of a point that has a plan, wherever its ranks are; ``enough_s``: a bound of that is as
@@ -112,6 +116,7 @@ class Floors:
 
     def _even(self, points: Sequence[Point], _: float) -> float:
         self.bounds.check_microbatch(points[0])
+        self._lean[self.family(points[0])] = min(points, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(points[0]))
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
@@ -150,11 +155,23 @@ class Floors:
     def _staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):
             return self._roomy([point], enough_s)
+        if self._has_room(point):
+            return 0.0  # the family's said it
         quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
         least = self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(point)
         return self.bounds.staged([point], least)
+
+    def _has_room(self, point: Point) -> bool:
+        """Whether even stages have so much room that it hardly matters what states take, and nothing else does of what
+        sets it apart from its family."""
+        if point.zero == 3 or not isinstance(self._shared.get(self.family(point)), LeastTime):
+            return False
+        flying = most_in_flight(point.schedule, point.pp, int(self.bounds.rounds(point)))
+        kept = flying * self._needs_of(point).whole.total / point.pp
+        needed = self.bounds.state_bytes(point) + kept + self.bounds.layer_bytes(point)
+        return needed <= self.bounds.capacity(point)
 
     def _roomy(self, points: Sequence[Point], enough_s: float) -> float:
         """Of a schedule that is followed: what must be made again for all of it to fit on all ranks together, none of
@@ -205,6 +222,17 @@ class Floors:
     def _says_most(self, point: Point) -> bool:
         """Whether its own sharding is the one that bounds others of its width."""
         return self._scales and point.microbatch_size == self._largest(point)
+
+    def _own_leanest(self, point: Point, enough_s: float) -> float:
+        family = self.family(point)
+        leanest = self._lean.get(family, point)
+        if leanest == point or not is_plain(point.schedule, point.virtual_stages):
+            return 0.0
+        if family not in self._own_shared:
+            least = self.evaluator.least_beside(leanest)
+            self._own_shared[family] = least and self.bounds.least(leanest, *least, enough_s=enough_s)
+        found = self._own_shared[family]
+        return self.bounds.staged([point], found) if found else 0.0
 
     def _own_staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):

@@ -23,7 +23,7 @@ from partitioner.cost.operators import Kernel, Operand, backward_kernels, forwar
 from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Reduction, reduction
 from partitioner.cost.saved import kept_by
-from partitioner.cost.states import StateCost, optimizer_bytes, state_costs
+from partitioner.cost.states import StateCost, kinds_of, optimizer_bytes, state_costs
 from partitioner.emit_levels import AT_ONCE
 from partitioner.errors import ConstraintError
 from partitioner.localize import unmark_stopped
@@ -282,13 +282,16 @@ def test_adam_takes_eighteen_bytes_per_short_parameter():
         "norm": State("norm", TensorSpec((64,), torch.float32), "parameter", True),
     }
     layouts = {"w": shard(0), "norm": READ_SHARDED}
-    costs = state_costs(states, layouts, {"dp": 2, "tp": 4})
+    costs = state_costs(kinds_of(states, layouts), {"dp": 2, "tp": 4})
     assert costs["w"].total == 18 * 64 * 64 / 4
     assert costs["w"].grad_axes == ("dp",)
     assert costs["frozen"].total == 2 * 64 * 64
     assert costs["norm"].total == 16 * 64
     assert costs["norm"].grad_axes == ("dp", "tp")
-    assert state_costs(states, layouts, {"dp": 1, "tp": 4}, optimizer="sgd")["w"].total == (2 + 4 + 4) * 64 * 64 / 4
+    assert (
+        state_costs(kinds_of(states, layouts), {"dp": 1, "tp": 4}, optimizer="sgd")["w"].total
+        == (2 + 4 + 4) * 64 * 64 / 4
+    )
     assert [optimizer_bytes(1, size, "adamw") for size in (2, 4, 8)] == [12, 8, 16]
     with pytest.raises(ConstraintError, match="unknown optimizer 'lion'; expected one of adamw"):
         optimizer_bytes(1, 2, "lion")

@@ -11,7 +11,7 @@ from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.offload import disk_seconds, update_seconds
-from partitioner.cost.states import state_costs
+from partitioner.cost.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
 from partitioner.finish import _check_hosts
 from partitioner.timing import plan_timeline
@@ -71,16 +71,16 @@ def test_ranks_share_states_and_the_disk():
 
 def test_states_on_disk():
     model = {"w": State("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
-    cost = state_costs(model, {}, {}, offload=("optimizer", "disk"))["w"]
+    cost = state_costs(kinds_of(model, {}), {}, offload=("optimizer", "disk"))["w"]
     assert cost.kept == {"parameters": 20, "gradients": 40, "optimizer": 0}
     assert (cost.in_host, cost.on_disk, cost.disk_traffic) == (10 * (4 + 2), 10 * (8 + 4), 10 * (24 + 4))
     assert cost.scaled(0.5).disk_traffic == cost.disk_traffic / 2
-    plain = state_costs(model, {}, {}, offload=("optimizer",))["w"]
+    plain = state_costs(kinds_of(model, {}), {}, offload=("optimizer",))["w"]
     assert (plain.on_disk, plain.disk_traffic) == (0, 0)
     fast, slow = (HostShare(update_bandwidth=1e3, disk_bandwidth=rate) for rate in (1e9, 1.0))
     assert update_seconds([cost], fast) == cost.update / 1e3
     assert update_seconds([cost], slow) == disk_seconds([cost], slow) == cost.disk_traffic
-    frozen = state_costs(model, {}, {}, train=False, offload=("optimizer", "disk"))["w"]
+    frozen = state_costs(kinds_of(model, {}), {}, train=False, offload=("optimizer", "disk"))["w"]
     assert (frozen.on_disk, frozen.disk_traffic) == (0, 0)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
-from partitioner.cost.states import state_costs
+from partitioner.cost.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
 from partitioner.timing import plan_timeline
 from partitioner.verify import relative_error
@@ -221,7 +221,7 @@ def test_the_plan_counts_optimizer_states_where_they_are():
 
 def test_states_in_host_memory():
     model = {"w": State("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
-    costs = {k: state_costs(model, {}, {}, offload=(k,))["w"] for k in ("optimizer", "activations")}
+    costs = {k: state_costs(kinds_of(model, {}), {}, offload=(k,))["w"] for k in ("optimizer", "activations")}
     assert costs["optimizer"].kept == {"parameters": 20, "gradients": 40, "optimizer": 0}
     # the float32 parameter, two moments, the gradient; and the parameter as it is sent
     assert costs["optimizer"].in_host == 10 * (4 + 8 + 4 + 2)

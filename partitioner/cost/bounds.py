@@ -33,7 +33,7 @@ from partitioner.cost.paces import Pool, pool_of, work_and_speeds
 from partitioner.cost.planned import Planned
 from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed, best_type, relaxed
-from partitioner.cost.states import StateCost, States, state_costs, summed, update_time
+from partitioner.cost.states import StateCost, States, kinds_of, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
@@ -83,8 +83,7 @@ class ModelBounds:
         self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
         short = bool(job.constraints.short_gradients)
         self.states = state_costs(
-            job.model.states,
-            {},
+            kinds_of(job.model.states, {}),
             {"dp": 2},
             optimizer=job.optimizer,
             train=job.train,

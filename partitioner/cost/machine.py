@@ -211,11 +211,12 @@ class Machine:
             software=self.software,
         )
 
-    def sharded(self, experts: frozenset[str]) -> Sharded:
-        """How states are sharded; ``experts``: those that are experts' weights."""
+    @property
+    def sharded(self) -> Sharded:
+        """How states are sharded."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
-        return Sharded(self.zero, self.replicas, experts, held, sharers, self.by_rows, self.hybrid)
+        return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattered_bytes(self, num_microbatches: int) -> float:
         """Of gradients on their way to their shards, under ZeRO-1 and 2."""

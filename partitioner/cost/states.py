@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from partitioner.cost.compute import memory_rate
 from partitioner.cost.reducer import INNER, OUTER
@@ -197,13 +198,12 @@ class States(dict[str, StateCost]):
 
 @dataclass(frozen=True)
 class Sharded:
-    """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; ``experts``: the states that
-    are experts' weights, of which a rank holds ``of_experts``, alike on ``expert_replicas`` ranks. ``by_rows``: ranks
-    along ``tp`` have different experts. ``hybrid``: others of the ranks with the same states have replicas."""
+    """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; of experts' weights a rank
+    holds ``of_experts``, alike on ``expert_replicas`` ranks. ``by_rows``: ranks along ``tp`` have different experts.
+    ``hybrid``: others of the ranks with the same states have replicas."""
 
     zero: int = 0
     replicas: int = 1
-    experts: frozenset[str] = frozenset()
     of_experts: float = 1.0
     expert_replicas: int = 1
     by_rows: bool = False
@@ -229,9 +229,35 @@ def summed(costs: Iterable[StateCost]) -> list[StateCost]:
     ]
 
 
-def state_costs(
+class StateKinds(NamedTuple):
+    """Which states cost the same: the number of each state's kind, and for each kind one of them, its layout over
+    ``tp``, whether it is experts', and whether all ranks of ``cp`` have its gradient whole."""
+
+    of_state: dict[str, int]
+    kinds: list[tuple[State, Layout, bool, bool]]
+
+
+def kinds_of(
     states: Mapping[str, State],
     layouts: Mapping[str, Layout],
+    experts: Collection[str] = (),
+    complete: Collection[str] = (),
+) -> StateKinds:
+    numbers: dict[Hashable, int] = {}
+    kinds: list[tuple[State, Layout, bool, bool]] = []
+    of_state: dict[str, int] = {}
+    for name, state in states.items():
+        layout, expert, whole = layouts.get(name, REPLICATED), name in experts, name in complete
+        key = state.spec, state.kind, state.requires_grad, layout, expert, whole
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append((state, layout, expert, whole))
+        of_state[name] = numbers[key]
+    return StateKinds(of_state, kinds)
+
+
+def state_costs(
+    kinds: StateKinds,
     mesh: Mapping[str, int],
     *,
     optimizer: str = "adamw",
@@ -239,40 +265,34 @@ def state_costs(
     sharded: Sharded = WHOLE,
     short_gradients: bool = False,
     offload: Collection[str] = (),
-    complete: Collection[str] = (),
 ) -> States:
     """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
 
-    The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``).
+    The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``);
+    those that all ranks of ``cp`` have whole are not shared by these.
     ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
-    ``offload``: what is kept in host memory. ``complete``: states whose gradients all ranks of ``cp`` have whole, so
-    that these do not share them.
+    ``offload``: what is kept in host memory.
     ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
-    ranks = mesh.get("tp", 1)
-    known: dict[Hashable, StateCost] = {}  # states that are alike have one and the same object
 
-    def find(name: str, state: State) -> StateCost:
-        layout, expert = layouts.get(name, REPLICATED), name in sharded.experts
+    def find(state: State, layout: Layout, expert: bool, complete: bool) -> StateCost:
         trained = train and state.requires_grad
-        apart = name in complete and trained and not expert
-        key = state.spec, state.kind, layout, trained, expert, apart
-        if key not in known:
-            own = {**mesh, "cp": 1} if apart else mesh
-            cost = _cost(state.spec, layout, ranks, own, optimizer, trained, short_gradients)
-            cost = cost.scaled(sharded.of_experts) if expert else cost
-            replicas = sharded.expert_replicas if expert else sharded.replicas
-            replicas = replicas // mesh.get("cp", 1) if apart else replicas
-            stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
-            known[key] = replace(
-                cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
-                hosted="optimizer" in offload and trained,
-                passing="parameters" in offload and state.kind == "parameter",
-                disk="disk" in offload and trained,
-            )
-        return known[key]
+        apart = complete and trained and not expert
+        own = {**mesh, "cp": 1} if apart else mesh
+        cost = _cost(state.spec, layout, mesh.get("tp", 1), own, optimizer, trained, short_gradients)
+        cost = cost.scaled(sharded.of_experts) if expert else cost
+        replicas = sharded.expert_replicas if expert else sharded.replicas
+        replicas = replicas // mesh.get("cp", 1) if apart else replicas
+        stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
+        return replace(
+            cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
+            hosted="optimizer" in offload and trained,
+            passing="parameters" in offload and state.kind == "parameter",
+            disk="disk" in offload and trained,
+        )
 
-    return States((name, find(name, state)) for name, state in states.items())
+    costs = [find(*kind) for kind in kinds.kinds]  # states that are alike have one and the same object
+    return States((name, costs[number]) for name, number in kinds.of_state.items())
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:

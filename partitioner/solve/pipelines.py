@@ -94,6 +94,11 @@ def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
+def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
+    """Microbatches that any stage of a schedule that :func:`is_plain` holds something of."""
+    return max(map(sum, stage_in_flight(schedule, 0, p, m)))
+
+
 @dataclass(frozen=True)
 class Held:
     """What ranks hold at a time. ``pairs[k]``: of virtual stage ``k``, microbatches whose backward has not begun, and

@@ -149,8 +149,19 @@ class Floors:
         return 0.0
 
     def _gathered(self, point: Point, _: float) -> float:
+        if point.zero == 2:
+            return self._scattered(point)
         floor = self._of_all(point) if point.zero == 3 else None  # of others the family's said it
         return self.bounds.with_floor([point], floor) if floor else 0.0
+
+    def _scattered(self, point: Point) -> float:
+        """Under ZeRO-2 gradients are scattered behind every backward."""
+        job, m = self.evaluator.job, int(self.bounds.rounds(point))
+        if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(point):
+            return 0.0
+        floor = self._of_largest(self.family(point))
+        known = self.bounds.with_floor([point], floor) if floor else float(self.bounds.times([point])[0])
+        return self._gathers.scattered(point, m, known, self.bounds.forward_s(point, floor))
 
     def _staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):

@@ -23,6 +23,7 @@ from partitioner.batch import shard_batch
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.gathers import Floor, Gathers
+from partitioner.cost.reductions import Reduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import explore
@@ -552,8 +553,8 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         split, step = solved.stages, solved.estimate.step_time
         least = step - (split.pipeline_s - split.least_s)
         assert quick <= bounds.refine(point) <= least, point
-        assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert all(bound(floors.members([point]), np.inf) <= least for bound in floors.together), point
+        assert all(bound(point, np.inf) <= least for bound in floors.steps), point
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
         assert min(solved.estimate.breakdown.values()) >= 0.0
 
@@ -614,6 +615,51 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | 
             assert beside == pytest.approx(alone + (own if overlap is False else 0.0), rel=1e-3)
     step = evaluator.solve(small).estimate.step_time
     assert bounds.with_floor([small], both) <= step
+
+
+@pytest.mark.parametrize("overlap", [None, False])
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, overlap: bool | None):
+    """Under ZeRO-2, where the network is what takes longest: no plan takes less, and some not much more."""
+    fast = Topology.preset("dgx-h100")
+    slow = fast.levels[0].model_copy(update={"bandwidth": 2e5, "all_reduce": ()})
+    topology = Topology(name="slow", nodes=fast.nodes, types=fast.types, levels=(slow,))
+    work = job(name, topology, batch=32, overlap=overlap)
+    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    space = Space(topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16)
+    candidates = [point for point in points(space) if point.zero == 2 and point.num_microbatches(32) > 1]
+    floors = Floors(bounds, evaluator, candidates, space)
+    near = 0
+    for point in candidates[::7]:
+        found, step = floors._scattered(point), evaluator.solve(point).estimate.step_time
+        assert found <= step, point
+        near += found > max(0.25 * step, 3 * bounds.times([point])[0])
+    assert near > 2
+
+
+def stages() -> st.SearchStrategy[list[tuple[float, float, float]]]:
+    """For each stage the seconds of a microbatch's forward, of its backward, and of scattering its gradients."""
+    seconds = st.floats(0.0, 4.0)
+    return st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(stages(), st.integers(2, 40), st.floats(1.0, 1.9), st.booleans(), st.floats(0.0, 1.0))
+def test_scattering_takes_no_more_than_that_bound(
+    of_stages: list[tuple[float, float, float]], m: int, slowdown: float, overlap: bool, share: float
+):
+    """However gradients and work are divided among stages."""
+    gathers = Gathers.__new__(Gathers)
+    gathers.slowdown, gathers.overlap = slowdown, overlap
+    gathers._again = lambda point: sum(again for *_, again in of_stages)  # type: ignore[method-assign]
+    each = [ahead + back for ahead, back, _ in of_stages]
+    pipeline, tail, waited = (m - 1) * max(each) + sum(each), 0.0, 0.0
+    for _, back, again in of_stages:
+        exposed = Reduction(again_s=again).exposed(back, slowdown, 0.0, overlap, m)
+        tail, waited = max(tail, exposed - waited), waited + back
+    point = Point(len(of_stages), 2, 1, 1, zero=2)
+    forward = sum(ahead for ahead, *_ in of_stages)
+    assert gathers.scattered(point, m, share * pipeline, forward) <= (pipeline + tail) * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,11 @@ class ModelBounds:
         """The same of a pipeline that takes no less."""
         return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
+    def forward_s(self, point: Point, floor: Floor | None) -> float:
+        """Seconds of one microbatch's forward through all stages, on the fastest devices."""
+        fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
+        return sum(n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._often.items())
+
     def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
         """The same where blocks take at least ``floor``; ``shared``: as of :meth:`times`."""
         often = self._often

@@ -1,13 +1,15 @@
-"""What gathering weights takes at least under ZeRO-3, whatever the sharding: the same for a small microbatch as for a
-large one, so that no share of a larger one's time says it."""
+"""What gathering weights takes at least under ZeRO-3, and scattering gradients under ZeRO-2, whatever the sharding: the
+same for a small microbatch as for a large one, so that no share of a larger one's time says it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.reductions import exposed_seconds
 from partitioner.cost.spread import hidden
 from partitioner.job import Job
 from partitioner.solve.placement import Placements
@@ -17,6 +19,7 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import FoldedModel
 
 Seconds = Mapping[str, tuple[float, float]]  # by block, forward and backward
+_TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,13 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
+        placed = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
+        self._gradients = [
+            sum(often * getattr(self._reads[name], kind)[1] for name, often in placed.items())
+            for kind in ("others", "experts")
+        ]
         self._floors: dict[tuple[object, ...], Seconds] = {}
+        self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: Floor | None, point: Point) -> Floor | None:
         """What blocks take at least that take ``floor`` without ZeRO."""
@@ -76,6 +85,39 @@ class Gathers:
         if key not in self._floors:
             self._floors[key] = self._floor(*self._groups(point), point)
         return self._floors[key]
+
+    def scattered(self, point: Point, m: int, known_s: float, forward_s: float) -> float:
+        """What no step goes below that takes ``known_s`` at least without it, and ``forward_s`` for the forward of a
+        microbatch through all stages: under ZeRO-2 all ``m`` backwards but the last scatter gradients.
+
+        A stage's backwards hide as much as they take, the less the shorter the step is without it. On the mean over
+        all stages, which the slowest to end is not below: ``exposed`` is convex, and those of the stages ahead are not
+        waited for.
+        """
+        again, idle = self._again(point) / point.pp, forward_s / point.pp
+        hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
+        # where all is hidden, where nothing is left to wait for: a step is the least at one of these, or at once
+        windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
+        windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
+
+        def step(window: float) -> float:
+            exposed = exposed_seconds((0.0, 0.0, 0.0, again, 0.0, 0.0), window, self.slowdown, 0.0, self.overlap, m)
+            return m * (window + idle) + max(0.0, float(exposed) - ahead * window)
+
+        first = max(0.0, known_s / m - idle)
+        return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
+
+    def _again(self, point: Point) -> float:
+        """Seconds in which all gradients are scattered, but for what each start takes."""
+        key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
+        if key not in self._scatters:
+            shards, experts = self._groups(point)
+            parts = (shards, self._gradients[0] / point.tp), (experts, self._gradients[1] / point.ep / point.expert_tp)
+            self._scatters[key] = sum(
+                min(collective_time("reduce_scatter", n, g) - collective_time("reduce_scatter", 0.0, g) for g in groups)
+                for groups, n in parts
+            )
+        return self._scatters[key]
 
     def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and experts' weights, on the placements that are tried."""

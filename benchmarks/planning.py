@@ -71,6 +71,13 @@ _405B = _llama(126, 16384, 53248, 128)
 _8B = _llama(32, 4096, 14336, 32)
 _MIXTRAL = _llama(56, 6144, 16384, 48) | dict(vocab_size=32768, num_local_experts=8, num_experts_per_tok=2)
 
+_GPT_OSS = dict(num_hidden_layers=36, num_local_experts=128, vocab_size=201088)
+_K2 = dict(num_hidden_layers=61, n_routed_experts=384, num_attention_heads=64, n_group=1, topk_group=1)
+_MAVERICK = dict(num_hidden_layers=48, num_local_experts=128, interleave_moe_layer_step=2, intermediate_size_mlp=16384)
+_QWEN3 = dict(
+    num_hidden_layers=94, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_experts=128
+) | dict(num_experts_per_tok=8, num_attention_heads=64, num_key_value_heads=4, head_dim=128, vocab_size=151936)
+
 JOBS = {
     "llama-405b-16384": Job("llama", _405B, 2048, 2048),
     "llama-8b-64": Job("llama", _8B, 8, 512),
@@ -79,6 +86,10 @@ JOBS = {
     "llama-8b-8": Job("llama", _8B, 1, 512),
     "llama-8b-65536": Job("llama", _8B, 8192, 65536),
     "llama-405b-65536": Job("llama", _405B, 8192, 8192),
+    "qwen3-235b-1024": Job("qwen3_moe", _QWEN3, 128, 2048),
+    "gpt-oss-120b-256": Job("gpt_oss", _GPT_OSS, 32, 1024),
+    "llama4-maverick-512": Job("llama4_text", _MAVERICK, 64, 1024),
+    "kimi-k2-4096": Job("deepseek_v3", _K2 | dict(first_k_dense_replace=1), 512, 8192, nvlink=200e9),
     "llama-8b-h100-a100": Job("llama", _8B, 8, 128, 4096, slow=4),
     "llama-8b-slow-network": Job("llama", _8B, 8, 128, 4096, network=0.1),
 }

@@ -36,7 +36,7 @@ class Floors:
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._lean: dict[Point, Point] = {}  # by family, the one that takes least memory
-        self._own_shared: dict[Point, LeastTime | None] = {}  # by family
+        self._own_shared: dict[Point, LeastTime | PartitionError | None] = {}  # by family
         self._unseen: set[Point] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], Needs] = {}
@@ -240,9 +240,14 @@ class Floors:
         if leanest == point or not is_plain(point.schedule, point.virtual_stages):
             return 0.0
         if family not in self._own_shared:
-            least = self.evaluator.least_beside(leanest)
-            self._own_shared[family] = least and self.bounds.least(leanest, *least, enough_s=enough_s)
+            try:
+                least = self.evaluator.least_beside(leanest)
+                self._own_shared[family] = least and self.bounds.least(leanest, *least, enough_s=enough_s)
+            except PartitionError as error:
+                self._own_shared[family] = error
         found = self._own_shared[family]
+        if isinstance(found, PartitionError):
+            raise found.with_traceback(None)
         return self.bounds.staged([point], found) if found else 0.0
 
     def _own_staged(self, point: Point, enough_s: float) -> float:

@@ -24,6 +24,8 @@ from partitioner.topology.model import Topology
 Ints = NDArray[np.int64]
 
 MOST_GROUPS = 2000  # possible groups that are looked at: any 4 of 16 devices are 1820
+_PARTS = 1 << 30  # of the largest sum of bandwidths
+_LEAST = 1.0  # byte/s
 _SECONDS = 5.0  # deterministic ones, far above what these problems take
 
 
@@ -44,7 +46,7 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
     rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups.values()]
     inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups.values()]
     left = {kind: [d for d, k in zip(devices, kinds, strict=True) if k == kind] for kind in dict.fromkeys(kinds)}
-    chosen = _partition([Counter(group) for group in groups], Counter(kinds), [mixed, _ranks(rate), _ranks(inside)])
+    chosen = _partition([Counter(group) for group in groups], Counter(kinds), [mixed, _ranks(rate), _whole(inside)])
     return [
         [left[kind].pop(0) for kind in group] for group, times in zip(groups, chosen, strict=True) for _ in range(times)
     ]
@@ -68,6 +70,11 @@ def _ranks(values: Sequence[float]) -> list[int]:
     rounded = [float(f"{value:.9g}") for value in values]
     order = {value: k for k, value in enumerate(sorted(set(rounded)))}
     return [order[value] for value in rounded]
+
+
+def _whole(values: Sequence[float]) -> list[int]:
+    """The values as whole numbers in the same proportions, to be added up."""
+    return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
 
 
 def _partition(groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]) -> list[int]:

@@ -281,8 +281,10 @@ class Evaluator:
 
     def _check_experts(self, point: Point) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        if point.ep == 1:
+            return
         key, local = self._local(point)
-        if point.ep == 1 or (point.ep, key) in self._spread:
+        if (point.ep, key) in self._spread:
             return
         whole = point.dp == 1 or self.job.constraints.group_size is not None
         if not whole and not spreads(self.job.model, self.job.batch_of(point.ep)):

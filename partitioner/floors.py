@@ -36,7 +36,7 @@ class Floors:
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[Point, LeastTime | PartitionError] = {}
         self._lean: dict[Point, Point] = {}  # by family, the one that takes least memory
-        self._own_shared: dict[Point, LeastTime | PartitionError | None] = {}  # by family
+        self._own_shared: dict[Point, LeastTime | PartitionError | None] = {}  # by the leanest of a family
         self._unseen: set[Point] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], Needs] = {}
@@ -132,7 +132,7 @@ class Floors:
             raise plain.with_traceback(None)
         if plain is not None and (bound := self.bounds.staged(points, plain)) >= enough_s:
             return bound
-        leanest = min(points, key=self.bounds.state_bytes)
+        leanest = self._lean[key]
         try:
             speed = max(self.bounds.speeds(point)[0] for point in points)
             found = self.bounds.relaxed(leanest, self._of_largest(key), speed, enough_s=enough_s, quick=True)
@@ -158,6 +158,8 @@ class Floors:
         """Under ZeRO-2 gradients are scattered behind every backward."""
         job, m = self.evaluator.job, int(self.bounds.rounds(point))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(point):
+            return 0.0
+        if point.cp > 1:  # whose ranks may have some gradients whole, which fewer share then
             return 0.0
         floor = self._of_largest(self.family(point))
         known = self.bounds.with_floor([point], floor) if floor else float(self.bounds.times([point])[0])
@@ -235,17 +237,16 @@ class Floors:
         return self._scales and point.microbatch_size == self._largest(point)
 
     def _own_leanest(self, point: Point, enough_s: float) -> float:
-        family = self.family(point)
-        leanest = self._lean.get(family, point)
+        leanest = self._lean.get(self.family(point), point)
         if leanest == point or not is_plain(point.schedule, point.virtual_stages):
             return 0.0
-        if family not in self._own_shared:
+        if leanest not in self._own_shared:
             try:
                 least = self.evaluator.least_beside(leanest)
-                self._own_shared[family] = least and self.bounds.least(leanest, *least, enough_s=enough_s)
+                self._own_shared[leanest] = least and self.bounds.least(leanest, *least, enough_s=enough_s)
             except PartitionError as error:
-                self._own_shared[family] = error
-        found = self._own_shared[family]
+                self._own_shared[leanest] = error
+        found = self._own_shared[leanest]
         if isinstance(found, PartitionError):
             raise found.with_traceback(None)
         return self.bounds.staged([point], found) if found else 0.0

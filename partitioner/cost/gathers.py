@@ -3,7 +3,6 @@ same for a small microbatch as for a large one, so that no share of a larger one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.reductions import exposed_seconds
 from partitioner.cost.spread import hidden
+from partitioner.cost.states import gradient_bytes
 from partitioner.job import Job
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
@@ -50,11 +50,12 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
-        placed = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
-        self._gradients = [
-            sum(often * getattr(self._reads[name], kind)[1] for name, often in placed.items())
-            for kind in ("others", "experts")
-        ]
+        self._gradients = [0.0, 0.0]  # bytes that are scattered, what several calls read once: of others, of experts
+        placed = (call for call in job.model.calls if not call.shared and not call.prologue)
+        for name in {name for call in placed for name in call.states}:
+            state = job.model.states[name]
+            if state.requires_grad and state.kind == "parameter" and state.spec.shape:
+                self._gradients[name in job.experts] += gradient_bytes(state.spec, short)
         self._floors: dict[tuple[object, ...], Seconds] = {}
         self._scatters: dict[tuple[object, ...], float] = {}
 

@@ -125,6 +125,15 @@ def test_the_gradient_of_what_is_linear_reads_no_operand(target: object, args: t
     assert [k.num_bytes for k in kernels(last(made))[1]] == [64 * 32 * sizes]
 
 
+def test_the_gradient_of_a_look_up_is_filled_as_fast_as_memory_is_written():
+    made = block(
+        lambda f, x, i: f(aten.gather.default, x, 1, i), {}, {"x": torch.empty(64, 500), "i": torch.zeros(64, 1).long()}
+    )
+    x, i, y = Operand((64, 500), torch.float32), Operand((64, 1), torch.int64), Operand((64, 1), torch.float32)
+    backward = backward_kernels(last(made), [x, i], [y], [True, False])
+    assert [(k.kind, k.num_bytes) for k in backward] == [("pointwise", 64 * 500 * 4), ("lookup", 64 * 4 * 2)]
+
+
 def test_the_gradient_of_a_square_reads_it():
     made = block(lambda f, x: f(aten.mul.Tensor, x, x), {}, {"x": torch.empty(64, 32, dtype=BF16)})
     backward = asked_by(made, train=True).kernels

@@ -117,8 +117,7 @@ _ATTENTION = frozenset(
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
     context_attention""".split()
 )
-# Products in a fused attention's backward over those forward: scores again, and four more of the same size, over two
-# (Dao et al. 2022, FlashAttention).
+# Products in a fused attention's backward over those forward: five of one size over two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
 _ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 16 bytes cuBLAS takes tensor cores best)
@@ -262,7 +261,8 @@ def backward_kernels(
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
-        return [_gradient_kernel("lookup", o, [result, result], launches=2) for o in wanted]
+        fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # with zeros, then scattered into
+        return fills + [replace(_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
     if name in _SUMS or name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
     kind = kind_of(node, name)
@@ -306,9 +306,9 @@ def _product_backward(
     return kernels
 
 
-def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand], launches: int = 1) -> Kernel:
+def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
     later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
-    return replace(_kernel(kind, [wanted, *read], launches=launches), learned=later)
+    return replace(_kernel(kind, [wanted, *read]), learned=later)
 
 
 def add_kernel(value: Operand) -> Kernel:

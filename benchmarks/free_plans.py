@@ -31,7 +31,7 @@ from partitioner.compare import time_changes
 from partitioner.draw.figures import mesh_text
 from passes.errors import PartitionError
 
-_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather", "short_gradients")
+_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather", "overlap_steps", "short_gradients")
 _ROUNDING = 1e-9
 
 

@@ -81,6 +81,9 @@ _PADS = ("Megatron", "NeMo")
 # Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
 # (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
 _SENDS_PARTS = ("Megatron",)
+# Its ranks step their optimizers when they have ended their own part of a step; whether all gradients were finite, and
+# their norm, is looked at afterwards (Qi et al. 2023, section 4; ``enable_optimizer_post_validation``).
+_OVERLAPS_STEPS = ("Megatron-LM fork",)
 # Those that shard activations over tp between layers, whatever a row says.
 _SHARDS = ("MaxText",)
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
@@ -284,6 +287,7 @@ def _constraints(row: Row) -> Constraints:
         sends="parts" if tp > 1 and not row.get("sequence_parallel") and _is(row, _SENDS_PARTS) else None,
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
         overlap=_overlap(row),
+        overlap_steps=_is(row, _OVERLAPS_STEPS),
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
         # set ``grad_reduce_in_fp32=False``
         short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,

@@ -36,6 +36,7 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "regather": (None, False),
     "gather": (None, "call"),
     "sends": (None, "whole"),
+    "overlap_steps": (False,),
     "short_gradients": (None, False),
 }
 
@@ -66,6 +67,8 @@ class Constraints(BaseModel):
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
     ``sends``: whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the
     next stage, or in ``parts``, one from each rank of ``tp``, which the ranks there gather.
+    ``overlap_steps``: whether a rank begins the next step when it has ended its own part of this one: nothing is asked
+    of all ranks between the two, and a step takes what lies between two ends of it on one rank.
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
     in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
     there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
@@ -103,6 +106,7 @@ class Constraints(BaseModel):
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
     sends: Literal["whole", "parts"] | None = None
+    overlap_steps: bool = False
     short_gradients: bool | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None

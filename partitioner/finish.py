@@ -21,6 +21,7 @@ from partitioner.job import Job
 from partitioner.localize import layouts_of
 from partitioner.plan import Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
+from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
@@ -146,6 +147,7 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         regather=constraints.regather,
         gather=constraints.gather,
         sends=constraints.sends,
+        overlap_steps=constraints.overlap_steps and is_split(point.schedule),  # else it makes no difference
         short_gradients=constraints.short_gradients,
     ).planned_only
     return (*chosen, *(("precision=fp8 with experts",) if job.precision == "fp8" and job.num_experts else ()))

@@ -140,7 +140,8 @@ class Judge:
             found = least_time(self._followed(problem), enough_s, quick=True)
         except CapacityError:
             return math.inf
-        pipeline_s = found.pipeline_s(point.schedule, point.pp, problem.num_microbatches)
+        m, overlap = problem.num_microbatches, problem.overlap_steps
+        pipeline_s = found.pipeline_s(point.schedule, point.pp, m, overlap)
         return max(quick, pipeline_s + least_update(problem, held, machine))
 
     def _quickly(self, machine: Machine) -> float:
@@ -153,7 +154,8 @@ class Judge:
 
     def _at_best(self, machine: Machine) -> float:
         point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
-        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages)
+        overlap = self.job.constraints.overlap_steps
+        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages, overlap)
         apart = self.job.goes_apart(point)
         of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}

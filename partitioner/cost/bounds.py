@@ -81,13 +81,12 @@ class ModelBounds:
         paced = types if len(types) > 1 else []
         works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
         self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
-        short = bool(job.constraints.short_gradients)
         self.states = state_costs(
             kinds_of(job.model.states, {}),
             {"dp": 2},
             optimizer=job.optimizer,
             train=job.train,
-            short_gradients=short,
+            short_gradients=bool(job.constraints.short_gradients),
             offload=job.constraints.offload or (),
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
@@ -194,7 +193,8 @@ class ModelBounds:
         """See :func:`least_fill`; nothing where it depends on numbers that differ from rank to rank."""
         if self.may_differ(point) and not is_formula(point.schedule):
             return 0.0, 0.0
-        return least_fill(point.schedule, point.pp, point.num_microbatches(self.global_batch), point.virtual_stages)
+        m = point.num_microbatches(self.global_batch)
+        return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
@@ -368,8 +368,8 @@ class ModelBounds:
     def staged(self, points: Sequence[Point], least: LeastTime) -> float:
         """Seconds of a step of each of ``points``, which differ in ZeRO alone, and whose stages take no less than
         ``least``."""
-        point = points[0]
-        pipeline = least.pipeline_s(point.schedule, point.pp, point.num_microbatches(self.global_batch))
+        point, m = points[0], points[0].num_microbatches(self.global_batch)
+        pipeline = least.pipeline_s(point.schedule, point.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
         return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
 

@@ -22,6 +22,7 @@ from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.longest import Phases
+from partitioner.solve.pipelines import is_split, pipeline_seconds
 from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit
 from partitioner.solve.turns import Cores, Work, seconds_in_turns
@@ -95,6 +96,7 @@ def stage_problem(
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
+        overlap_steps=constraints.overlap_steps,
     )
 
 
@@ -241,7 +243,11 @@ def _contended(
         return 0.0
     cores = _cores(machine)
     works = [_work(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
-    taken = seconds_in_turns(schedule, problem.num_microbatches, chunks, works, cores, problem.train)
+    m, p, train = problem.num_microbatches, len(split.stages), problem.train
+    taken = seconds_in_turns(schedule, m, chunks, works, cores, train)
+    if problem.overlap_steps:  # the same share more than with cores for all
+        phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
+        taken *= split.pipeline_s / pipeline_seconds(schedule, p, m, chunks, phases, train)
     if problem.train:
         every = range(len(updates))
         taken += max(update / speed for update, speed in zip(updates, cores.speeds(every), strict=True))
@@ -291,10 +297,12 @@ def _reduction_tail(
 ) -> float:
     """Seconds by which the reductions of gradients end after the pipeline does; ``held``: each stage's states.
 
-    Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it.
+    Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
+    the next step meanwhile.
     """
     if not problem.train:
         return 0.0
+    waits = not (problem.overlap_steps and is_split(problem.schedule))
     tail = ahead = 0.0
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         work = reduction(costs, reducer_of(machine, s, how), machine.overlap)
@@ -303,7 +311,7 @@ def _reduction_tail(
         window = last.backward_s + last.recompute_s
         exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, problem.num_microbatches)
         tail = max(tail, exposed - ahead)
-        ahead += window
+        ahead += window * waits
     return tail
 
 

@@ -11,7 +11,7 @@ through them one after the other. Where there are few cuts, all are tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -40,17 +40,17 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int],
     """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone; ``enough_s``:
     what takes as long is of no interest."""
     costs = _Costs(tables)
-    train = tables.problem.train
+    how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
     paths = np.zeros((tables.problem.num_stages, 3))
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
     if math.comb(calls - 1, stages - 1) * actions <= _ACTIONS:
-        return _best_of_all(costs, timetable, train, calls, stages)
-    bands = costs.bands(follow(timetable, costs.phases(cuts), train) / _microbatches(timetable))
+        return _best_of_all(costs, timetable, how, calls, stages)
+    bands = costs.bands(follow(timetable, costs.phases(cuts), **how) / _microbatches(timetable))
     for turn in range(1, max(4, min(_MOST_TURNS, _ACTIONS // actions)) + 1):
-        seconds, path = longest_path(timetable, costs.phases(cuts), train)
+        seconds, path = longest_path(timetable, costs.phases(cuts), **how)
         seen[cuts] = seconds
         paths += (path - paths) / turn
         least, cuts = bands.shortest(paths)
@@ -61,10 +61,10 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int],
     return Found(tuple(order), min(bound, order[0][0]))
 
 
-def _best_of_all(costs: _Costs, timetable: Timetable, train: bool, calls: int, stages: int) -> Found:
+def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
     """Where there are few cuts, all of them."""
     every = ((0, *inner, calls) for inner in combinations(range(1, calls), stages - 1))
-    taken = sorted((follow(timetable, costs.phases(cuts), train), cuts) for cuts in every if costs.fit(cuts))
+    taken = sorted((follow(timetable, costs.phases(cuts), **how), cuts) for cuts in every if costs.fit(cuts))
     return Found(tuple(taken), taken[0][0])
 
 

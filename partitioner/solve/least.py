@@ -46,18 +46,20 @@ class LeastTime:
         """Whether splits were looked at, and fit."""
         return bool(np.isfinite(self.total_s))
 
-    def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int) -> float:
+    def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
         """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
-        seen = max(self.step_s, self._pipeline_s(schedule, p, m, self.slowest_s, self.total_s))
-        return min(seen, self._pipeline_s(schedule, p, m, *self.unseen))
+        fill = least_fill(schedule, p, m, 1, overlap_steps)
+        seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
+        return min(seen, self._pipeline_s(schedule, p, m, fill, *self.unseen))
 
-    def _pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, slowest: float, total: float) -> float:
+    def _pipeline_s(
+        self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
+    ) -> float:
         if total == np.inf:
             return total
         if is_formula(schedule):
             return (m - 1) * slowest + total
-        ahead, back = least_fill(schedule, p, m, 1)
-        filled = ahead * self.forward_s + back * (total - self.forward_s)
+        filled = fill[0] * self.forward_s + fill[1] * (total - self.forward_s)
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
 
 
@@ -151,11 +153,16 @@ def _after_others(
     """Seconds of a step in which ``stage`` runs the calls from ``start`` to ``stop``, ``times`` each microbatch.
 
     It begins when the first microbatch has been through all calls before, and ends with the last one's backward; which
-    goes on through all calls before, while no more than so many of the stage's backwards for weights are left.
+    goes on through all calls before, while no more than so many of the stage's backwards for weights are left. Where
+    steps overlap, either counts, the first stage's from its begin to its end, or the stage's own alone.
     """
     ahead, back, weights = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
-    through: Vector = ahead[start] + problem.num_microbatches * times + np.maximum(0.0, back[start] - late)
+    if problem.overlap_steps:
+        besides = np.maximum(0.0, ahead[start] + back[start] - late)
+    else:
+        besides = ahead[start] + np.maximum(0.0, back[start] - late)
+    through: Vector = problem.num_microbatches * times + besides
     return through
 
 

@@ -1,11 +1,14 @@
 """What a schedule takes: every action in its rank's order, as soon as what it reads is there.
 
 That is the longest path through the actions, each of which waits for the one before it on its rank and for one of
-another. Who waits for whom is found once for a timetable; then one pass over the actions says when each ends.
+another. Who waits for whom is found once for a timetable; then one pass over the actions says when each ends. Where
+steps overlap, a rank begins the next one when it has ended its own part of this one: a step takes what lies between two
+ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +21,7 @@ from partitioner.actions import Timetable
 
 PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
 _KINDS = tuple(PARTS)
+_MOST_STEPS, _SAME_PACE = 8, 1e-9  # that are followed until all ranks take as long for one, to such a share
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,33 @@ class Phases:
         return self.forward + self.inputs + self.weights
 
 
-def follow(table: Timetable, phases: Sequence[Phases], train: bool = True) -> float:
-    """Seconds until all ranks have ended their orders."""
-    waits = _waits(_Same(table), train)
-    done = _ends(waits, phases, train)
+def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False) -> float:
+    """Seconds until all ranks have ended their orders; ``overlap_steps``: between two ends, of many steps."""
+    waits, seconds = _waits(_Same(table), train), _seconds(phases, train)
+    if overlap_steps:
+        return max(_steady(waits, seconds))
+    done = _ends(waits, seconds)
     return max(done[place] for place in waits.last)
 
 
-def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True) -> tuple[float, NDArray[np.float64]]:
+def longest_path(
+    table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
+) -> tuple[float, NDArray[np.float64]]:
     """The seconds, and the actions that no time lies between: how often each virtual stage's forward, backward for
-    inputs and backward for weights is among them, shape ``[stages, 3]``."""
-    waits = _waits(_Same(table), train)
-    done = _ends(waits, phases, train)
-    place = max(waits.last, key=done.__getitem__)
-    seconds, often = done[place], [0] * (len(phases) * len(_KINDS))
-    while place != _START:
+    inputs and backward for weights is among them, shape ``[stages, 3]``. ``overlap_steps``: those of one rank's first
+    action to its own last one, which may take less than the seconds."""
+    waits, of_kinds = _waits(_Same(table), train), _seconds(phases, train)
+    if overlap_steps:
+        paces = _steady(waits, of_kinds)
+        seconds, rank = max(paces), paces.index(max(paces))
+        done = _ends(waits, of_kinds, [0.0 if r == rank else -math.inf for r in range(len(paces))])
+        place = waits.last[rank]
+    else:
+        done = _ends(waits, of_kinds)
+        place = max(waits.last, key=done.__getitem__)
+        seconds = done[place]
+    often = [0] * len(of_kinds)
+    while place >= len(waits.last):
         often[waits.what[place]] += 1
         before, needed = waits.before[place], waits.needed[place]
         place = needed if done[needed] > done[before] else before
@@ -59,7 +75,7 @@ def longest_path(table: Timetable, phases: Sequence[Phases], train: bool = True)
 
 
 class _Waits(NamedTuple):
-    """The actions of all ranks, each behind those that it waits for; the first stands for the start of the step.
+    """The actions of all ranks, each behind those that it waits for; the first stand for the ranks' starts of the step.
 
     ``before``: the one before it on its rank; ``needed``: the one of another rank; ``what``: four for each virtual
     stage, and the kind; ``last``: of each rank.
@@ -69,9 +85,6 @@ class _Waits(NamedTuple):
     needed: list[int]
     what: list[int]
     last: list[int]
-
-
-_START = 0
 
 
 class _Same:
@@ -90,7 +103,8 @@ class _Same:
 @lru_cache(maxsize=32)
 def _waits(same: _Same, train: bool) -> _Waits:
     table, last = same.table, len(same.table.ranks) - 1
-    found = _Waits([_START], [_START], [0], [_START] * len(table.orders))
+    starts = range(len(table.orders))
+    found = _Waits([*starts], [*starts], [0 for _ in starts], [*starts])
     place: dict[tuple[str, int, int], int] = {}  # where a microbatch leaves a virtual stage
     at = [0] * len(table.orders)
     moved = True
@@ -105,7 +119,7 @@ def _waits(same: _Same, train: bool) -> _Waits:
                 if needed is not None and needed not in place:
                     break
                 found.before.append(found.last[rank])
-                found.needed.append(place[needed] if needed is not None else _START)
+                found.needed.append(place[needed] if needed is not None else rank)
                 found.what.append(k * len(_KINDS) + _KINDS.index(kind))
                 found.last[rank] = len(found.before) - 1
                 if kind != "W":
@@ -115,14 +129,33 @@ def _waits(same: _Same, train: bool) -> _Waits:
     return found
 
 
-def _ends(waits: _Waits, phases: Sequence[Phases], train: bool) -> list[float]:
-    """When each action ends."""
+def _seconds(phases: Sequence[Phases], train: bool) -> list[float]:
+    """Of each kind of action in each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
         seconds += [sum(of_parts[p] for p in parts) * (train or k == "F") for k, parts in PARTS.items()]
-    done = [0.0]
-    for before, needed, what in zip(waits.before[1:], waits.needed[1:], waits.what[1:], strict=True):
+    return seconds
+
+
+def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None = None) -> list[float]:
+    """When each action ends, where ranks have ``begun`` then; ``None``: all at 0."""
+    first = len(waits.last)
+    done = [0.0] * first if begun is None else [*begun]
+    for before, needed, what in zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True):
         now, there = done[before], done[needed]
         done.append((now if now >= there else there) + seconds[what])
     return done
+
+
+def _steady(waits: _Waits, seconds: Sequence[float]) -> list[float]:
+    """What a step takes on each rank once steps go on as they did; on none longer than it would in the end."""
+    begun = [0.0] * len(waits.last)
+    for _ in range(_MOST_STEPS):
+        done = _ends(waits, seconds, begun)
+        ended = [done[place] for place in waits.last]
+        paces = [end - start for end, start in zip(ended, begun, strict=True)]
+        if max(paces) - min(paces) <= _SAME_PACE * max(paces):
+            break
+        begun = ended
+    return paces

@@ -60,12 +60,17 @@ def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
     return schedule in _IN_FLIGHT and v == 1
 
 
-def least_fill(schedule: str | ScheduleTable, p: int, m: int, v: int) -> tuple[float, float]:
+def least_fill(
+    schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
+) -> tuple[float, float]:
     """The shares of a microbatch's forward and backward through all stages that fill and drain take at least.
 
     Wherever the calls are cut, a step of devices that are alike takes no less than
-    ``m total / p + (1 - 1 / p) (share forward + share backward)`` seconds; ``(1, 1)`` for 1F1B.
+    ``m total / p + (1 - 1 / p) (share forward + share backward)`` seconds; ``(1, 1)`` for 1F1B. ``overlap_steps``: of
+    schedules of whole backwards one rank begins a step and ends it, so that nothing else fills it.
     """
+    if overlap_steps and is_split(schedule):
+        return 0.0, 0.0
     if is_formula(schedule):
         return 1.0, 1.0
     if schedule == "zb-1p" and v == 1:
@@ -148,17 +153,25 @@ def _turns(a: Counts, b: Counts, c: Counts) -> bool:
 
 
 def pipeline_seconds(
-    schedule: str | ScheduleTable, p: int, m: int, v: int | None, phases: Sequence[Phases], train: bool = True
+    schedule: str | ScheduleTable,
+    p: int,
+    m: int,
+    v: int | None,
+    phases: Sequence[Phases],
+    train: bool = True,
+    *,
+    overlap_steps: bool = False,
 ) -> float:
     """Seconds of a step's pipeline: every action in its rank's order, as soon as what it reads is there.
 
-    ``phases``: of each virtual stage, with what it waits for its neighbours.
+    ``phases``: of each virtual stage, with what it waits for its neighbours. ``overlap_steps``: a rank begins the next
+    step when it has ended its own part of this one.
     """
     whole, more = shortened(schedule, p, m, v)
-    taken = follow(whole, phases, train)
+    taken = follow(whole, phases, train, overlap_steps=overlap_steps)
     if more is not None:
         longer, microbatches, left = more
-        taken += (follow(longer, phases, train) - taken) * left / microbatches
+        taken += (follow(longer, phases, train, overlap_steps=overlap_steps) - taken) * left / microbatches
     return taken
 
 

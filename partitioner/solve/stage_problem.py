@@ -58,7 +58,8 @@ class StageProblem:
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
     occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: what
     each stage holds at a time (:class:`partitioner.solve.pipelines.Held`), where the schedule's formula does not say.
-    ``barred``: by stage, runs of calls that are not wanted, by start and stop.
+    ``barred``: by stage, runs of calls that are not wanted, by start and stop. ``overlap_steps``: ranks begin the next
+    step when they have ended their own part of this one.
     """
 
     calls: tuple[StageCall, ...]
@@ -83,6 +84,7 @@ class StageProblem:
     bubble: float = 1.0
     repeated: tuple[bool, ...] = ()
     barred: tuple[NDArray[np.bool_], ...] = ()
+    overlap_steps: bool = False
 
     @property
     def num_rounds(self) -> int:

@@ -258,7 +258,8 @@ def _seconds(
     problem: StageProblem, split: StageSplit, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
 ) -> float:
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
-    return pipeline_seconds(schedule, num_ranks, problem.num_microbatches, chunks, phases, problem.train)
+    m, overlap = problem.num_microbatches, problem.overlap_steps
+    return pipeline_seconds(schedule, num_ranks, m, chunks, phases, problem.train, overlap_steps=overlap)
 
 
 def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:

@@ -36,7 +36,6 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "regather": (None, False),
     "gather": (None, "call"),
     "sends": (None, "whole"),
-    "overlap_steps": (False,),
     "short_gradients": (None, False),
 }
 
@@ -67,8 +66,9 @@ class Constraints(BaseModel):
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
     ``sends``: whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the
     next stage, or in ``parts``, one from each rank of ``tp``, which the ranks there gather.
-    ``overlap_steps``: whether a rank begins the next step when it has ended its own part of this one: nothing is asked
-    of all ranks between the two, and a step takes what lies between two ends of it on one rank.
+    ``overlap_steps``: that a rank begins the next step when it has ended its own part of this one, and a step takes
+    what lies between two ends of it on one rank: it says that nothing is asked of all ranks in between, as clipping by
+    the norm of all gradients does, or scaling of the loss in float16.
     ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
     in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
     there, ``activations``, ``parameters`` (and with them the optimizer); one name, several

@@ -147,10 +147,14 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         regather=constraints.regather,
         gather=constraints.gather,
         sends=constraints.sends,
-        overlap_steps=constraints.overlap_steps and is_split(point.schedule),  # else it makes no difference
         short_gradients=constraints.short_gradients,
     ).planned_only
-    return (*chosen, *(("precision=fp8 with experts",) if job.precision == "fp8" and job.num_experts else ()))
+    scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
+    more = {
+        "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
+        "overlap_steps=True with precision=fp16": scaled and job.train,  # all ranks say whether gradients overflowed
+    }
+    return (*chosen, *(name for name, holds in more.items() if holds))
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:

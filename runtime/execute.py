@@ -153,6 +153,8 @@ class Executor:
                 open_.update(dict.fromkeys(receives[index].slots, index))
             elif instruction.op not in RECEIVING:
                 actions.append((index, _ACTIONS[instruction.op](self, instruction)))
+            if self._loss is not None and index == self._loss.passed_at:
+                actions.append((index, self._loss.pass_on))
         for index in sorted(set(open_.values())):
             finish(index)
         actions.append((len(instructions), self._finish))

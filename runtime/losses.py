@@ -1,20 +1,24 @@
 """The whole loss, on every rank: added up over microbatches and ``dp``, and passed on from stage to stage.
 
 It travels behind the rest of the step: reduced while backward runs, sent to the neighbouring stages, each of which has
-posted its receive at the start and only picks it up at the end.
+posted its receive at the start, and passes it on as soon as gradients have come the same way: what a rank has left to
+do then, no other waits for, which may begin the next step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from passes.serialize import dtype_of
 from runtime.groups import Communicator, Pending, Work
-from runtime.program import Program, RankProgram
+from runtime.program import Instruction, Program, RankProgram
 from runtime.waiting import wait_for
 
 CHANNEL = "L"
+_BACKWARD = frozenset({"B", "I"})
 _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
@@ -34,6 +38,7 @@ class LossSum:
         source, targets = neighbours(rank.stage_index, loss_stage(program), len(program.stages))
         self.source = None if source is None else rank.peer(source)
         self.targets = [rank.peer(t) for t in targets]
+        self.passed_at = None if self.at_end else _passed_at(rank.instructions, source)
         self.begin()
 
     def begin(self) -> None:
@@ -46,7 +51,8 @@ class LossSum:
     def start(self) -> None:
         """Post the receive, on a stage that does not compute the loss.
 
-        Not on a GPU before the end: there a receive is a kernel that waits, for what needs later kernels of this rank.
+        Not on a GPU before it is passed on: there a receive is a kernel that waits, for what needs kernels of this rank
+        that come before.
         """
         if self.source is not None and not self.late:
             self._post()
@@ -64,17 +70,22 @@ class LossSum:
         if self._left == 0 and not self.at_end:
             self._sum()
 
+    def pass_on(self) -> None:
+        """Take the whole loss, which is there or about to be, and send it to the stages that learn it from here."""
+        if self.value is None and self.late:
+            self._post()
+        if self._pending is not None:
+            self.value, self._pending = self._pending.wait(), None
+        if self._receive is not None:
+            wait_for(self._receive)
+            self._receive = None
+        if not self._sends:
+            self._send()
+
     def finish(self) -> None:
         if self.at_end and self.source is None:
             self._sum()
-        if self._pending is not None:
-            self.value = self._pending.wait()
-        if self.late:
-            self._post()
-        if self._receive is not None:
-            wait_for(self._receive)
-        if not self._sends:
-            self._send()
+        self.pass_on()
         for work in self._sends:
             wait_for(work)
 
@@ -87,6 +98,20 @@ class LossSum:
     def _send(self) -> None:
         assert self.value is not None, "the program's loss is computed on no stage"
         self._sends = [self.communicator.send(self.value, target, CHANNEL) for target in self.targets]
+
+
+def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
+    """The place of the backward behind which the loss is passed on: of the last gradient that comes from the stage
+    ``source``, as the loss does, or (``None``) the first one behind all forwards; ``None`` where there is no such."""
+    wanted = ("F", None) if source is None else ("RECV_B", source)
+    last: Instruction | None = None
+    found: int | None = None
+    for place, i in enumerate(instructions):
+        if (i.op, i.peer) == wanted:
+            last, found = i, None
+        elif found is None and last is not None and i.op in _BACKWARD:
+            found = place if source is None or i.microbatch == last.microbatch else None
+    return found
 
 
 def loss_stage(program: Program) -> int:

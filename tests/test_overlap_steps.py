@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from partitioner import Constraints, partition
+import runtime
+from partitioner import Constraints, Topology, partition
 from partitioner.actions import Timetable
 from partitioner.schedules import ranks_of, timetable
 from partitioner.solve import cuts as cutting
@@ -22,6 +25,7 @@ from partitioner.solve.pipelines import is_formula, is_split, least_fill, pipeli
 from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import StageTables
 from partitioner.solve.virtual import followed, phases_of, solve_virtual
+from runtime.program import Program
 from tests.test_infeasible import cluster
 from tests.test_stages import call, problem
 
@@ -154,7 +158,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def test_plans_of_overlapping_steps_are_marked_and_faster():
+def test_plans_of_overlapping_steps_are_faster():
     batch = (torch.empty(64, 256),)
     pins = {"pp": 4, "dp": 1, "tp": 1, "schedule": "zb-2p", "microbatch_size": 4}
 
@@ -162,8 +166,7 @@ def test_plans_of_overlapping_steps_are_marked_and_faster():
         return partition(Layers(), cluster(64), batch, constraints=Constraints(**more))
 
     apart, over = planned(**pins), planned(**pins, overlap_steps=True)
-    assert apart.planned_only == ()
-    assert over.planned_only == ("overlap_steps=True",)
+    assert over.planned_only == ()
     assert over.estimate.step_time < 0.98 * apart.estimate.step_time
     assert sum(over.estimate.breakdown.values()) == pytest.approx(over.estimate.step_time)
     assert over.certificate.bound <= over.estimate.step_time * (1 + 1e-9)
@@ -172,3 +175,61 @@ def test_plans_of_overlapping_steps_are_marked_and_faster():
         pinned = planned(**{**pins, "schedule": schedule}, overlap_steps=True)
         assert free.certificate.bound <= pinned.estimate.step_time * (1 + 1e-9)
         assert free.estimate.step_time <= pinned.estimate.step_time * (1 + 1e-9)
+
+
+def run_apart(program: str, folder: str, late: int) -> list[float]:
+    """Two steps; the rank ``late`` ends neither before all others have."""
+    engine = runtime.Engine(Program.model_validate_json(program), seeded())
+    rank, actions = engine.communicator.rank, engine._executor.actions
+    index, finish = actions[-1]
+
+    def last() -> None:
+        others = [Path(folder) / f"{other}.{engine.steps}" for other in range(3) if other != rank]
+        deadline = time.monotonic() + 60
+        while rank == late and not all(path.exists() for path in others):
+            assert time.monotonic() < deadline, f"ranks wait in step {engine.steps} for rank {rank} to end"
+            time.sleep(0.002)
+        finish()
+
+    actions[-1] = index, last
+    losses = []
+    for step in range(2):
+        loss = engine.step((batch_of_ones(),))
+        assert loss is not None
+        losses.append(loss.item())
+        (Path(folder) / f"{rank}.{step}").touch()
+    return losses
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers()
+
+
+def batch_of_ones() -> torch.Tensor:
+    return torch.ones(24, 256)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v", "dualpipe-v"])
+def test_no_rank_waits_for_another_to_end(schedule: str, tmp_path: Path):
+    """What is left for a rank to do behind its last gradients, others do not wait for: they have the loss."""
+    chunks = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else None
+    pins = Constraints(pp=3, dp=1, tp=1, schedule=schedule, microbatch_size=4, virtual_stages=chunks)
+    plan = partition(seeded(), Topology.local(3), (batch_of_ones(),), constraints=pins)
+    expected = pytest.approx(seeded()(batch_of_ones()).item(), rel=1e-5)
+    with runtime.LocalRanks(3) as ranks:
+        for late in range(3):
+            folder = tmp_path / str(late)
+            folder.mkdir()
+            losses = ranks.call(run_apart, plan.program.model_dump_json(), str(folder), late, timeout=120)
+            assert losses == [[expected, expected]] * 3
+
+
+def test_steps_whose_loss_is_scaled_do_not_overlap_yet():
+    """In float16 all ranks say first whether their gradients are finite."""
+    model, batch = Layers().half(), (torch.empty(64, 256, dtype=torch.float16),)
+    pins = {"pp": 4, "dp": 2, "tp": 1, "microbatch_size": 4, "overlap_steps": True}
+    for schedule, beyond in (("zb-2p", ("overlap_steps=True with precision=fp16",)), ("1f1b", ())):
+        constraints = Constraints(**pins, schedule=schedule)
+        plan = partition(model, Topology.preset("dgx-a100"), batch, constraints=constraints)
+        assert plan.planned_only == beyond

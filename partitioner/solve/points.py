@@ -31,6 +31,7 @@ _PART_GROWS = 4  # from one part of dp that shares states to the next
 
 SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
+_OVERLAPPING = {"zb-2p": (1,)}  # where steps overlap, which fill what it leaves
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,9 @@ def even_chunks(space: Space, pp: int) -> list[int]:
 
 def several_stages(space: Space, point: Point) -> list[Point]:
     """``point`` under the schedules of several virtual stages, but for those that are as fast as one of them in more
-    memory."""
+    memory; and under those that others' steps fill."""
     choices = {"interleaved": even_chunks(space, point.pp), **_BESIDE}
+    choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * point.pp <= space.num_calls]
     return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
 

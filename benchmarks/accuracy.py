@@ -66,8 +66,8 @@ def predict(row: Row) -> Prediction:
         job = published_job(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
-    model = prepared_model(job.shape, job.length, job.precision, job.global_batch)
     try:
+        model = prepared_model(job.shape, job.length, job.precision, job.global_batch)
         plan = partition(
             model,
             job.topology,

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 class Shape:
     """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts;
     of the others the last of each ``expert_every`` has them.
-    ``float_loss``: logits are cast to fp32 for the loss."""
+    ``float_loss``: logits are cast to fp32 for the loss. ``rotary``: queries and keys are rotated. ``plain``: norms and
+    rotations run operator by operator, in fp32, as PyTorch code does that no compiler or kernel of its own fuses."""
 
     layers: int
     hidden: int
@@ -40,17 +41,24 @@ class Shape:
     rope_dim: int = 0
     adapters: int = 0  # rank of low-rank adapters; the rest is frozen
     float_loss: bool = False
+    rotary: bool = False
+    plain: bool = False
 
 
 class Norm(nn.Module):
     """Layer norm, or RMS norm in gated models."""
 
-    def __init__(self, size: int, rms: bool) -> None:
+    def __init__(self, size: int, rms: bool, plain: bool = False) -> None:
         super().__init__()
+        self.plain = plain
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = None if rms else nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None and self.plain:
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.weight * wide.to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, self.weight.shape, self.weight)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias)
@@ -78,6 +86,16 @@ def projection(shape: Shape, inputs: int, outputs: int, adapted: bool = True) ->
     return nn.Linear(inputs, outputs, bias=bias)
 
 
+def rotated(x: Tensor, plain: bool) -> Tensor:
+    """``x``, ``[..., size]``, by angles of which numbers stand for the tables, which are small: as one kernel does it,
+    that reads and writes ``x`` once, or operator by operator."""
+    if not plain:
+        return x * 0.5
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    return (wide * 0.5 + torch.cat([-second, first], -1) * 0.5).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention; unfused it makes its scores, as frameworks did before FlashAttention."""
 
@@ -85,6 +103,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.fused, self.document = shape.fused_attention, shape.document
+        self.rotary, self.plain = shape.rotary, shape.plain
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
         self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
@@ -93,12 +112,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         samples, tokens = (batch * length // self.document, self.document) if self.document else (batch, length)
-        q = self.q(x).view(samples, tokens, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = self.q(x).view(samples, tokens, self.heads, self.head_dim)
+        k = self.k(x).view(samples, tokens, self.kv_heads, self.head_dim)
+        if self.rotary:
+            q, k = rotated(q, self.plain), rotated(k, self.plain)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.v(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:
+            if self.heads != self.kv_heads:
+                k, v = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (k, v))
             scores = torch.matmul(q * (1 / math.sqrt(self.head_dim)), k.transpose(2, 3))
             weights = F.relu(torch.softmax(scores, -1))  # stands for dropout: one more pass, one more result kept
             y = torch.matmul(weights, v)  # their softmax masks as it goes
@@ -185,7 +209,7 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = Norm(shape.hidden, shape.gated), Norm(shape.hidden, shape.gated)
+        self.norm1, self.norm2 = (Norm(shape.hidden, shape.gated, shape.plain) for _ in range(2))
         self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
         later = index - shape.dense_layers
         has_experts = shape.experts > 0 and later >= 0 and later % shape.expert_every == shape.expert_every - 1
@@ -205,7 +229,7 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = None if shape.gated else nn.Embedding(length, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.gated)
+        self.norm = Norm(shape.hidden, shape.gated, shape.plain)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.float_loss = shape.float_loss
         if shape.tied:

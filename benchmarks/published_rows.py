@@ -11,6 +11,7 @@ from public_models import completed, product_weights
 from published_models import Shape
 
 from partitioner import Constraints, Topology
+from partitioner.constraints import Recompute
 from partitioner.topology import catalogue
 from partitioner.topology.quantities import quantity
 
@@ -35,6 +36,7 @@ DEVICES = {
     "MI300X": ("mi300x", "xgmi", "ib-ndr"),
     "MI325X": ("mi325x", "xgmi", "ib-ndr"),
     "MI355X": ("mi355x", "xgmi", "ib-ndr"),
+    "GH200": ("gh200", "nvlink4", "ib-ndr"),
     "L40S": ("l40s", "pcie4", "ib-edr"),
 }
 # What rows call a network -> ours, where it is another than is common with their devices.
@@ -60,7 +62,7 @@ SCHEDULES = {
     "zb-v": "zb-v",
 }
 # Selective recomputation in Megatron-LM is of attention scores (Korthikanti et al. 2022).
-RECOMPUTE = {
+RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
     "none": "none",
     "selective": "scores",
@@ -76,7 +78,11 @@ _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38
 # Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
 # that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
 _REGATHERS = ("Megatron", "NeMo", "MaxText")
-_USER_BUFFERS = ("NeMo",)
+_USER_BUFFERS = ("NeMo/",)
+# Those with kernels of their own for norms and rotations, or a compiler; the others are PyTorch code that runs operator
+# by operator, unless a row says that it was compiled.
+_FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo")
+_NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
 _PADS = ("Megatron", "NeMo")
 # Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
 # (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
@@ -88,6 +94,7 @@ _OVERLAPS_STEPS = ("Megatron-LM fork",)
 _SHARDS = ("MaxText",)
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
+_MORE_MEMORY = 1.1  # times a device's, as there are of some kinds: what a row states is then taken
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
 # But the zero-bubble fork of Megatron-LM takes a SentencePiece tokenizer (examples/pretrain_zero_bubble.sh), and its
@@ -160,8 +167,10 @@ def _shape(row: Row) -> Shape:
         q_rank=ranks[0],
         kv_rank=ranks[1],
         rope_dim=ranks[2],
-        float_loss=str(row.get("framework", "")).startswith(_UNFUSED),  # their default
+        float_loss=_is(row, _UNFUSED) or not _is(row, _FUSES),  # their default, and how PyTorch code has it
         adapters=16 if row.get("task") == "lora" else 0,
+        rotary=bool(row.get("gated_ffn")),
+        plain=not _is(row, _FUSES) and not _is_compiled(row),
     )
 
 
@@ -189,9 +198,10 @@ def _precision(row: Row) -> str:
 
 
 def _topology(row: Row) -> Topology:
-    if row["gpu"] not in DEVICES:
+    known = _known(row)
+    if known is None:
         return _machine(row)
-    kind, inside, between = DEVICES[row["gpu"]]
+    kind, inside, between = known
     between = next((link for name, link in NETWORKS.items() if name in str(row.get("inter_link"))), between)
     links = {**_catalogue("links"), **MESHES}
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
@@ -213,6 +223,14 @@ def _topology(row: Row) -> Topology:
 
 
 _catalogue = cache(catalogue)
+
+
+def _known(row: Row) -> tuple[str, str, str] | None:
+    """The entry of the row's device, or of one that is called alike, of as much memory if there is one."""
+    alike = [name for name in DEVICES if re.split(r"[- ]", name)[0] == re.split(r"[- _]", row["gpu"])[0]]
+    sized = [name for name in alike if f"-{row.get('gpu_mem_gb')}GB" in name]
+    found = row["gpu"] if row["gpu"] in DEVICES else next(iter(sized or alike), None)
+    return DEVICES[found] if found is not None else None
 
 
 def _machine(row: Row) -> Topology:
@@ -240,6 +258,8 @@ def _device(row: Row, kind: str) -> dict[str, Any]:
     """The device, with the attention that the row's framework had on it."""
     found = _catalogue("devices")[kind]
     found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
+    if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * quantity(found["memory"]):
+        found["memory"] = f"{row['gpu_mem_gb']} GB"
     factor = next((f for name, f in _ATTENTION.items() if str(row.get("framework", "")).startswith(name)), 1.0)
     if factor > 1 and row["gpu"].startswith(("A100", "V100")):
         return found
@@ -278,11 +298,11 @@ def _constraints(row: Row) -> Constraints:
         microbatch_size=_microbatch(row),
         schedule=schedule if pp > 1 else None,
         virtual_stages=virtual,
-        recompute=RECOMPUTE.get(str(row.get("recompute"))),
+        recompute=_recompute(row),
         zero=zero,
         # before May 2022 none had it
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or _is(row, _SHARDS) else False,
-        overlap_tensor=tp > 1 and (_is(row, _USER_BUFFERS) or "tp-comm-overlap" in (row.get("flags") or "")),
+        overlap_tensor=tp > 1 and _is(row, _PADS) and (_is(row, _USER_BUFFERS) or "tp-comm-overlap" in _flags(row)),
         regather=tp > 1 and _is(row, _REGATHERS),
         sends="parts" if tp > 1 and not row.get("sequence_parallel") and _is(row, _SENDS_PARTS) else None,
         gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
@@ -293,6 +313,25 @@ def _constraints(row: Row) -> Constraints:
         short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
+
+
+def _recompute(row: Row) -> Recompute | None:
+    """What backward makes again; ``None``, as memory asks for it, where that is not stated or not known here."""
+    stated = str(row.get("recompute"))
+    if stated.startswith("selective") and _is(row, _NATIVE):
+        return "alternate"
+    if stated.startswith("selective") and _is(row, _PADS):
+        return "scores"
+    return RECOMPUTE.get(stated)
+
+
+def _flags(row: Row) -> str:
+    return str(row.get("flags") or "")
+
+
+def _is_compiled(row: Row) -> bool:
+    said = f"{_flags(row)} {row.get('notes') or ''}"
+    return "compile" in said and not re.search(r"\b(no|not|without) (torch\.)?compile", said)
 
 
 def _microbatch(row: Row) -> int | None:
@@ -339,7 +378,9 @@ def _is(row: Row, frameworks: tuple[str, ...]) -> bool:
 
 
 def _overlap(row: Row) -> bool | None:
-    """``False`` where collectives of gradients and weights wait: as the row says, in ZeRO-3 of 2021, and in DeepSpeed's
-    pipeline engine, which reduces gradients after the last microbatch (``_exec_reduce_grads``)."""
+    """``False`` where collectives of gradients and weights wait: as the row says, in ZeRO-3 of 2021, in DeepSpeed's
+    pipeline engine, which reduces gradients after the last microbatch (``_exec_reduce_grads``), and in Megatron-LM,
+    unless it is told otherwise (``--overlap-grad-reduce``)."""
     local = "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48
-    return False if local or _is(row, ("Megatron-DeepSpeed",)) or "DeepSpeed ZeRO-3" in row["framework"] else None
+    waits = _is(row, ("Megatron-DeepSpeed", "Megatron-LM")) and "overlap-grad-reduce" not in _flags(row)
+    return False if local or waits or "DeepSpeed ZeRO-3" in row.get("framework", "") else None

@@ -98,7 +98,7 @@ def plan(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="Recompute: `none`, `scores` (of attention), `selective` (what is quick), `full`.", show_default=False
+            help="Recompute: `none`, `scores`, `selective` (what is quick), `alternate`, `full`.", show_default=False
         ),
     ] = None,
     sequence_parallel: Annotated[

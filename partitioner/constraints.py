@@ -19,7 +19,7 @@ from runtime.buckets import Compression
 from runtime.meshes import AXES
 from runtime.offload import OFFLOADS, Offload
 
-Recompute = Literal["none", "scores", "selective", "full"]
+Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
@@ -59,8 +59,8 @@ class Constraints(BaseModel):
     over so many of the ``dp`` ranks, neighbours, of which there are then replicas (``None``: over all). ``ep`` ranks of
     dp x cp x tp share the experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute``: what
     backward makes again: ``selective``, whatever is quickly made (all but products, fused attentions and what is sent),
-    ``scores``, of it those of attentions alone, or ``full``, whole layers. ``overlap``: whether gradients are reduced,
-    and sharded states gathered, behind computation.
+    ``scores``, of it those of attentions alone, ``alternate``, every second product besides, or ``full``, whole layers.
+    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation.
     ``overlap_tensor``: whether gathers and scatters over ``tp`` run in pieces behind the products beside them.
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.

@@ -57,7 +57,8 @@ class Job:
     @property
     def remade(self) -> Remade:
         """What selective recomputation makes again."""
-        return "scores" if self.constraints.recompute == "scores" else "selective"
+        asked = self.constraints.recompute
+        return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:

@@ -171,3 +171,26 @@ def test_the_cut_is_the_least(block: Block):
     costs = [c for some in every if (c := cost(block, set(some))) is not None]
     found = cost(block, set(remade(block, "selective")))
     assert found == pytest.approx(min(costs))
+
+
+def test_every_second_product_is_made_again_besides():
+    """As torchtitan has it: of products half as much is kept, and fused attentions are."""
+    case = CASES["llama"]
+    plans = {way: planned(case.build(), case.inputs(4), way, case.loss) for way in ("none", "selective", "alternate")}
+    assert kept(plans["alternate"]) < 0.9 * kept(plans["selective"]) < 0.9 * kept(plans["none"])
+    assert plans["alternate"].estimate.step_time > plans["selective"].estimate.step_time
+    layer = next(b for b in plans["alternate"].program.blocks.values() if b.again)
+    again = {node["target"] for node in layer.nodes if node["name"] in layer.again}
+    assert any("linear" in target or "mm" in target for target in again), again
+    assert not any("attention" in target for target in again), again
+    assert plans["alternate"].planned_only == ()
+    assert plans["alternate"].verify(case.build(), case.inputs(4)).ok
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("mesh", [dict(tp=2), dict(pp=2, schedule="zb-1p"), dict(dp=2, zero=3)], ids=str)
+def test_products_that_are_made_again_make_the_same_gradients(name: str, mesh: dict[str, Any]):
+    case = CASES[name]
+    plan = planned(case.build(), case.inputs(4), "alternate", case.loss, **mesh)
+    assert any(b.again for b in plan.program.blocks.values())
+    assert plan.verify(case.build(), case.inputs(4)).ok

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
+from partitioner.constraints import Recompute as Asked
 from partitioner.cost.calls import CallCost, GatheredBytes
 from partitioner.cost.collectives import link_of_parts
 from partitioner.cost.levels import reducer_of, ways
@@ -23,7 +24,7 @@ from partitioner.plan import Estimate
 from partitioner.schedules import ScheduleTable
 from partitioner.solve.longest import Phases
 from partitioner.solve.pipelines import is_split, pipeline_seconds
-from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
+from partitioner.solve.stage_problem import Pace, Recompute, StageCall, StageProblem
 from partitioner.solve.stages import StagePlan, StageSplit
 from partitioner.solve.turns import Cores, Work, seconds_in_turns
 from partitioner.solve.virtual import phases_of
@@ -88,7 +89,7 @@ def stage_problem(
         chunks=len(at) // pp,
         bubble=(pp - 1) / max(1, len(at) - 1) if ranks else 1.0,
         repeated=tuple(often[call.block] > 1 for _, call in placed),
-        recompute="selective" if constraints.recompute == "scores" else constraints.recompute,
+        recompute=_in_part(constraints.recompute),
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
         overhead=replace(overhead, working_bytes=overhead.working_bytes + scattered_bytes),
         paces=paces,
@@ -98,6 +99,11 @@ def stage_problem(
         train=train,
         overlap_steps=constraints.overlap_steps,
     )
+
+
+def _in_part(asked: Asked | None) -> Recompute | None:
+    """For the stages what is made again in part is one and the same way: their costs say what."""
+    return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
 def _links(machine: Machine | Relaxed, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:

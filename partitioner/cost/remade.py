@@ -4,7 +4,8 @@
 attentions, what is sent, sorted, looked up or drawn are kept where backward reads them, or where something that is made
 again does; norms, activations and the like come of them in a pass over memory. What is kept is a least cut between what
 has to be kept and what backward reads: through each value it costs the bytes of the value, through each operator that
-is run once more its traffic. Others know it as activation checkpointing by operator.
+is run once more its traffic. Others know it as activation checkpointing by operator. ``alternate``: besides, every
+second product, so that of these half as much is kept, for half a forward's time more (torchtitan's way).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ortools.graph.python.max_flow import SimpleMaxFlow
 from torch import Tensor, fx
 
 from partitioner.cost.asked import node_operands
-from partitioner.cost.operators import forward_kernels, is_product, is_view, kind_of, operator_name
+from partitioner.cost.operators import forward_kernels, is_attention, is_product, is_view, kind_of, operator_name
 from partitioner.cost.saved import expanded, needed, size_of, value_of
 from passes.blocks import Block
 from passes.collectives import collective_name
 from passes.factors import needs_gradient
 
-Remade = Literal["scores", "selective"]
+Remade = Literal["scores", "selective", "alternate"]
 
 _WORTH = 16  # bytes of traffic that a byte kept is worth: an activation takes two or three, numbers drawn by place 284
 _BYTES_PER_FLOP = 1 / 300  # as devices have them
@@ -39,15 +40,22 @@ def remade(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozens
     """The operators of ``block``, a graph in which gradients are marked, that backward runs once more; ``sent``: values
     that come from other ranks in the form of it that is run."""
     scores = expanded(block)
-    return scores if how == "scores" else scores | _Cut(block, scores, sent).again()
+    if how == "scores":
+        return scores
+    products = [node for node in block.graph.nodes if is_product(node) and not is_attention(node)]
+    second = frozenset(products[1::2] if how == "alternate" else ())
+    return scores | _Cut(block, scores, sent, second).again()
 
 
 class _Cut:
     """The least cut. Every operator and input has two places: it is run again if the first is on the side of backward,
     and asked for if the second is; what is asked for and not run again is kept."""
 
-    def __init__(self, block: Block, scores: frozenset[fx.Node], sent: Collection[fx.Node]) -> None:
+    def __init__(
+        self, block: Block, scores: frozenset[fx.Node], sent: Collection[fx.Node], products: frozenset[fx.Node]
+    ) -> None:
         self.block, self.scores, self.sent = block, scores, {value_of(node)[0] for node in sent}
+        self.products = products  # that are run again whatever they take
         self.states = set(block.states)
         self.flow = SimpleMaxFlow()
         self.places: dict[fx.Node, int] = {}
@@ -84,6 +92,8 @@ class _Cut:
             return True
         if node.op != "call_function" or node in self.sent or collective_name(node.target) is not None:
             return False
+        if node in self.products:
+            return True
         if is_product(node) or is_view(node):
             return False
         target, name = node.target, operator_name(node)
@@ -106,4 +116,6 @@ class _Cut:
         """What running an operator again costs, in bytes kept; one at least: the less is made again the better."""
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)
+        if node in self.products:
+            return 1
         return 0 if node in self.scores else 1 + int(traffic / _WORTH)

@@ -2,7 +2,8 @@
 
 Each row becomes a model by its dimensions, a topology and a plan in which what it states is pinned, and goes through
 ``partitioner.partition``. Errors are averaged within a family, then over families. Within groups of plans of the same
-model and machine, ``tau`` is Kendall's, ``regret`` the time of the plan ranked first over the best measured, minus 1.
+model and machine, ``regret`` is the time of the plan ranked first over the best measured, minus 1; within those of five
+and more ``tau`` is Kendall's, and ``regret_of_five`` the same.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def score(rows: Iterable[Row], found: dict[str, Prediction]) -> dict[str, Any]:
         families[row["family"]].append(row)
     by_family = {name: _family(members, found) for name, members in families.items()}
     whole: dict[str, Any] = {}
-    for measure in ("mape", "tau", "regret", "memory_error"):
+    for measure in ("mape", "tau", "regret", "regret_of_five", "memory_error"):
         values = [scores[measure] for scores in by_family.values() if scores[measure] is not None]
         whole[measure] = statistics.mean(values) if values else None
     oom = [r for r in rows if r.get("oom") and r["id"] in found and not found[r["id"]].skipped]
@@ -155,7 +156,10 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
             groups[row["plan_group"]].append((seconds, row["step_time_s"]))
     ranked = [group for group in groups.values() if len(group) >= _LEAST_GROUP]
     taus = [tau for group in ranked if (tau := kendall(group)) is not None]
-    regrets = [min(group)[1] / min(m for _, m in group) - 1 for group in ranked]
+    regrets, of_five = (
+        [min(group)[1] / min(m for _, m in group) - 1 for group in several]
+        for several in ([group for group in groups.values() if len(group) > 1], ranked)
+    )
     return {
         "rows": len(rows),
         "timed": len(timed),
@@ -163,6 +167,7 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
         "ratio": statistics.median(ratios) if ratios else None,
         "tau": statistics.mean(taus) if taus else None,
         "regret": statistics.mean(regrets) if regrets else None,
+        "regret_of_five": statistics.mean(of_five) if of_five else None,
         "memory_error": statistics.mean(memory) if memory else None,
         "skipped": sum(bool(p.skipped) for _, p in pairs),
         "infeasible": sum(bool(p.infeasible) and not r.get("oom") and "step_time_s" in r for r, p in pairs),
@@ -196,10 +201,11 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def table(scores: dict[str, Any]) -> Table:
-    made = Table("family", "rows", "timed", "infeasible", "error", "median ratio", "tau", "regret", "memory")
+    headings = ("rows", "timed", "infeasible", "error", "median ratio", "tau", "regret", "of five", "memory")
+    made = Table("family", *headings)
     for name, s in {**scores["families"], "mean over families": scores}.items():
         numbers = [_percent(s.get("mape")), _number(s.get("ratio")), _number(s.get("tau"))]
-        numbers += [_percent(s.get("regret")), _percent(s.get("memory_error"))]
+        numbers += [_percent(s.get(name)) for name in ("regret", "regret_of_five", "memory_error")]
         made.add_row(name, *(str(s.get(k, "")) for k in ("rows", "timed", "infeasible")), *numbers)
     return made
 

@@ -35,7 +35,7 @@ DEVICES = {
     "GB300": ("gb300", "nvlink5", "ib-ndr"),
     "MI300X": ("mi300x", "xgmi", "ib-ndr"),
     "MI325X": ("mi325x", "xgmi", "ib-ndr"),
-    "MI355X": ("mi355x", "xgmi", "ib-ndr"),
+    "MI355X": ("mi355x", "xgmi4", "ib-ndr"),
     "GH200": ("gh200", "nvlink4", "ib-ndr"),
     "L40S": ("l40s", "pcie4", "ib-edr"),
 }
@@ -48,6 +48,7 @@ MESHES = {
         "all_reduce": [[2, "23 us", "22.6 GB/s"], [4, "45 us", "86 GB/s"], [8, "67 us", "135 GB/s"]],
     },
     "xgmi": {"bandwidth": "448 GB/s", "latency": "9 us", "step": "4 us", "base": "10 us", "efficiency": 0.7},
+    "xgmi4": {"bandwidth": "535 GB/s", "latency": "9 us", "step": "4 us", "base": "10 us", "efficiency": 0.7},
 }  # fmt: skip
 SCHEDULES = {
     "interleaved-1f1b": "interleaved",
@@ -81,7 +82,7 @@ _REGATHERS = ("Megatron", "NeMo", "MaxText")
 _USER_BUFFERS = ("NeMo/",)
 # Those with kernels of their own for norms and rotations, or a compiler; the others are PyTorch code that runs operator
 # by operator, unless a row says that it was compiled.
-_FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo")
+_FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo", "OneFlow")
 _NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
 _PADS = ("Megatron", "NeMo")
 # Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM

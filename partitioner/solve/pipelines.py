@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -22,9 +22,10 @@ _FORMULAS = frozenset({"gpipe", "1f1b"})
 Counts = tuple[int, int]  # microbatches whose backward has not begun, and those of which the half for inputs has run
 
 
-def _zb_1p(s: int, p: int, m: int) -> tuple[Counts, ...]:
-    most, whole = min(p, m), min(p - s, m)
-    half = min(s + 1, m) if s else 0
+def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
+    """``ahead``: forwards of a stage before its first backward, for each stage behind it."""
+    most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
+    half = min(ahead * s + 1, m) if s else 0
     return tuple({(whole, most - whole): None, (most - half, half): None})
 
 
@@ -33,7 +34,8 @@ def _zb_1p(s: int, p: int, m: int) -> tuple[Counts, ...]:
 _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ...]]] = {
     "gpipe": lambda s, p, m: ((m, 0),),
     "1f1b": lambda s, p, m: ((min(p - s, m), 0),),
-    "zb-1p": _zb_1p,
+    "zb-1p": partial(_zero_bubble, ahead=1),
+    "zb-2p": partial(_zero_bubble, ahead=2),
 }
 _UNSPLIT = frozenset(("gpipe", "1f1b", "interleaved"))
 # Of forward and backward, to be divided by the virtual stages. The value of a game for the least of a step's longest

@@ -21,7 +21,13 @@ from passes.errors import PartitionError
 
 LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
+_MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that were no better: half a minute or so
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
+
+
+def effort(space: Space, point: Point) -> float:
+    """What it takes to cut the calls into a point's virtual stages, as a share of what may be in vain."""
+    return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def leaves_schedule(space: Space) -> bool:
@@ -116,4 +122,4 @@ def _same(row: Candidate, other: Candidate) -> bool:
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "evaluated", "leaves_schedule", "schedules_of_several"]
+__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "effort", "evaluated", "leaves_schedule", "schedules_of_several"]

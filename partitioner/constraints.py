@@ -179,20 +179,25 @@ class Constraints(BaseModel):
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def check_world(self, world_size: int) -> None:
-        """Raise :class:`ConstraintError` unless the pinned axes fit ``world_size`` ranks."""
+        """Raise :class:`ConstraintError` unless the pinned axes fit ``world_size`` ranks, or with a ``cp`` that is free
+        and that a model may have no sequence for."""
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
         if all(axis in pinned for axis in ("pp", "dp", "tp")):
-            if product != world_size:
-                raise ConstraintError(
-                    f"{shown} makes {product} ranks; expected {world_size}, one per device: change an axis or free one"
-                )
+            if product != world_size and (self.cp is not None or world_size % product):
+                raise ConstraintError(self.too_few(world_size))
         elif world_size % product:
             raise ConstraintError(
                 f"{shown} makes {product}, which does not divide the {world_size} devices; "
                 f"expected a divisor of {world_size}"
             )
+
+    def too_few(self, world_size: int) -> str:
+        """What to say where the pinned axes make other than ``world_size`` ranks, and none can make up for it."""
+        shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
+        made = math.prod(self.pinned.values())
+        return f"{shown} makes {made} ranks; expected {world_size}, one per device: change an axis or free one"
 
     def check_batch(self, global_batch: int) -> None:
         """Raise :class:`ConstraintError` unless ``global_batch`` samples split as pinned: evenly where that has to be,
@@ -235,14 +240,14 @@ class Constraints(BaseModel):
 
     def check_experts(self, experts: int) -> None:
         """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` evenly (0: there are none)."""
-        if self.ep is None or self.ep == 1:
-            return
-        if not experts:
+        asked = next((name for name in ("ep", "etp") if (getattr(self, name) or 1) > 1), None)
+        if asked is not None and not experts:
             raise ConstraintError(
-                f"ep={self.ep}, but no experts were found in the model's graph; expected ep=1, or experts written in a "
-                "form that docs/experts.md lists (other loops that pick each expert's rows are sharded over tp alone)"
+                f"{asked}={getattr(self, asked)}, but no experts were found in the model's graph; expected {asked}=1, "
+                "or experts written in a form that docs/experts.md lists (other loops that pick each expert's rows are "
+                "sharded over tp alone)"
             )
-        if experts % self.ep:
+        if experts % (self.ep or 1):
             raise ConstraintError(
                 f"ep={self.ep} does not divide the model's {experts} experts; expected a divisor of {experts}"
             )

@@ -33,7 +33,10 @@ class InfeasibleError(PartitionError):
 
     @cached_property
     def _advice(self) -> Advice | None:
-        return self.advise() if self.advise is not None else None
+        try:
+            return self.advise() if self.advise is not None else None
+        except Exception:  # what is wrong is said in any case, whatever looking for a way out runs into
+            return None
 
     @property
     def changes(self) -> tuple[Change, ...]:

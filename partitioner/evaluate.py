@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,13 +27,13 @@ from partitioner.judge import Judge
 from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
-from partitioner.solve.pipelines import is_formula
+from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.placement import EXCHANGES, Found, Placements
 from partitioner.solve.point import Point
 from partitioner.solve.stages import StageSplit
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import Block, FoldedModel
-from passes.errors import UnsupportedError
+from passes.errors import PartitionError, UnsupportedError
 from runtime.offload import Offload
 
 _EXCHANGES_FOLLOWED = 8  # of a schedule that is followed for each of them
@@ -92,7 +92,10 @@ class Evaluator:
         local, states = judge.local, judge.states
         if devices is None:
             exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED
-            found = self.placements.best(point.grid, judge, judge.least, enough_s, exchanges)
+            likely = None if is_plain(point.schedule, point.virtual_stages) else self._likely(point)
+            found = self.placements.best(point.grid, judge, judge.least, enough_s, exchanges, likely)
+            others = [m for m in self.placements.candidates(point.grid) if id(m) not in judge.asked]
+            judge.leasts += map(judge.least, others if likely is not None else ())
         else:
             machine = self.placements.at(point.grid, devices)
             found = Found(machine, *judge(machine))
@@ -121,6 +124,19 @@ class Evaluator:
             shares,
             min(expected.step_time, *judge.leasts),
         )
+
+    def _likely(self, point: Point) -> Callable[[Machine], float]:
+        """Seconds of a step under 1F1B, which a formula says: what placements of a schedule that is followed differ in,
+        collectives and what follows the pipeline, is the same. Infinite where it does not fit."""
+        judge = self._judge(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
+
+        def seconds(machine: Machine) -> float:
+            try:
+                return judge(machine)[0]
+            except PartitionError:
+                return math.inf
+
+        return seconds
 
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
         """Whether none of the placements that :meth:`solve` tries takes less than ``enough_s``. Raises as it does."""

@@ -12,6 +12,7 @@ from functools import partial
 from partitioner.alternatives import (
     PATIENCE,
     best_schedule,
+    effort,
     evaluated,
     leaves_schedule,
     schedules_of_several,
@@ -183,6 +184,7 @@ def _explore(
         progress=progress,
         time_limit_s=deadline - time.monotonic(),
         patience=PATIENCE,
+        effort=partial(effort, space),
         in_vain=evaluator.is_in_vain,
         last=floors.of_point,
         enough_s=enough_s,

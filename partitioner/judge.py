@@ -64,7 +64,8 @@ class Judge:
     holds; ``reference``: the seat that the sharding is chosen for; ``check``: raises where hosts lack memory for what
     is offloaded. ``proven``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`.
 
-    ``leasts``: for each placement that was judged, what no plan on it goes below.
+    ``leasts``: for each placement that was judged, what no plan on it goes below; ``asked``: which these are, by
+    identity.
     """
 
     job: Job
@@ -77,11 +78,13 @@ class Judge:
     proven: bool = True
     enough_s: float = math.inf
     leasts: list[float] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
     _quick: dict[int, float] = field(default_factory=dict)  # of those that are dressed
 
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
+        self.asked.add(id(machine))
         job, point, machine = self.job, self.point, self.dressed(machine)
         problem, held, shares = self._problem(machine)
         ranks = virtual_ranks(point)

@@ -138,8 +138,13 @@ def prepare(
     Capture takes most of the time of a small plan. A module that is changed afterwards (layers, dtypes, which
     parameters are trained) is to be prepared anew; its weights may change.
 
-    Raises :class:`InputsError` for a prepared model with arguments that it was not prepared with.
+    Raises :class:`InputsError` for what is no model, and for a prepared one with arguments that it was not prepared
+    with.
     """
+    if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
+        raise InputsError(
+            f"model must be a torch.nn.Module, an exported program or what prepare() made; got {type(model).__name__}"
+        )
     if isinstance(model, PreparedModel):
         given = {"inputs": inputs, "loss": loss, "precision": precision}
         other = [n for n, v in given.items() if v is not None and v is not getattr(model, n) and n != "precision"]

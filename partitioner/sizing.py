@@ -14,7 +14,7 @@ from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_seconds
 from partitioner.topology import Topology
-from passes.errors import PartitionError
+from passes.errors import InputsError, PartitionError
 
 Minimise = Literal["nodes", "money", "energy", "time"]
 _CHOICES = ("nodes", "money", "energy", "time")
@@ -57,7 +57,7 @@ def size_cluster(
     *,
     step_time: float | None = None,
     minimise: Minimise = "nodes",
-    nodes: Sequence[int] = _NODES,
+    nodes: int | Sequence[int] = _NODES,
     **more: Any,
 ) -> Sizing:
     """The best number of machines for a job.
@@ -74,6 +74,9 @@ def size_cluster(
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
+    if not isinstance(machine, str) and not callable(machine):
+        raise InputsError(f"machine must be a preset's name or a function of the number of nodes; got {machine!r}")
+    nodes = (nodes,) if isinstance(nodes, int) else nodes
     if not nodes or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in nodes):
         raise ConstraintError(f"nodes must be positive whole numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
     check_seconds("step_time", step_time)
@@ -96,6 +99,8 @@ def size_cluster(
 def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
     try:
         plan = partition(model, topology, **more)
+    except InputsError:  # which no size makes right
+        raise
     except PartitionError as error:
         return Size(nodes, reason=str(error))
     return Size(nodes, plan, money_of(plan), energy_of(plan))

@@ -62,7 +62,9 @@ def why_not(
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
     Constraints(**asked)
     answer = _from_rows(plan, asked)
-    if answer is not None and (answer.verdict != "bounded" or model is None):
+    if answer is not None and (model is None or answer.verdict == "chosen"):
+        return answer
+    if answer is not None and answer.verdict != "bounded" and not _is_beside(plan, asked):
         return answer
     if model is not None:
         return _planned(plan, asked, model, inputs, loss)
@@ -94,15 +96,31 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _is(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
-    return all((candidate.mesh[n] if n in candidate.mesh else getattr(candidate, n)) == v for n, v in asked.items())
+    return all(_has(candidate, name, value) for name, value in asked.items())
 
 
-def _slower(plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = ()) -> WhyNot:
+def _has(candidate: Candidate, name: str, value: Any) -> bool:
+    """Whether a candidate is so; where nobody shares states, or experts, in any way of sharing them."""
+    mesh = candidate.mesh
+    alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
+    return alone.get(name, False) or (mesh[name] if name in mesh else getattr(candidate, name)) == value
+
+
+def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
+    """Whether what is asked for was tried for the best meshes alone."""
+    free = plan.constraints.schedule is None and plan.constraints.virtual_stages is None and not plan.constraints.ahead
+    return free and (asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1)
+
+
+def _slower(
+    plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), *, planned: bool = False
+) -> WhyNot:
     assert best.step_time is not None
     chosen = plan.estimate
     slower = best.step_time >= chosen.step_time
+    which = "that was tried" if not planned and _is_beside(plan, asked) else "plan"
     lines = [
-        f"The best plan with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
+        f"The best {which} with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
         f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
         f"the chosen plan's {seconds_text(chosen.step_time)}."
     ]
@@ -189,7 +207,7 @@ def _planned(
     if other.constraints.group_size != plan.constraints.group_size:
         marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
-    return _slower(plan, asked, best, marks)
+    return _slower(plan, asked, best, marks, planned=True)
 
 
 def _different(plan: Plan, other: Plan) -> list[str]:

@@ -79,6 +79,27 @@ def test_a_bound_is_an_answer_and_planning_again_a_better_one(plan: Plan):
     assert "Where the extra time goes:" in exact.lines
 
 
+def test_states_that_nobody_shares_are_shared_in_any_way():
+    """On one rank of ``dp`` all stages of ZeRO are one plan, and where ``ep`` is 1 each expert is on one rank."""
+    whole = planned(Topology.preset("dgx-h100"), dp=1, pp=1)
+    for asked in ({"zero": 3}, {"zero": 1, "tp": 8}, {"etp": 1}):
+        answer = whole.why_not(**asked)
+        assert answer.verdict == "chosen", answer
+        assert planned(Topology.preset("dgx-h100"), dp=1, pp=1, **asked).estimate == whole.estimate
+
+
+def test_what_was_tried_for_the_best_meshes_alone_is_not_called_the_best():
+    deep = planned(Topology.preset("dgx-h100"), pp=2)
+    asked = {"schedule": "interleaved", "virtual_stages": 2}
+    rough, exact = deep.why_not(**asked), deep.why_not(**asked, **again())
+    if rough.verdict != "unknown":  # tried at all
+        assert "The best that was tried with schedule=interleaved" in str(rough)
+    assert exact.candidate is not None and exact.candidate.step_time is not None
+    assert exact.candidate.step_time == pytest.approx(
+        planned(Topology.preset("dgx-h100"), pp=2, **asked).estimate.step_time
+    )
+
+
 def test_the_difference_of_the_breakdowns_is_that_of_the_times(plan: Plan):
     best = plan.why_not(pp=4, **again()).candidate
     assert best is not None

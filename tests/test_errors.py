@@ -133,6 +133,20 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "model does not export": (CaptureError, r"test_errors\.py:\d+", lambda: attempt(Branching())),
     "a loss that asks for numbers": (CaptureError, r"negative: write it out", lambda: attempt(Gaussian())),
     "topology is no topology": (InputsError, r"Topology\.local", lambda: partition(Tower(), 4, inputs())),  # type: ignore[arg-type]
+    "model is no model": (InputsError, r"got function", lambda: attempt(lambda x: x)),  # type: ignore[arg-type]
+    "no model": (InputsError, r"got NoneType", lambda: partition(None, Topology.local(2), inputs())),  # type: ignore[arg-type]
+    "constraints are a dict": (
+        ConstraintError,
+        r"must be Constraints\(\.\.\.\), got dict",
+        lambda: partition(Tower(), Topology.local(2), inputs(), constraints={"pp": 2}),  # type: ignore[arg-type]
+    ),
+    "more ranks than anybody has": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=2_000_000)),
+    "larger microbatches than memory has numbers": (
+        ConstraintError,
+        r"does not split by microbatch_size=10000000000000000",
+        lambda: attempt(microbatch_size=10**16),
+    ),
+    "shared experts of a model without": (ConstraintError, r"etp=2, but no experts", lambda: attempt(etp=2)),
     "unknown objective": (
         InputsError,
         r"train, infer",
@@ -155,7 +169,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_requests_are_refused(case: str) -> None:
     kind, message, action = CASES[case]
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message):  # which reads the whole message, advice and all
         action()
 
 

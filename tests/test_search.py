@@ -311,6 +311,15 @@ def test_other_schedules_are_those_of_one_stage_as_well(schedule: str):
     assert {p.schedule for p in points(space) if p.pp == 1} == {schedule}
 
 
+def test_a_free_axis_makes_up_for_the_ranks_of_the_others():
+    """Where there are sequences, ``cp``; else the others have to make as many as there are."""
+    pinned = dict(pp=2, dp=4, tp=2)
+    assert {p.cp for p in points(replace(space(**pinned), length=512))} == {4}
+    for length in (0, 36):  # which four do not share evenly
+        with pytest.raises(ConstraintError, match="makes 16 ranks; expected 64, one per device"):
+            points(replace(space(**pinned), length=length))
+
+
 def test_virtual_stages_are_even():
     """As many as let stages have about as many layers each, ever more of them."""
     deep = replace(space(calls=128), repeated=126)

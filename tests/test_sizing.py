@@ -61,6 +61,10 @@ def test_what_cannot_be_asked():
     model, inputs = job()
     with pytest.raises(ConstraintError, match="minimise must be one of nodes, money, energy, time; got 'speed'"):
         size_cluster(model, machines, inputs, loss=CASE.loss, minimise="speed")  # type: ignore[arg-type]
+    with pytest.raises(InputsError, match="machine must be a preset's name or a function"):
+        size_cluster(model, 3, inputs, loss=CASE.loss)  # type: ignore[arg-type]
+    with pytest.raises(InputsError, match="topology must be a Topology, got str"):
+        size_cluster(model, lambda nodes: "x", inputs, loss=CASE.loss, nodes=1)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConstraintError, match="nodes must be positive"):
         size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(0, 1))
     for wrong in (2.5, True, "2"):

@@ -86,7 +86,9 @@ class _State:
     before: Mapping[Point, Row] = field(default_factory=dict)
     num_evaluated: int = 0
     num_bounded: int = 0
-    in_vain: set[Hashable] = field(default_factory=set)  # families of several virtual stages, since the best was found
+    # of several virtual stages, since the best was found: families, and how much of the patience their points took
+    in_vain: set[Hashable] = field(default_factory=set)
+    spent: float = 0.0
     told: float = field(default_factory=time.monotonic)  # when progress was told of last
 
     @property
@@ -110,6 +112,7 @@ def search(
     time_limit_s: float = float("inf"),
     tolerance: float = 0.0,
     patience: int | None = None,
+    effort: Callable[[Point], float] = lambda point: 0.0,
     in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
     last: Callable[[Point, float], float] | None = None,
     enough_s: float = float("inf"),
@@ -123,7 +126,8 @@ def search(
         left_out: points that are no candidates but are to be reported, and why.
         tolerance: stop when no bound is better than the best plan by more than this share.
         patience: so many families of schedules of several virtual stages on a rank, one after the other, may have no
-            better plan; then no more of these are looked at, and their bounds stay as they are.
+            better plan; then no more of these are looked at, and their bounds stay as they are. ``effort``: of such a
+            point, as a share of all that may be in vain.
         in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
             bound does not say so; then it is not asked. Raises as it does.
         last: the tightest bound of a point, of which nothing above so many seconds matters. Asked for where the least
@@ -150,7 +154,7 @@ def search(
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience)
+        interrupted = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
         if last is not None:
             _tighten(state, last, deadline)
     except KeyboardInterrupt:
@@ -177,6 +181,7 @@ def _best_first(
     deadline: float,
     tolerance: float,
     patience: int | None,
+    effort: Callable[[Point], float],
 ) -> bool:
     """Runs until nothing beats the best plan; whether it stopped before.
 
@@ -195,7 +200,8 @@ def _best_first(
         later, bound, number, step = heapq.heappop(heap)
         members = nodes[number]
         several = not is_plain(members[0].schedule, members[0].virtual_stages)
-        enough = several and patience is not None and state.best is not None and len(state.in_vain) >= patience
+        tired = patience is not None and (len(state.in_vain) >= patience or state.spent >= 1.0)
+        enough = several and tired and state.best is not None
         if enough or bound >= state.limit * (1 - tolerance) or _were_in_vain(state, members):
             continue
         if time.monotonic() > deadline:
@@ -212,6 +218,7 @@ def _best_first(
         if alone and (last or step == shared + len(bounds.steps)):
             if several:
                 state.in_vain.add(bounds.family(members[0]))
+                state.spent += effort(members[0])
             if not _is_in_vain(state, members[0], in_vain):
                 _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
             continue
@@ -272,6 +279,7 @@ def _evaluate(
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
+        state.spent = 0.0
 
 
 def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:

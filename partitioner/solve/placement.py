@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from partitioner.cost.machine import Machine
 from partitioner.cost.widest import best_group
+from partitioner.errors import CapacityError
 from partitioner.solve.arrangement import arrangements, complete, group_size
 from partitioner.solve.attempts import nearest
 from partitioner.solve.nesting import equal_levels, fits, nestings
@@ -34,6 +35,7 @@ _BETTER = 1e-9  # of a cost: what rounding may differ by
 EXCHANGES = 60  # placements that exchanges may judge for one mesh
 _LOOKS = 400  # and look at
 _NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most
+_AS_LIKELY = 1.01  # times the likely cost of the best placement, those that are judged
 _KEPT = 4  # placements of a mesh that are judged again for every microbatch
 _MOST_GROUPS = 64  # that are exchanged
 
@@ -103,12 +105,14 @@ class Placements:
         least: Callable[[Machine, float], float] | None = None,
         enough: float = np.inf,
         exchanges: int = EXCHANGES,
+        likely: Callable[[Machine], float] | None = None,
     ) -> Found[Result]:
         """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
 
         ``least``: what ``judge`` cannot go below, quickly, found out as far as a cost that is enough; what cannot be
         better is then not judged. ``enough``: a cost that is known for another mesh; one that is far from it is not
-        improved on. ``exchanges``: placements that are then judged besides, at most.
+        improved on. ``exchanges``: placements that are then judged besides, at most. ``likely``: what tells good
+        placements from others, much sooner than ``judge``, which is then not asked for those that are clearly worse.
         Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
         """
         best: Found[Result] | None = None
@@ -116,14 +120,21 @@ class Placements:
         costs: list[tuple[float, int]] = []
         machines = self.candidates(mesh)
         floors = [0.0 if least is None else least(machine, 0.0) for machine in machines]
-        for number in sorted(range(len(machines)), key=floors.__getitem__):
+        told = floors if likely is None or len(machines) == 1 else [likely(machine) for machine in machines]
+        enough_told = min(told) * _AS_LIKELY if told is not floors else np.inf
+        for number in sorted(range(len(machines)), key=lambda k: (told[k], floors[k])):
             machine = machines[number]
+            if best is not None and told[number] > enough_told:
+                costs.append((max(floors[number], told[number]), number))
+                continue
             if best is not None and least is not None:
                 floor = least(machine, min(best.cost, enough))
                 if floor >= min(best.cost, enough):
                     costs.append((floor, number))
                     continue
             found = _judged(machine, judge, errors)
+            if found is None and likely is not None and self.nested(mesh) and isinstance(errors[-1], CapacityError):
+                break  # where devices are all alike what is lacking is lacking in any order
             if found is not None:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best

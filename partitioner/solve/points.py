@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.constraints import OF_ONE_STAGE, Constraints
-from partitioner.errors import PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of
 from partitioner.solve.point import Point
@@ -116,7 +115,7 @@ def points(space: Space) -> list[Point]:
         and _is_for(table, pp, point.num_microbatches(space.global_batch))
     ]
     if not found:
-        raise PlanError(why_none(space))
+        raise why_none(space)
     return found
 
 
@@ -163,6 +162,9 @@ def _context_axes(space: Space, room: int) -> list[int]:
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
+    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the only one that makes as many ranks as there are
+        left = room // (pinned.dp or 1)
+        return [left] if left == 1 or (length and length % (2 * left) == 0) else []
     even = [cp for cp in divisors(room) if cp == 1 or length % (2 * cp) == 0]
     usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
     if any(space.units % (room // cp) == 0 for cp in usual):

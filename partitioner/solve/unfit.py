@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from partitioner.constraints import OF_ONE_STAGE
+from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, schedule_name
 from partitioner.units import plural
@@ -20,8 +22,11 @@ def uneven(space: Space, dp: int) -> str:
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
 
 
-def why_none(space: Space) -> str:
-    """What to say where there is no point."""
+def why_none(space: Space) -> PlanError | ConstraintError:
+    """What to raise where there is no point."""
+    asked = space.constraints
+    if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
+        return ConstraintError(asked.too_few(space.world_size))
     schedule = space.constraints.schedule
     size = space.constraints.group_size
     batch = f"global batch of {space.global_batch}" if size is None else f"{space.units} groups of {size} samples"
@@ -34,10 +39,11 @@ def why_none(space: Space) -> str:
     }
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
-    return (
+    return PlanError(
         f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
         f"{_shared(space)} the {batch}, {_depth(space)} (the calls that can be placed), tp must "
         f"divide a dim of a weight{_widest(space)}"
+        + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
         + (_asked_by(schedule) if schedule else "")

@@ -2,7 +2,8 @@
 
 Requirements are the user's constraints, the batch and the cluster. Changes are tried nearest first: fewer and smaller
 ones before more and larger, all of them before what this version plans but does not execute. Every one that is
-reported has been planned: its sharding and its stages are solved under the memory of the devices.
+reported has been planned: its sharding and its stages are solved under the memory of the devices, and where memory was
+what was lacking its program is made and fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import rooms, space_of
-from partitioner.finish import planned_only
+from partitioner.finish import fits, planned_only
 from partitioner.job import Job
 from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
 from partitioner.requests import check_request
@@ -220,12 +221,13 @@ class _Search:
             try:
                 self._bound(job).refine(point)
                 lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
-                lacking[-1].solve(point)
+                solved = lacking[-1].solve(point)
+                if not self.short_of_memory or fits(job, solved):
+                    return True
             except CapacityError:
                 continue
             except PartitionError:
                 return False
-            return True
         return False
 
     def _possible(self, constraints: Constraints) -> bool:

@@ -67,7 +67,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             break
         with explored.baselines:
             found = _finished(job, explored, estimate_only)
-            lacks = None if found.program is None else _lack(job, found)
+            lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
                 return replace(found, certificate=explored.compared())
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
@@ -104,13 +104,21 @@ class _Lack:
     untold: int
 
 
-def _lack(job: Job, found: Finished) -> _Lack | None:
-    """``None`` where the program fits."""
-    mesh = found.chosen.point.grid
-    rooms = stage_capacity(job.topology, mesh, found.chosen.devices)
+def fits(job: Job, chosen: Solved) -> bool:
+    """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
+    if planned_only(job, chosen.point, job.constraints):
+        return True
+    lacks = _lack(job, chosen, emit_program(job, chosen)[1])
+    return lacks is None or lacks.error.missing_bytes <= NEAR * lacks.room
+
+
+def _lack(job: Job, chosen: Solved, estimate: Estimate) -> _Lack | None:
+    """``None`` where the program fits, which takes what ``estimate`` says."""
+    mesh = chosen.point.grid
+    rooms = stage_capacity(job.topology, mesh, chosen.devices)
     of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
-    needs = [max(found.estimate.memory[ranks]) for ranks in of_stages]
-    told = [max(found.chosen.estimate.memory[ranks]) for ranks in of_stages]
+    needs = [max(estimate.memory[ranks]) for ranks in of_stages]
+    told = [max(chosen.estimate.memory[ranks]) for ranks in of_stages]
     missing, stage = max((need - room, stage) for stage, (need, room) in enumerate(zip(needs, rooms, strict=True)))
     if missing <= 0:
         return None

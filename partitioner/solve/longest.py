@@ -149,7 +149,7 @@ def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None
 
 
 def _steady(waits: _Waits, seconds: Sequence[float]) -> list[float]:
-    """What a step takes on each rank once steps go on as they did; on none longer than it would in the end."""
+    """What a step takes on each rank after some steps: the most of these is no less than it is in the end."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _ends(waits, seconds, begun)

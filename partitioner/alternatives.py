@@ -30,12 +30,6 @@ def effort(space: Space, point: Point) -> float:
     return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
-def leaves_schedule(space: Space) -> bool:
-    """Whether the constraints leave the schedule open, and do not have all of them searched."""
-    pinned = space.constraints
-    return space.train and pinned.schedule is None and pinned.virtual_stages is None and not pinned.ahead
-
-
 def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found: Point) -> list[Point]:
     """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, and would be
     better than ``found`` without the pipeline's bubble."""
@@ -122,4 +116,4 @@ def _same(row: Candidate, other: Candidate) -> bool:
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "effort", "evaluated", "leaves_schedule", "schedules_of_several"]
+__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several"]

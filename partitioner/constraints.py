@@ -157,6 +157,11 @@ class Constraints(BaseModel):
         return tuple(f"{name}={value}" for name, value, values in given if value not in values)
 
     @property
+    def leaves_schedule(self) -> bool:
+        """Whether the schedule is left open, and not all of them are searched: some are tried for the best meshes."""
+        return self.schedule is None and self.virtual_stages is None and not self.ahead
+
+    @property
     def group_size(self) -> int | None:
         """The samples of the groups within which samples meet; ``None``: all of a batch do."""
         return self.microbatch_size if self.couple == "microbatch" else None

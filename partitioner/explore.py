@@ -14,7 +14,6 @@ from partitioner.alternatives import (
     best_schedule,
     effort,
     evaluated,
-    leaves_schedule,
     schedules_of_several,
 )
 from partitioner.baselines import compared, is_known, standards, unpinned
@@ -193,7 +192,7 @@ def _explore(
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
     rows = certificate.candidates
-    if not result.interrupted and leaves_schedule(space):
+    if not result.interrupted and job.train and job.constraints.leaves_schedule:
         found, certificate = best_schedule(
             evaluate,
             partial(evaluate, proven=False),

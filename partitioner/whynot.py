@@ -108,8 +108,8 @@ def _has(candidate: Candidate, name: str, value: Any) -> bool:
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
     """Whether what is asked for was tried for the best meshes alone."""
-    free = plan.constraints.schedule is None and plan.constraints.virtual_stages is None and not plan.constraints.ahead
-    return free and (asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1)
+    several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
+    return several and plan.constraints.leaves_schedule
 
 
 def _slower(

@@ -42,9 +42,13 @@ def remade(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozens
     scores = expanded(block)
     if how == "scores":
         return scores
-    products = [node for node in block.graph.nodes if is_product(node) and not is_attention(node)]
-    second = frozenset(products[1::2] if how == "alternate" else ())
+    second = _second_products(block) if how == "alternate" else frozenset[fx.Node]()
     return scores | _Cut(block, scores, sent, second).again()
+
+
+def _second_products(block: Block) -> frozenset[fx.Node]:
+    products = [node for node in block.graph.nodes if is_product(node) and not is_attention(node)]
+    return frozenset(products[1::2])
 
 
 class _Cut:

@@ -427,3 +427,36 @@ def test_the_host_issues_a_copy_over_tp_only_backward():
 
     assert cost(ops.copy.default, "tp", 8) == pytest.approx((1, 2))  # an all-reduce backward
     assert cost(ops.all_reduce.default, "tp", 8, "copy") == pytest.approx((2, 1))
+
+
+@pytest.fixture(scope="module")
+def llama_blocks() -> list[Block]:
+    case = CASES["llama"]
+    model = fold(normalize(capture(case.build(), case.inputs(8), loss=case.loss)))
+    mark_gradients(model)
+    return list(model.blocks.values())
+
+
+@given(
+    st.floats(0, 100e-6), st.floats(1, 10), st.sampled_from(["memory_bandwidth", "launch", "peak"]), st.floats(1e-4, 1)
+)
+def test_no_part_of_a_call_is_slower_on_a_faster_device(
+    llama_blocks: list[Block], dispatch: float, factor: float, what: str, share: float
+):
+    """Also where the host is the slower one for some of it: the gradients of inputs, which others wait for, do not wait
+    for what those of weights no longer take."""
+    slow = DEVICE.model_copy(
+        update={"dispatch": dispatch, "memory_bandwidth": share * DEVICE.memory_bandwidth, "launch": 5e-6}
+    )
+    faster: dict[str, object] = {
+        "memory_bandwidth": slow.memory_bandwidth * factor,
+        "launch": slow.launch / factor,
+        "peak": {name: rate * factor for name, rate in slow.peak.items()},
+    }
+    fast = slow.model_copy(update={what: faster[what]})
+    for made in llama_blocks:
+        before, after = call_costs(made, slow, {}), call_costs(made, fast, {})
+        assert after.forward_s <= before.forward_s * (1 + 1e-9)
+        assert after.backward_s <= before.backward_s * (1 + 1e-9)
+        assert after.later_s <= before.later_s * (1 + 1e-9)
+        assert after.backward_s - after.later_s <= (before.backward_s - before.later_s) * (1 + 1e-9)

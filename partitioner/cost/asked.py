@@ -157,11 +157,11 @@ class StateRead:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asks. ``issued``: operators that the host issues forward and backward; ``rings``: the
-    attentions over a sequence that ranks share, and whether they run backward."""
+    """What one call asks. ``issued``: operators that the host issues forward, backward for inputs, and for weights;
+    ``rings``: the attentions over a sequence that ranks share, and whether they run backward."""
 
     kernels: Columns
-    issued: tuple[int, int]
+    issued: tuple[int, int, int]
     exchanges: tuple[Exchange, ...]
     rings: tuple[tuple[fx.Node, bool], ...]
     states: tuple[StateRead, ...]
@@ -186,7 +186,7 @@ class _Reader:
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
         self.rings: list[tuple[fx.Node, bool]] = []
-        self.issued = [0, 0]
+        self.issued = [0, 0, 0]
 
     def read(self) -> Asked:
         for node in self.block.graph.nodes:
@@ -197,13 +197,13 @@ class _Reader:
         for node in self.block.placeholders if self.train else ():
             for kernel in _accumulation(node, self.names):
                 self.rows.append(Row(kernel, 1, expert=node.name in experts))
-                self.issued[1] += 1
+                self.issued[2] += 1
         states = tuple(
             StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts)
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
-        columns, (ahead, back) = Columns.of(self.rows), self.issued
-        return Asked(columns, (ahead, back), tuple(self.exchanges), tuple(self.rings), states, self.region)
+        columns, (ahead, back, later) = Columns.of(self.rows), self.issued
+        return Asked(columns, (ahead, back, later), tuple(self.exchanges), tuple(self.rings), states, self.region)
 
     def _operator(self, node: fx.Node) -> None:
         operands, results = node_operands(node, self.names, self.learned)
@@ -221,7 +221,10 @@ class _Reader:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = in_fp8(kernels, operands, results, True) if self.fp8 else kernels
             self._add(1, node, kernels, operands, place)
-            self.issued[1] += max(1, len(kernels)) if name is None else len(kernels) + (_transposed(node) is not None)
+            later = sum(kernel.learned for kernel in kernels)
+            least = int(name is None and not kernels) or int(_transposed(node) is not None)
+            self.issued[1] += least + len(kernels) - later
+            self.issued[2] += later
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
         expert, product = node in self.region.products, any(k.flops for k in kernels)

@@ -224,12 +224,15 @@ class CallWork:
         exchanged = expert_exchanges(asked.region, spread)
         for way in range(1 + train):
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown) + exchanged
-            issuing = asked.issued[way] * device.dispatch
-            seconds[way] += max(0.0, issuing - seconds[way] - comm[way])
+        weights = computed.weights * seconds[1]
+        halves = [seconds[0], seconds[1] - weights, weights]
+        for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
+            halves[half] += max(0.0, asked.issued[half] * device.dispatch - halves[half] - others)
+        seconds = [halves[0], halves[1] + halves[2]]
         gathers = self._gathers(asked, spread)
         for way in range(1 + train):
             comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
-        return self._cost(asked, spread, computed, seconds, comm)
+        return self._cost(asked, spread, computed, halves, comm)
 
     def _on(self, device: DeviceType, spread: Spread) -> _Computed:
         key = id(device), spread.ep, spread.of_experts, spread.num_experts, spread.fp8
@@ -238,16 +241,16 @@ class CallWork:
         return self._computed[key][1]
 
     def _cost(
-        self, asked: Asked, spread: Spread, computed: _Computed, seconds: list[float], comm: list[float]
+        self, asked: Asked, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
     ) -> CallCost:
         regather = self.train and spread.software.regather
         apart = spread.ep > 1
         kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
         sizes = [_read_bytes(s, spread) for s in asked.states]
         return CallCost(
-            forward_s=seconds[0],
-            backward_s=seconds[1],
-            weights_s=seconds[1] * computed.weights,
+            forward_s=halves[0],
+            backward_s=halves[1] + halves[2],
+            weights_s=halves[2],
             forward_comm_s=comm[0],
             backward_comm_s=comm[1],
             flops=computed.flops[0],

@@ -497,6 +497,15 @@ def test_a_search_goes_on_where_one_that_left_more_to_plans_has_been(times: list
     assert len(result.certificate.candidates) == len(times)
 
 
+def test_what_was_left_out_stays_so_where_a_search_goes_on():
+    first, second, out = grid(3)
+    table = Table({first: 1.0, second: 2.0})
+    known = run(table, left_out={out: "asked otherwise"})
+    result = run(table, before=known.rows, left_out={out: "asked otherwise"})
+    assert result.point == first
+    assert [c.reason for c in result.certificate.candidates if c.status == "infeasible"] == ["asked otherwise"]
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
     """Of what was evaluated in part, or not at all since that would be in vain, as long as it is the least of all."""

@@ -145,6 +145,8 @@ def search(
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
     state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {})
     for which, old in state.before.items():
+        if which in (left_out or {}):
+            continue
         row = state.rows.setdefault(which, Row(which, old.bound))
         row.bound = max(row.bound, old.bound)
         if old.error is not None:

@@ -29,7 +29,7 @@ from partitioner.requests import check_request
 from partitioner.solve.point import Point
 from partitioner.solve.points import points, several_stages
 from partitioner.topology import Topology
-from partitioner.variants import Asked, Variant, variants
+from partitioner.variants import Asked, Variant, far_variants, variants
 from passes.errors import PartitionError
 
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
@@ -93,6 +93,7 @@ class _Search:
     short_of_memory: bool
     _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
     _evaluators: dict[_Basis, Evaluator] = field(default_factory=dict)
+    _lacking: list[tuple[Variant, tuple[str, ...], Point]] = field(default_factory=list)  # memory alone, nearest first
 
     def conflict(self) -> tuple[str, ...]:
         """A least set of pins without a plan, by bounds; empty where the bounds allow one or none is needed."""
@@ -108,10 +109,17 @@ class _Search:
 
     def changes(self) -> tuple[Change, ...]:
         """The nearest changes with which there is a plan."""
+        found = self._nearest(variants(self.asked, self.short_of_memory))
+        if not found and self.short_of_memory:
+            found = self._nearest(far_variants(self.asked), all_pins=True)
+        return found or self._then_memory() or self._freed()
+
+    def _nearest(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
+        """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], Point | None]] = []
-        for variant in variants(self.asked, self.short_of_memory):
-            for pins in subsets(pins_of(variant.constraints)):
+        for variant in several:
+            for pins in [()] if all_pins else subsets(pins_of(variant.constraints)):
                 if variant.texts or pins:
                     cost = variant.cost + effort(pins)
                     heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
@@ -135,7 +143,23 @@ class _Search:
                 if self._has_plan(variant, pins, point):
                     done.append(given_up)
                     found.append(self._change(variant, pins, point))
-        return tuple(found) or self._freed()
+        return tuple(found)
+
+    def _then_memory(self) -> tuple[Change, ...]:
+        """Where what was asked for could not be, and no near change of it fits: the nearest that could, and what its
+        memory then takes."""
+        for variant, pins, point in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
+            first = self._change(variant, pins, point)
+            asked = replace(
+                self.asked,
+                topology=first.topology,
+                constraints=first.constraints,
+                global_batch=first.global_batch,
+            )
+            changes = _Search(asked, True).changes()[:1]
+            if changes:
+                return tuple(replace(change, text=f"{first.text}, {change.text}") for change in changes)
+        return ()
 
     def _freed(self) -> tuple[Change, ...]:
         """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
@@ -169,7 +193,7 @@ class _Search:
             self._bounds[key] = ModelBounds(job)
         return self._bounds[key].with_job(job)
 
-    def _points(self, variant: Variant, pins: Sequence[str]) -> list[tuple[float, float, Point]]:
+    def _points(self, variant: Variant, pins: tuple[str, ...]) -> list[tuple[float, float, Point]]:
         """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
         try:
             job = self._job(variant, pins)
@@ -189,7 +213,10 @@ class _Search:
         first = needs if self.short_of_memory else bounds.times(changed).tolist()
         ranked = sorted(zip(far, first, changed, strict=True))
         room = max(d.usable for d in job.topology.devices)
-        return [choice for choice in ranked if least.state_bytes(choice[2]) <= room]
+        fitting = [choice for choice in ranked if least.state_bytes(choice[2]) <= room]
+        if not fitting:
+            self._lacking.append((variant, pins, ranked[0][2]))
+        return fitting
 
     def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
@@ -202,10 +229,13 @@ class _Search:
         least = min(point.zero for point in choices)
         return [p for p in plain or choices if self.short_of_memory or p.zero == least]
 
-    def _allowed(self, variant: Variant, pins: Sequence[str], point: Point) -> bool:
+    def _allowed(self, variant: Variant, pins: tuple[str, ...], point: Point) -> bool:
         """Whether the bounds allow a plan at ``point``."""
         try:
             self._bound(_roomiest(self._job(variant, pins))).refine(point)
+        except CapacityError:
+            self._lacking.append((variant, pins, point))
+            return False
         except PartitionError:
             return False
         return True

@@ -88,6 +88,8 @@ class Evaluator:
         :class:`passes.errors.UnsupportedError` where there is none.
         """
         job = self.job
+        if point in job.refused:
+            raise job.refused[point].with_traceback(None)
         judge = self._judge(point, proven, enough_s)
         local, states = judge.local, judge.states
         if devices is None:

@@ -35,6 +35,7 @@ from runtime.program import Program
 from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
+_REFUSALS = 4  # of points whose programs do not fit, where leaving so much free for all leaves none
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 
@@ -46,15 +47,18 @@ class Find(Protocol):
 
 def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
     """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free, where that
-    takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows.
+    takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where nothing is
+    left then, with as much as before, without the points whose programs did not fit.
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
     near: tuple[Finished, Explored] | None = None
     explored: Explored | None = None
+    first: Explored | None = None
     lacking: PartitionError | None = None
+    refused: dict[Point, CapacityError] = {}
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
-    for _ in range(_TRIES):
+    for turn in range(_TRIES + _REFUSALS):
         left = None if end is None else end - time.monotonic()
         if lacking is not None and left is not None and left <= 0:
             break
@@ -64,7 +68,11 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
-            break
+            if isinstance(error, TimeLimitError) or not job.reserve:
+                break
+            job, explored = replace(job, reserve=0, refused=dict(refused)), first  # so much free leaves no plan
+            continue
+        first = first or explored
         with explored.baselines:
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
@@ -73,7 +81,11 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
         lacking = lacking or lacks.error
-        job = replace(job, reserve=max(lacks.untold, job.reserve + 1))
+        refused[found.chosen.point] = lacks.error
+        if job.refused or turn + 1 >= _TRIES:
+            job, explored = replace(job, reserve=0, refused=dict(refused)), first
+        else:
+            job = replace(job, reserve=max(lacks.untold, job.reserve + 1))
     if near is not None:
         found, explored = near
         return replace(found, certificate=explored.compared())

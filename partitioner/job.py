@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from partitioner.constraints import Constraints
@@ -11,6 +12,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.remade import Remade
 from partitioner.cost.spread import Software
 from partitioner.cost.states import gradient_bytes
+from partitioner.errors import CapacityError
 from partitioner.experts import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.point import Point
 from partitioner.solve.sharding import ShardingSolution
@@ -21,7 +23,8 @@ from passes.blocks import FoldedModel
 @dataclass(frozen=True)
 class Job:
     """What is to be planned. ``model`` is the folded model of the whole batch, or of one group where samples meet in
-    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free."""
+    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free; ``refused``: points whose
+    programs are known not to fit."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -32,6 +35,7 @@ class Job:
     optimizer: str
     precision: str  # of most of the work: "bf16", "fp32", ...
     reserve: int = 0
+    refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])
 
     def dressed(self, machine: Machine, point: Point) -> Machine:
         """``machine``, over which the point's mesh is laid, with what else the point says."""

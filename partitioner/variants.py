@@ -19,9 +19,10 @@ from partitioner.units import bytes_text, divisors, plural
 
 # a stage_of entry put right, other kinds in host memory, other devices, larger ones
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
-_WAYS = ("context", "hierarchical", "grad_compression")  # of doing what a plan may not do at all
+_WAYS = ("context", "hierarchical", "grad_compression", "data_shares")  # of doing what a plan may not do at all
 _MOST_DEVICES = 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
     for name in _WAYS:
         if (given := getattr(asked.constraints, name)) is not None:
             freed = asked.constraints.model_copy(update={name: None})
-            yield _and(base, _PLACE, name, f"{name} left free instead of {given}", constraints=freed)
+            without = _and(base, _PLACE, name, f"{name} left free instead of {given}", constraints=freed)
+            yield without
+            yield from _hosted(without, short_of_memory)
     yield from _shards(base)
     hosted = [*_hosted(base, short_of_memory)]
     yield from hosted
@@ -69,7 +72,14 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
         yield from _batches(asked, base)
     for variant in (base, *(hosted if short_of_memory else ())):
         yield from _rooms(variant, short_of_memory)
-    yield from _larger(base, short_of_memory)
+    yield from _larger(base, _TIMES if short_of_memory else ())
+
+
+def far_variants(asked: Asked) -> Iterator[Variant]:
+    """With more memory, and with more nodes, than :func:`variants` have, where it is memory that lacks."""
+    base = next(variants(asked, True))
+    yield from _larger(base, _FAR)
+    yield from _nodes(base, [math.ceil(base.topology.num_nodes * times) for times in _FAR])
 
 
 def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
@@ -148,12 +158,7 @@ def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     for smaller in () if is_even(topology) else smaller_clusters(topology):
         text = f"{plural(smaller.num_devices, 'device')} instead of {now} ({smaller.name})"
         yield _and(base, _ROOM + math.log2(now / smaller.num_devices), "smaller", text, topology=smaller)
-    counts = {topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)}
-    for nodes in sorted(n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES):
-        larger = with_nodes(topology, nodes) if topology != _local(topology) else None
-        if larger is not None:
-            text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
-            yield _and(base, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger)
+    yield from _nodes(base, [topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)])
     if short_of_memory:
         return
     pinned = math.prod(base.constraints.pinned.values())
@@ -168,9 +173,19 @@ def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
             yield _and(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
 
 
-def _larger(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """More memory on every device."""
-    for times in _TIMES if short_of_memory else ():
+def _nodes(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
+    """More nodes of the same kind."""
+    topology = variant.topology
+    for nodes in sorted({n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES}):
+        larger = with_nodes(topology, nodes) if topology != _local(topology) else None
+        if larger is not None:
+            text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
+            yield _and(variant, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger)
+
+
+def _larger(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
+    """Several times the memory on every device."""
+    for times in several:
         larger = with_memory(base.topology, times)
         if larger is not None:
             least, now = (bytes_text(int(topology.usable.min())) for topology in (larger, base.topology))

@@ -33,6 +33,22 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
+class Headed(nn.Module):
+    """An embedding, layers and a head of many tokens."""
+
+    def __init__(self, width: int, depth: int, tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 def cluster(memory: float, devices: int = 4, nodes: int = 1, host: float | None = None) -> Topology:
     """Small devices: ``memory`` in MiB each; each node's host has ``host`` MiB, if there is one."""
     device = {
@@ -174,6 +190,22 @@ JOBS: dict[str, Infeasible] = {
         ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"layers.0": 1, "layers.3": 0}}
     ),
     "stage_of: an empty stage": Infeasible(PlanError, "no stage_of|pp=", pins={"pp": 2, "stage_of": {"layers.0": 1}}),
+    "memory: a hundred times too little": Infeasible(
+        CapacityError, "times the memory", cluster(0.01, 1), depth=6
+    ),
+    "offload: of hosts that nobody described, and too little memory": Infeasible(
+        ConstraintError, "offload=none instead of optimizer, .* times the memory", cluster(0.1),
+        pins={"offload": "optimizer", "zero": 0},
+    ),
+    "pins: an axis does not divide, and too little memory": Infeasible(
+        ConstraintError, "tp=4 instead of 3, .* times the memory", cluster(0.1), pins={"tp": 3, "pp": 1}
+    ),
+    "shares: not as many as microbatches": Infeasible(
+        ConstraintError, "data_shares left free", pins={"data_shares": (3, 2)}
+    ),
+    "shares: and offload to hosts that nobody described": Infeasible(
+        ConstraintError, "data_shares left free .*, offload=none", pins={"data_shares": (3, 2), "offload": "optimizer"}
+    ),
     "stage_of: a stage too full": Infeasible(
         CapacityError, "no stage_of|tp=|zero=", cluster(2.6),
         pins={"pp": 2, "tp": 1, "zero": 0, "stage_of": {"layers.2": 0}},
@@ -250,6 +282,16 @@ def test_more_devices_do_not_mend_what_contradicts_itself() -> None:
     with pytest.raises(ConstraintError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
     assert [change.text for change in caught.value.changes] == ["zero=0 instead of 1"]
+
+
+def test_where_the_programs_of_the_best_points_do_not_fit_others_are_tried() -> None:
+    """A head of 30,000 tokens takes more under ZeRO-2 than tables say: leaving as much free for all leaves no plan."""
+    with torch.device("meta"):
+        model, tokens = Headed(512, 24, 30000), torch.empty(4, 128, dtype=torch.long)
+        plan = partition(model, cluster(360), (tokens, tokens), constraints=Constraints(pp=1, dp=4, tp=1))
+    refused = [c for c in plan.certificate.candidates if "the program of stage" in c.reason]
+    assert refused
+    assert max(plan.estimate.memory) <= 360 * MIB
 
 
 def test_the_pins_that_conflict_are_named() -> None:

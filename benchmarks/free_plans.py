@@ -31,7 +31,9 @@ from partitioner.compare import time_changes
 from partitioner.draw.figures import mesh_text
 from passes.errors import PartitionError
 
-_SOFTWARE = ("overlap", "overlap_tensor", "regather", "gather", "overlap_steps", "short_gradients")
+_SOFTWARE = (
+    "overlap", "overlap_tensor", "overlap_experts", "regather", "gather", "dispatch", "overlap_steps", "short_gradients",
+)  # fmt: skip
 _ROUNDING = 1e-9
 
 

@@ -162,16 +162,26 @@ class LatentAttention(nn.Module):
         return result
 
 
+def gated(gate: Tensor, up: Tensor, plain: bool, weights: Tensor | None = None) -> Tensor:
+    """``up``, gated, times ``weights`` of its rows. As one kernel does it, a product stands for that: it reads both,
+    which are all that it keeps, and writes one."""
+    if plain:
+        h = F.silu(gate) * up
+        return h if weights is None else h * weights
+    return gate * up if weights is None else torch.addcmul(weights, gate, up)
+
+
 class Mlp(nn.Module):
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
         self.gate = projection(shape, shape.hidden, width, adapted=False) if shape.gated else None
         self.up = projection(shape, shape.hidden, width, adapted=False)
         self.down = projection(shape, width, shape.hidden, adapted=False)
+        self.plain = shape.plain
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        h = F.gelu(h, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * h
+        h = F.gelu(h, approximate="tanh") if self.gate is None else gated(self.gate(x), h, self.plain)
         result: Tensor = self.down(h)
         return result
 
@@ -181,7 +191,7 @@ class Experts(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.topk, self.gated = shape.topk, shape.gated
+        self.topk, self.plain = shape.topk, shape.plain
         self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
         self.up = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn))
         self.gate = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn)) if shape.gated else None
@@ -198,8 +208,13 @@ class Experts(nn.Module):
         counts = torch.histc(by_expert.float(), bins=num_experts, min=0, max=num_experts - 1)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
         h = torch._grouped_mm(rows, self.up, offs=ends)
-        h = F.gelu(h) if self.gate is None else F.silu(torch._grouped_mm(rows, self.gate, offs=ends)) * h
-        y = torch._grouped_mm(h, self.down, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        of_rows = weights.reshape(-1)[order].unsqueeze(-1)
+        if self.gate is None or self.plain:
+            h = F.gelu(h) if self.gate is None else gated(torch._grouped_mm(rows, self.gate, offs=ends), h, True)
+            y = torch._grouped_mm(h, self.down, offs=ends) * of_rows
+        else:  # what an expert's last product is linear in
+            h = gated(torch._grouped_mm(rows, self.gate, offs=ends), h, False, of_rows)
+            y = torch._grouped_mm(h, self.down, offs=ends)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=x.device)
         result = y[back].view(-1, self.topk, x.shape[-1]).sum(1).view_as(x)

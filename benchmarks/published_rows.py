@@ -1,4 +1,4 @@
-"""Published runs as jobs: a row's model by its dimensions, its machine as a topology, its plan as constraints."""
+"""Published runs as jobs: a row's model by its dimensions, its machine as a topology."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from public_models import completed, product_weights
 from published_models import Shape
+from published_plans import PADS, Row, constraints_of, is_compiled, is_of
 
 from partitioner import Constraints, Topology
-from partitioner.constraints import Recompute
 from partitioner.topology import catalogue
 from partitioner.topology.quantities import quantity
-
-Row = dict[str, Any]
 
 # The row's name of a device -> ours, its links inside a node and between nodes.
 DEVICES = {
@@ -50,49 +48,15 @@ MESHES = {
     "xgmi": {"bandwidth": "448 GB/s", "latency": "9 us", "step": "4 us", "base": "10 us", "efficiency": 0.7},
     "xgmi4": {"bandwidth": "535 GB/s", "latency": "9 us", "step": "4 us", "base": "10 us", "efficiency": 0.7},
 }  # fmt: skip
-SCHEDULES = {
-    "interleaved-1f1b": "interleaved",
-    "1f1b-interleaved": "interleaved",
-    "interleaved": "interleaved",
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "zb-1p": "zb-1p",
-    "zb-h1": "zb-1p",
-    "zb-2p": "zb-2p",
-    "zb-h2": "zb-2p",
-    "zb-v": "zb-v",
-}
-# Selective recomputation in Megatron-LM is of attention scores (Korthikanti et al. 2022).
-RECOMPUTE: dict[str, Recompute] = {
-    "full": "full",
-    "none": "none",
-    "selective": "scores",
-    "selective-attention": "scores",
-    "minimal": "selective",  # MaxText's policy that keeps the results of products
-}
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 # Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
 # with FlashAttention 1, half as fast (Dao 2023); Transformer Engine takes cuDNN's on Hopper and later: 539 TFLOP/s
 # forward and 430 backward on H100, together 0.46 of peak where FlashAttention-2 reaches 0.38 (Shah et al. 2024).
 _ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38}
-# Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
-# that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
-_REGATHERS = ("Megatron", "NeMo", "MaxText")
-_USER_BUFFERS = ("NeMo/",)
 # Those with kernels of their own for norms and rotations, or a compiler; the others are PyTorch code that runs operator
 # by operator, unless a row says that it was compiled.
 _FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo", "OneFlow")
-_NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
-_PADS = ("Megatron", "NeMo")
-# Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
-# (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
-_SENDS_PARTS = ("Megatron",)
-# Its ranks step their optimizers when they have ended their own part of a step; whether all gradients were finite, and
-# their norm, is looked at afterwards (Qi et al. 2023, section 4; ``enable_optimizer_post_validation``).
-_OVERLAPS_STEPS = ("Megatron-LM fork",)
-# Those that shard activations over tp between layers, whatever a row says.
-_SHARDS = ("MaxText",)
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
 _MORE_MEMORY = 1.1  # times a device's, as there are of some kinds: what a row states is then taken
@@ -133,7 +97,7 @@ def published_job(row: Row) -> PublishedJob:
         length=row["seq_len"],
         precision=_precision(row),
         topology=_topology(row),
-        constraints=_constraints(row),
+        constraints=constraints_of(row),
         global_batch=row["gbs"],
         optimizer="none" if row.get("task") == "layer_microbench" else "adamw",
     )
@@ -168,10 +132,10 @@ def _shape(row: Row) -> Shape:
         q_rank=ranks[0],
         kv_rank=ranks[1],
         rope_dim=ranks[2],
-        float_loss=_is(row, _UNFUSED) or not _is(row, _FUSES),  # their default, and how PyTorch code has it
+        float_loss=is_of(row, _UNFUSED) or not is_of(row, _FUSES),  # their default, and how PyTorch code has it
         adapters=16 if row.get("task") == "lora" else 0,
         rotary=bool(row.get("gated_ffn")),
-        plain=not _is(row, _FUSES) and not _is_compiled(row),
+        plain=not is_of(row, _FUSES) and not is_compiled(row),
     )
 
 
@@ -188,7 +152,7 @@ def _vocabulary(row: Row) -> int:
     stated = row.get("vocab") or _VOCABULARIES.get(str(row.get("framework")), _VOCAB)
     tp = row.get("tp") or 1
     configured = "vocab 50257" in row.get("notes", "") and "per repo config" in row["notes"]  # as it was run, unpadded
-    multiple = 128 * tp if _is(row, _PADS) and (not configured or stated % tp) else 1
+    multiple = 128 * tp if is_of(row, PADS) and (not configured or stated % tp) else 1
     return -(-stated // multiple) * multiple
 
 
@@ -278,69 +242,6 @@ def _network(text: str, per_node: int) -> float:
     return 0.0
 
 
-def _constraints(row: Row) -> Constraints:
-    pp, tp, cp = row.get("pp") or 1, row.get("tp") or 1, row.get("cp") or 1
-    virtual = row.get("vpp") or None
-    schedule = SCHEDULES.get(str(row.get("schedule") or ""))
-    if pp > 1 and schedule is None and "VPP" not in row.get("notes", ""):  # else it is said not to be published
-        schedule = "interleaved" if virtual and virtual > 1 else "1f1b"
-    if pp == 1 or schedule != "interleaved":
-        virtual = None
-    elif not virtual:
-        virtual = max(2, row["layers"] // pp)  # one layer for each chunk, as far as nothing else is stated
-    zero = 3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0
-    return Constraints(
-        pp=pp,
-        dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
-        cp=cp,
-        tp=tp,
-        ep=row.get("ep") or 1,
-        etp=row.get("etp"),
-        microbatch_size=_microbatch(row),
-        schedule=schedule if pp > 1 else None,
-        virtual_stages=virtual,
-        recompute=_recompute(row),
-        zero=zero,
-        # before May 2022 none had it
-        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or _is(row, _SHARDS) else False,
-        overlap_tensor=tp > 1 and _is(row, _PADS) and (_is(row, _USER_BUFFERS) or "tp-comm-overlap" in _flags(row)),
-        regather=tp > 1 and _is(row, _REGATHERS),
-        sends="parts" if tp > 1 and not row.get("sequence_parallel") and _is(row, _SENDS_PARTS) else None,
-        gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
-        overlap=_overlap(row),
-        overlap_steps=_is(row, _OVERLAPS_STEPS),
-        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
-        # set ``grad_reduce_in_fp32=False``
-        short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
-        stage_of=_stages(row["layers"], pp, virtual or 1),
-    )
-
-
-def _recompute(row: Row) -> Recompute | None:
-    """What backward makes again; ``None``, as memory asks for it, where that is not stated or not known here."""
-    stated = str(row.get("recompute"))
-    if stated.startswith("selective") and _is(row, _NATIVE):
-        return "alternate"
-    if stated.startswith("selective") and _is(row, _PADS):
-        return "scores"
-    return RECOMPUTE.get(stated)
-
-
-def _flags(row: Row) -> str:
-    return str(row.get("flags") or "")
-
-
-def _is_compiled(row: Row) -> bool:
-    said = f"{_flags(row)} {row.get('notes') or ''}"
-    return "compile" in said and not re.search(r"\b(no|not|without) (torch\.)?compile", said)
-
-
-def _microbatch(row: Row) -> int | None:
-    """``None``, the best one, where none is stated; MaxText takes all samples of a device at once."""
-    whole = row["gbs"] // row["dp"] if _is(row, _SHARDS) and row.get("dp") else None
-    return row.get("mbs") or whole
-
-
 def with_seconds(row: Row) -> Row:
     """``row``, which states a rate of the model's FLOPs, with the seconds of a step that it comes to.
 
@@ -361,27 +262,3 @@ def states_a_rate(row: Row) -> bool:
     stated = ("tflops_per_gpu", "layers", "hidden", "heads", "ffn", "vocab", "gbs", "seq_len", "tp", "num_gpus")
     plain = str(row.get("tflops_convention")).startswith("model") and not row.get("experts")
     return "step_time_s" not in row and not row.get("oom") and plain and all(row.get(k) for k in stated)
-
-
-def _stages(layers: int, pp: int, virtual: int) -> dict[str, int]:
-    """(Virtual) stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head
-    besides; where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
-    ``account_for_embedding_in_pipeline_split``). Free where neither does."""
-    ends = 0 if layers % pp == 0 else 1
-    if pp == 1 or (layers + 2 * ends) % (pp * virtual):
-        return {}
-    per_stage = (layers + 2 * ends) // (pp * virtual)
-    return {f"layers.{i}": (i + ends) // per_stage for i in range(layers)} | {"tokens": 0, "head": -1}
-
-
-def _is(row: Row, frameworks: tuple[str, ...]) -> bool:
-    return str(row.get("framework", "")).startswith(frameworks)
-
-
-def _overlap(row: Row) -> bool | None:
-    """``False`` where collectives of gradients and weights wait: as the row says, in ZeRO-3 of 2021, in DeepSpeed's
-    pipeline engine, which reduces gradients after the last microbatch (``_exec_reduce_grads``), and in Megatron-LM,
-    unless it is told otherwise (``--overlap-grad-reduce``)."""
-    local = "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48
-    waits = _is(row, ("Megatron-DeepSpeed", "Megatron-LM")) and "overlap-grad-reduce" not in _flags(row)
-    return False if local or waits or "DeepSpeed ZeRO-3" in row.get("framework", "") else None

@@ -36,6 +36,8 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "regather": (None, False),
     "gather": (None, "call"),
     "sends": (None, "whole"),
+    "dispatch": (None, "rows"),
+    "overlap_experts": (None, False),
     "short_gradients": (None, False),
 }
 
@@ -48,38 +50,39 @@ _WHY_NOT = {
 class Constraints(BaseModel):
     """What is given is fixed; ``None`` leaves the choice to the search.
 
-    ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel
-    rank and microbatch. ``data_shares``: the microbatches of each rank of ``dp`` (``None``: about as many, or as ranks
-    are fast). ``schedule``: a name of ``partitioner/schedules.py`` (all but ``1f1b`` and ``gpipe`` are for
-    several stages), a CSV file, or a :class:`ScheduleTable`.
-    ``stage_of``: module path prefix -> pipeline stage (where a schedule has virtual ones, virtual stage), negative from
-    the end. ``context``: how attention runs over ``cp``: by gathering keys and values, in a ring, or by heads
-    (``None``: as is cheapest). ``sequence_parallel``: ``False`` keeps values between blocks whole over ``tp``; else
-    they are sharded where that is cheaper. ``zero``: the stage of state sharding over ``dp`` and ``cp``; ``dp_shard``:
-    over so many of the ``dp`` ranks, neighbours, of which there are then replicas (``None``: over all). ``ep`` ranks of
-    dp x cp x tp share the experts, each expert over ``etp`` of them (``None``: as ``tp``). ``recompute``: what
-    backward makes again: ``selective``, whatever is quickly made (all but products, fused attentions and what is sent),
-    ``scores``, of it those of attentions alone, ``alternate``, every second product besides, or ``full``, whole layers.
-    ``overlap``: whether gradients are reduced, and sharded states gathered, behind computation.
-    ``overlap_tensor``: whether gathers and scatters over ``tp`` run in pieces behind the products beside them.
+    ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel rank
+    and microbatch. ``data_shares``: the microbatches of each rank of ``dp`` (``None``: about as many, or as ranks are
+    fast). ``schedule``: a name of ``partitioner/schedules.py`` (all but ``1f1b`` and ``gpipe`` are for several stages),
+    a CSV file, or a :class:`ScheduleTable`. ``stage_of``: module path prefix -> pipeline stage (where a schedule has
+    virtual ones, virtual stage), negative from the end. ``context``: how attention runs over ``cp``: by gathering keys
+    and values, in a ring, or by heads (``None``: as is cheapest). ``sequence_parallel``: ``False`` keeps values between
+    blocks whole over ``tp``; else they are sharded where that is cheaper. ``zero``: the stage of state sharding over
+    ``dp`` and ``cp``; ``dp_shard``: over so many of the ``dp`` ranks, neighbours, of which there are then replicas
+    (``None``: over all). ``ep`` ranks of dp x cp x tp share the experts, each expert over ``etp`` of them (``None``: as
+    ``tp``). ``recompute``: what backward makes again: ``selective``, whatever is quickly made (all but products, fused
+    attentions and what is sent), ``scores``, of it those of attentions alone, ``alternate``, every second product
+    besides, or ``full``, whole layers. ``overlap``: whether gradients are reduced, and sharded states gathered, behind
+    computation; ``overlap_tensor``: gathers and scatters over ``tp``, in pieces behind the products beside them;
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
-    ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself.
-    ``sends``: whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the
-    next stage, or in ``parts``, one from each rank of ``tp``, which the ranks there gather.
+    ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself. ``sends``:
+    whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the next stage, or
+    in ``parts``, one from each rank of ``tp``, which the ranks there gather. ``dispatch``: how rows go to experts: as
+    ``rows``, one for every expert, from each of the ranks that share it; in ``parts``, as ``sends``; or ``once``,
+    besides, to each node and rank, which hand them on (DeepEP). ``overlap_experts``: whether that runs behind the
+    computation of another microbatch. ``placement``: ``in_order`` has rank i on device i (``None``: as is fastest).
     ``overlap_steps``: that a rank begins the next step when it has ended its own part of this one, and a step takes
     what lies between two ends of it on one rank: it says that nothing is asked of all ranks in between, as clipping by
-    the norm of all gradients does, or scaling of the loss in float16.
-    ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32, rather than
-    in float32. ``offload``: what is kept in host memory between uses: ``optimizer`` states, which are then stepped
-    there, ``activations``, ``parameters`` (and with them the optimizer); one name, several
-    (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the optimizer) are on the
-    nodes' disks instead. ``hierarchical``: whether gradients that are added up over several
-    nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent
-    between the outermost of those; it changes what is trained, and is never chosen where it is not asked for (``None``:
-    they are sent as they are). ``couple``: what a model that has samples meet (losses that balance experts, contrastive
-    ones, batch norm) is computed on: the global ``batch``, or each ``microbatch``, whose size then has to be given;
-    loss and gradients are the mean over these. ``ahead``: also search what is planned but not executed yet (see
-    :attr:`planned_only`).
+    the norm of all gradients does, or scaling of the loss in float16. ``short_gradients``: whether gradients are of
+    their parameter's type where that is shorter than float32, rather than in float32. ``offload``: what is kept in host
+    memory between uses: ``optimizer`` states, which are then stepped there, ``activations``, ``parameters`` (and with
+    them the optimizer); one name, several (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states
+    (it goes with the optimizer) are on the nodes' disks instead. ``hierarchical``: whether gradients that are added up
+    over several nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients
+    are sent between the outermost of those; it changes what is trained, and is never chosen where it is not asked for
+    (``None``: they are sent as they are). ``couple``: what a model that has samples meet (losses that balance experts,
+    contrastive ones, batch norm) is computed on: the global ``batch``, or each ``microbatch``, whose size then has to
+    be given; loss and gradients are the mean over these. ``ahead``: also search what is planned but not executed yet
+    (see :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -106,8 +109,11 @@ class Constraints(BaseModel):
     regather: bool | None = None
     gather: Literal["call", "parameter"] | None = None
     sends: Literal["whole", "parts"] | None = None
+    dispatch: Literal["rows", "parts", "once"] | None = None
+    overlap_experts: bool | None = None
     overlap_steps: bool = False
     short_gradients: bool | None = None
+    placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None
     hierarchical: bool | None = None

@@ -340,7 +340,7 @@ class Evaluator:
 
     @cached_property
     def placements(self) -> Placements:
-        return Placements(self.job.topology, self.job.precision)
+        return Placements(self.job.topology, self.job.precision, self.job.constraints.placement == "in_order")
 
     def _again(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
         return remade(block, self.job.remade, sent)

@@ -167,6 +167,8 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         regather=constraints.regather,
         gather=constraints.gather,
         sends=constraints.sends,
+        dispatch=constraints.dispatch if point.ep > 1 else None,
+        overlap_experts=constraints.overlap_experts if point.ep > 1 else None,
         short_gradients=constraints.short_gradients,
     ).planned_only
     scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"

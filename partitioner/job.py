@@ -53,6 +53,8 @@ class Job:
                 regather=bool(self.constraints.regather),
                 by_parameter=self.constraints.gather == "parameter",
                 short_gradients=bool(self.constraints.short_gradients),
+                dispatch=self.constraints.dispatch or "rows",
+                overlap_experts=bool(self.constraints.overlap_experts),
             ),
             num_experts=self.num_experts,
             reserve=self.reserve,

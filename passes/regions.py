@@ -240,7 +240,8 @@ class _Finder:
             if _bytes(node) > max(_bytes(o) for o in inside):
                 continue
             entries, tables = dict(self.entries), dict(self.tables)
-            if not self._add(node, False) or self.entries != entries:
+            added = self._add(node, False) and all(place == self._sent for place in self.places[node])
+            if not added or self.entries != entries:
                 self.entries, self.tables = entries, tables
                 self.places.pop(node, None)
 

@@ -223,7 +223,9 @@ class CallWork:
                 pieces[1] += took
         exchanged = expert_exchanges(asked.region, spread)
         for way in range(1 + train):
-            comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown) + exchanged
+            comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
+            behind = spread.software.overlap_experts  # another microbatch, which computes as long
+            comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
         weights = computed.weights * seconds[1]
         halves = [seconds[0], seconds[1] - weights, weights]
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself

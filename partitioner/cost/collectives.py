@@ -46,6 +46,27 @@ def _exchange(num_bytes: float, group: Group) -> float:
     return seconds
 
 
+def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
+    """Seconds of an all-to-all of rows that go to ``copies`` ranks each, any of them, if a row goes to each node (and
+    whatever else ``group``'s levels join) once, and from the rank where it comes in to the others there (DeepEP).
+
+    ``num_bytes``: of all copies. Without copies that is :func:`collective_time`'s.
+    """
+    if group.size == 1:
+        return 0.0
+    if copies <= 1:
+        return collective_time("all_to_all", num_bytes, group)
+    own = num_bytes / group.size / copies
+    seconds, reached = 0.0, 1
+    for tier in group.tiers:
+        parts = group.size / reached
+        hit = parts * (1 - (1 - 1 / parts) ** copies)  # of the parts that this level joins, by each row
+        rate = min(group.cap, tier.level.bandwidth * tier.level.efficiency)
+        seconds = max(seconds, own * hit * (1 - 1 / tier.ways) / rate)
+        reached *= tier.ways
+    return group.exchange_start + seconds
+
+
 def message_time(num_bytes: float, link: Link) -> float:
     """Seconds of one message between pipeline stages; nothing is sent for no bytes."""
     return link.time(num_bytes) if num_bytes else 0.0

@@ -197,7 +197,7 @@ class Machine:
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
-        sharded = self.zero == 3
+        sharded, apart = self.zero == 3, self.software.dispatch == "rows"
         return Spread(
             experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
@@ -209,6 +209,7 @@ class Machine:
             fp8=self.precision == "fp8",
             whole_scatter=self.topology.whole_scatter,
             software=self.software,
+            sharers=Group(1) if apart else min(self._experts("tp"), key=lambda g: g.bus_bandwidth),
         )
 
     @property

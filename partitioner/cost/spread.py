@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import fx
+from torch import Tensor, fx
 
-from partitioner.cost.collectives import collective_time
+from partitioner.cost.collectives import collective_time, dispatch_time
 from partitioner.cost.operators import Kernel, Operand, is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
 from passes.hashing import hashed_once
 from passes.regions import find_regions
 
+_REPEATS = frozenset(("index", "index_select", "expand", "reshape", "clone", "_to_copy"))  # of rows
 EXPERT_PRODUCTS = frozenset(("_grouped_mm", "expert_mm"))
 _ALONE = Group(1)
 
@@ -33,6 +34,8 @@ class Software:
     regather: bool = False
     by_parameter: bool = False
     short_gradients: bool = False
+    dispatch: str = "rows"
+    overlap_experts: bool = False
 
 
 EXECUTED = Software()  # as this project's runtime does
@@ -43,7 +46,7 @@ EXECUTED = Software()  # as this project's runtime does
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
     that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
-    ``num_experts``: in all, of the layer that has most.
+    ``num_experts``: in all, of the layer that has most. ``sharers``: the ranks that share one expert.
 
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8. ``whole_scatter``:
     what gradients are scattered by receives all parts of them.
@@ -59,6 +62,7 @@ class Spread:
     fp8: bool = False
     whole_scatter: bool = False
     software: Software = EXECUTED
+    sharers: Group = _ALONE
 
     @property
     def ep(self) -> int:
@@ -67,7 +71,7 @@ class Spread:
     @property
     def without_experts(self) -> Spread:
         """What of it concerns a call that has none."""
-        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0)
+        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE)
 
     @property
     def of_experts(self) -> float:
@@ -113,6 +117,11 @@ class ExpertRegion:
     products: frozenset[fx.Node] = frozenset()
     states: frozenset[str] = frozenset()
 
+    @property
+    def copies(self) -> float:
+        """How many of the rows that are sent are one and the same, as far as the graph shows it."""
+        return max((_copies(node) for node in self.entries), default=1.0)
+
 
 def expert_region(block: Block) -> ExpertRegion:
     """The experts of ``block``, from the graph: what flows into the first products and out of the last."""
@@ -148,17 +157,35 @@ def _source(node: object) -> fx.Node:
         node.op == "call_function"
         and len(node.all_input_nodes) == 1
         and (is_view(node) or operator_name(node) in ("_to_copy", "to", "clone"))
+        and isinstance(node.all_input_nodes[0].meta["val"], Tensor)
     ):
         node = node.all_input_nodes[0]
     return node
+
+
+def _copies(node: fx.Node) -> float:
+    """How often ``node`` has each row of what it is picked or repeated from."""
+    size, source = node.meta["val"].numel(), node
+    while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
+        source = source.all_input_nodes[0]
+    found = source.meta["val"]
+    return float(size / found.numel()) if isinstance(found, Tensor) and found.numel() else 1.0
 
 
 def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]
-    return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
+    ahead, back = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
+    if spread.software.dispatch == "rows":
+        values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]
+        return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
+    sharers = spread.sharers
+    seconds = collective_time("all_gather", ahead, sharers) + collective_time("reduce_scatter", back, sharers)
+    copies = region.copies if spread.software.dispatch == "once" else 1.0
+    for nbytes in (ahead, back):
+        seconds += dispatch_time(nbytes * spread.ep / sharers.size, spread.experts, copies)
+    return seconds
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:

@@ -51,10 +51,12 @@ class Found(Generic[Result]):
 
 @dataclass
 class Placements:
-    """The placements of one topology, found once for each mesh. ``precision``: that of most of the work."""
+    """The placements of one topology, found once for each mesh. ``precision``: that of most of the work; ``in_order``:
+    only ranks on their namesakes."""
 
     topology: Topology
     precision: str = "bf16"
+    in_order: bool = False
     _levels: tuple[int, ...] | None = field(init=False)
     _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
     _narrowed: set[Key] = field(default_factory=set, init=False)
@@ -70,13 +72,15 @@ class Placements:
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
         """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
-        return self.nested(mesh) or complete(self.topology)
+        return self.in_order or self.nested(mesh) or complete(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[Machine]:
         """What is tried for ``mesh``, of placements that cost the same one each."""
         key = _key(mesh)
         if key not in self._candidates:
-            if self._levels is not None and self.nested(mesh):
+            if self.in_order:
+                machines = [Machine(self.topology, mesh, self.precision)]
+            elif self._levels is not None and self.nested(mesh):
                 made = nestings(self.topology, mesh, self._levels)
                 machines = [Machine(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
             else:

@@ -1,0 +1,160 @@
+"""Published runs as constraints: what of a row's plan is pinned, and what its framework does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from partitioner import Constraints
+from partitioner.constraints import Recompute
+
+Row = dict[str, Any]
+
+SCHEDULES = {
+    "interleaved-1f1b": "interleaved",
+    "1f1b-interleaved": "interleaved",
+    "interleaved": "interleaved",
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "zb-1p": "zb-1p",
+    "zb-h1": "zb-1p",
+    "zb-2p": "zb-2p",
+    "zb-h2": "zb-2p",
+    "zb-v": "zb-v",
+}
+# Selective recomputation in Megatron-LM is of attention scores (Korthikanti et al. 2022).
+RECOMPUTE: dict[str, Recompute] = {
+    "full": "full",
+    "none": "none",
+    "selective": "scores",
+    "selective-attention": "scores",
+    "minimal": "selective",  # MaxText's policy that keeps the results of products
+}
+# Frameworks whose tensor parallelism gathers again in backward what it gathered (Korthikanti et al. 2022), and those
+# that run its gathers and scatters behind products (user buffers, on in NVIDIA's recipes).
+_REGATHERS = ("Megatron", "NeMo", "MaxText")
+_USER_BUFFERS = ("NeMo/",)
+_NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
+PADS = ("Megatron", "NeMo")
+# Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
+# (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
+_SENDS_PARTS = ("Megatron",)
+# Its ranks step their optimizers when they have ended their own part of a step; whether all gradients were finite, and
+# their norm, is looked at afterwards (Qi et al. 2023, section 4; ``enable_optimizer_post_validation``).
+_OVERLAPS_STEPS = ("Megatron-LM fork",)
+# Those that shard activations over tp between layers, whatever a row says.
+_SHARDS = ("MaxText",)
+_QUICK = ("norm", "act")  # modules that Megatron-Core makes again: what is quickly made
+_SCORES: dict[str, Recompute] = {"selective": "scores", "selective-attention": "scores"}
+# What sends a row to experts once to a node and a rank; Megatron-Core's all-to-all sends copies, a part of them from
+# each rank that shares an expert.
+_ONCE = ("deepep", "hybridep")
+
+
+def constraints_of(row: Row) -> Constraints:
+    pp, tp, cp = row.get("pp") or 1, row.get("tp") or 1, row.get("cp") or 1
+    virtual = row.get("vpp") or None
+    schedule = SCHEDULES.get(str(row.get("schedule") or ""))
+    unsaid = _recipe(row) and row["layers"] % pp == 0 and row["layers"] > pp
+    if pp > 1 and schedule is None and "VPP" not in row.get("notes", ""):  # else it is said not to be published
+        schedule = "interleaved" if (virtual and virtual > 1) or (unsaid and not virtual) else "1f1b"
+    if pp == 1 or schedule != "interleaved":
+        virtual = None
+    elif not virtual:
+        virtual = max(2, row["layers"] // pp)  # one layer for each chunk, as far as nothing else is stated
+    zero = 3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0
+    return Constraints(
+        pp=pp,
+        dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
+        cp=cp,
+        tp=tp,
+        ep=row.get("ep") or 1,
+        etp=row.get("etp"),
+        microbatch_size=_microbatch(row),
+        schedule=schedule if pp > 1 else None,
+        virtual_stages=virtual,
+        recompute=_recompute(row),
+        zero=zero,
+        # before May 2022 none had it
+        sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or is_of(row, _SHARDS) else False,
+        overlap_tensor=tp > 1
+        and is_of(row, PADS)
+        and (is_of(row, _USER_BUFFERS) or "tp-comm-overlap" in flags_of(row)),
+        regather=tp > 1 and is_of(row, _REGATHERS),
+        sends="parts" if tp > 1 and not row.get("sequence_parallel") and is_of(row, _SENDS_PARTS) else None,
+        gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
+        overlap=_overlap(row),
+        dispatch=_dispatch(row),
+        placement=None if is_of(row, _SHARDS) else "in_order",
+        overlap_experts=bool(re.search(r"1f1b overlap|(?<!no )EP overlap", flags_of(row))),
+        overlap_steps=is_of(row, _OVERLAPS_STEPS),
+        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
+        # set ``grad_reduce_in_fp32=False``
+        short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
+        stage_of=_stages(row["layers"], pp, virtual or 1),
+    )
+
+
+def _recompute(row: Row) -> Recompute | None:
+    """What backward makes again; ``None``, as memory asks for it, where that is not stated or not known here."""
+    stated = str(row.get("recompute"))
+    if stated.startswith("selective") and is_of(row, _NATIVE):
+        return "alternate"
+    if stated.startswith("selective") and is_of(row, PADS):
+        modules = re.findall(r"\w+", stated)[1:]
+        return "selective" if modules and all(name.endswith(_QUICK) for name in modules) else _SCORES.get(stated)
+    return RECOMPUTE.get(stated)
+
+
+def _dispatch(row: Row) -> Literal["rows", "parts", "once"] | None:
+    """How rows travel to experts."""
+    if (row.get("ep") or 1) == 1:
+        return None
+    if any(name in f"{row.get('dispatcher')} {flags_of(row)}".lower() for name in _ONCE):
+        return "once"
+    return "parts" if is_of(row, PADS) else None
+
+
+def flags_of(row: Row) -> str:
+    return str(row.get("flags") or "")
+
+
+def is_compiled(row: Row) -> bool:
+    said = f"{flags_of(row)} {row.get('notes') or ''}"
+    return "compile" in said and not re.search(r"\b(no|not|without) (torch\.)?compile", said)
+
+
+def _microbatch(row: Row) -> int | None:
+    """``None``, the best one, where none is stated; MaxText takes all samples of a device at once."""
+    whole = row["gbs"] // row["dp"] if is_of(row, _SHARDS) and row.get("dp") else None
+    return row.get("mbs") or (1 if _recipe(row) else whole)
+
+
+def _recipe(row: Row) -> bool:
+    """Whether a row of Megatron-Core with experts leaves out its microbatches, as virtual stages then: its recipes have
+    one sample, and a layer for each virtual stage."""
+    return bool(row.get("experts")) and not row.get("mbs") and is_of(row, PADS)
+
+
+def _stages(layers: int, pp: int, virtual: int) -> dict[str, int]:
+    """(Virtual) stages as the frameworks of all rows cut them: as many layers on each, with the embedding and the head
+    besides; where that does not come out even these two count as a layer each (Qi et al. 2023; Megatron-Core's
+    ``account_for_embedding_in_pipeline_split``). Free where neither does."""
+    ends = 0 if layers % pp == 0 else 1
+    if pp == 1 or (layers + 2 * ends) % (pp * virtual):
+        return {}
+    per_stage = (layers + 2 * ends) // (pp * virtual)
+    return {f"layers.{i}": (i + ends) // per_stage for i in range(layers)} | {"tokens": 0, "head": -1}
+
+
+def is_of(row: Row, frameworks: tuple[str, ...]) -> bool:
+    return str(row.get("framework", "")).startswith(frameworks)
+
+
+def _overlap(row: Row) -> bool | None:
+    """``False`` where collectives of gradients and weights wait: as the row says, in ZeRO-3 of 2021, in DeepSpeed's
+    pipeline engine, which reduces gradients after the last microbatch (``_exec_reduce_grads``), and in Megatron-LM,
+    unless it is told otherwise (``--overlap-grad-reduce``)."""
+    local = "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48
+    waits = is_of(row, ("Megatron-DeepSpeed", "Megatron-LM")) and "overlap-grad-reduce" not in flags_of(row)
+    return False if local or waits or "DeepSpeed ZeRO-3" in row.get("framework", "") else None

@@ -32,8 +32,9 @@ from partitioner.draw.figures import mesh_text
 from passes.errors import PartitionError
 
 _SOFTWARE = (
-    "overlap", "overlap_tensor", "overlap_experts", "regather", "gather", "dispatch", "overlap_steps", "short_gradients",
-)  # fmt: skip
+    *("overlap", "overlap_tensor", "overlap_experts", "overlap_steps"),
+    *("regather", "gather", "dispatch", "short_gradients"),
+)
 _ROUNDING = 1e-9
 
 

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from partitioner.api import partition
-from partitioner.errors import ConstraintError, PlanError
+from partitioner.errors import ConstraintError, PlanError, TimeLimitError
 from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_seconds
@@ -24,13 +24,14 @@ _NODES = (1, 2, 4, 8, 16, 32, 64)
 @dataclass(frozen=True)
 class Size:
     """One cluster that was tried. ``money``: US dollars per step, ``energy``: joules per step; ``None``: the hardware
-    file gives no price or power. ``reason``: why there is no plan."""
+    file gives no price or power. ``reason``: why there is no plan; ``out_of_time``: that none was found in time."""
 
     nodes: int
     plan: Plan | None = None
     money: float | None = None
     energy: float | None = None
     reason: str = ""
+    out_of_time: bool = False
 
     @property
     def step_time(self) -> float:
@@ -70,7 +71,8 @@ def size_cluster(
         more: as :func:`partitioner.partition` takes them.
 
     Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`PlanError` where no
-    size has a plan that is fast enough: the nearest, or why there is none.
+    size has a plan that is fast enough: the nearest, or why there is none; :class:`TimeLimitError` where some might,
+    for which there was no time.
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
@@ -91,7 +93,7 @@ def size_cluster(
             break
     fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
     if not fit:
-        raise PlanError(_none(tried, step_time))
+        raise _none(tried, step_time)
     measure = {"nodes": lambda s: s.nodes, "time": lambda s: s.step_time, "money": _money, "energy": _energy}[minimise]
     return Sizing(min(fit, key=lambda size: (measure(size), size.nodes)), tuple(tried))
 
@@ -102,7 +104,7 @@ def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str,
     except InputsError:  # which no size makes right
         raise
     except PartitionError as error:
-        return Size(nodes, reason=str(error))
+        return Size(nodes, reason=str(error), out_of_time=isinstance(error, TimeLimitError))
     return Size(nodes, plan, money_of(plan), energy_of(plan))
 
 
@@ -145,11 +147,19 @@ def _known(value: float | None, name: str, unit: str) -> float:
     return value
 
 
-def _none(tried: Sequence[Size], step_time: float | None) -> str:
+def _none(tried: Sequence[Size], step_time: float | None) -> PlanError:
     best = min(tried, key=lambda size: size.step_time)
+    late = [str(size.nodes) for size in tried if size.out_of_time]
+    if late:
+        found = "" if best.plan is None else f"; the fastest found is {best.nodes} nodes with {best.step_time:.3g} s"
+        return TimeLimitError(
+            f"no plan was found in time with {', '.join(late)} nodes, where there may be one{found}; give a larger "
+            "time_limit_s, or fewer nodes to try"
+        )
     if best.plan is None:
-        return f"none of {', '.join(str(s.nodes) for s in tried)} nodes has a plan; with {best.nodes}: {best.reason}"
-    return (
+        nodes = ", ".join(str(size.nodes) for size in tried)
+        return PlanError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}")
+    return PlanError(
         f"no size reaches a step of {step_time:g} s: the fastest is {best.nodes} nodes with {best.step_time:.3g} s; "
         "try more nodes or allow more time"
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import CASES
 
-from partitioner import PlanError, Topology, size_cluster
-from partitioner.errors import ConstraintError
+from partitioner import Plan, PlanError, Topology, partition, size_cluster
+from partitioner.errors import ConstraintError, TimeLimitError
 from partitioner.sizing import energy_of, money_of
 from passes.errors import InputsError
 
@@ -76,3 +78,17 @@ def test_what_cannot_be_asked():
                 size_cluster(model, machines, inputs, loss=CASE.loss, **{name: seconds})  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match="has no price; give it in dollars"):
         size_cluster(model, Topology.local, inputs, loss=CASE.loss, minimise="money", nodes=(1, 2))
+
+
+def test_that_there_was_no_time_is_no_word_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch):
+    """Of two sizes one has a plan, too slow, and for the other there was no time."""
+    model, inputs = job()
+
+    def planned(model: torch.nn.Module, topology: Topology, **more: Any) -> Plan:
+        if topology.num_nodes == 2:
+            raise TimeLimitError("no plan was found in time")
+        return partition(model, topology, **more)
+
+    monkeypatch.setattr("partitioner.sizing.partition", planned)
+    with pytest.raises(TimeLimitError, match=r"in time with 2 nodes, .*; the fastest found is 1 nodes with .*larger"):
+        size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(1, 2), step_time=1e-12)

@@ -220,11 +220,16 @@ def copies_of_gradients(row: Row) -> float:
 
 
 def _device(row: Row, kind: str) -> dict[str, Any]:
-    """The device, with the attention that the row's framework had on it."""
+    """The device, with what the row says of its memory and its power, and the attention that its framework had."""
     found = _catalogue("devices")[kind]
     found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
     if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * quantity(found["memory"]):
         found["memory"] = f"{row['gpu_mem_gb']} GB"
+    notes = str(row.get("notes"))
+    if stated := re.search(r"([\d.]+) TB/s", notes):
+        found["memory_bandwidth"] = f"{stated[1]} TB/s"
+    if (stated := re.search(r"(\d+) W power limit", notes)) and "power_busy" in found:
+        found["power_limit"] = f"{stated[1]} W"
     factor = next((f for name, f in _ATTENTION.items() if str(row.get("framework", "")).startswith(name)), 1.0)
     if factor > 1 and row["gpu"].startswith(("A100", "V100")):
         return found

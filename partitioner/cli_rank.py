@@ -125,7 +125,8 @@ def _watts(entry: DeviceType) -> str:
     if entry.power_busy is None:
         return ""
     idle = f", idle {digits(entry.power_idle)}" if entry.power_idle is not None else ""
-    return f"{digits(entry.power_busy)}{idle}"
+    limit = f", held to {digits(entry.power_limit)}" if entry.power_limit is not None else ""
+    return f"{digits(entry.power_busy)}{idle}{limit}"
 
 
 def _differences(topology: Topology) -> list[str]:

@@ -120,7 +120,7 @@ def energy_of(plan: Plan) -> float | None:
     kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
     waiting = min(1.0, plan.estimate.bubble)
     watts = [
-        kind.power_busy * (1 - waiting) + (kind.power_idle or 0.0) * waiting
+        min(kind.power_busy, kind.power_limit or kind.power_busy) * (1 - waiting) + (kind.power_idle or 0.0) * waiting
         for kind in kinds
         if kind.power_busy is not None
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from partitioner.cost.compute import kernels_time, matmul_efficiency
 from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
 from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Reduction, reduction
+from partitioner.cost.relaxed import best_type
 from partitioner.cost.saved import kept_by
 from partitioner.cost.states import StateCost, kinds_of, optimizer_bytes, state_costs
 from partitioner.emit_levels import AT_ONCE
-from partitioner.errors import ConstraintError
+from partitioner.errors import ConstraintError, TopologyError
 from partitioner.localize import unmark_stopped
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
@@ -460,3 +462,30 @@ def test_no_part_of_a_call_is_slower_on_a_faster_device(
         assert after.backward_s <= before.backward_s * (1 + 1e-9)
         assert after.later_s <= before.later_s * (1 + 1e-9)
         assert after.backward_s - after.later_s <= (before.backward_s - before.later_s) * (1 + 1e-9)
+
+
+def test_a_device_that_is_held_to_less_power_multiplies_more_slowly():
+    """500 of 700 W, of which 75 do no work: its clock is the cube root of 0.68. Memory is as fast as it was."""
+    held = DEVICE.model_copy(update={"power_limit": 500.0})
+    assert held.clock == pytest.approx(0.68 ** (1 / 3))
+    assert DEVICE.model_copy(update={"power_limit": 800.0}).clock == DEVICE.clock == 1.0
+    product = Kernel("matmul", 0.0, flops=1e12, smallest=8192, precision="bf16")
+    moved = Kernel("pointwise", 1e9)
+    launch = DEVICE.launch
+    ratio = (kernels_time([product], held) - launch) / (kernels_time([product], DEVICE) - launch)
+    assert ratio == pytest.approx(1 / held.clock)
+    assert kernels_time([moved], held) == kernels_time([moved], DEVICE)
+    best = best_type([held, DEVICE.model_copy(update={"memory_bandwidth": 1e12})])
+    for kernel in (product, moved):
+        assert kernels_time([kernel], best) <= kernels_time([kernel], held)
+    assert kernels_time([product], best_type([held, held.model_copy(update={"launch": 0.0})])) > 1.1 * (
+        kernels_time([product], DEVICE) - launch
+    )
+
+
+def test_power_limits_that_cannot_be(tmp_path: Path):
+    path = tmp_path / "held.yaml"
+    lines = ["types: {mine: {like: h100-sxm, power_limit: 60 W}}", "nodes: [{type: mine, devices: 1}]"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(TopologyError, match=r"power_limit of 60 W with power_busy 700\.0 and power_idle 75\.0"):
+        Topology.load(path)

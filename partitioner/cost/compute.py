@@ -50,7 +50,10 @@ def kernel_times(columns: Columns, device: DeviceType) -> Column:
         attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
         lengths = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
         efficiency = np.where(attention, device.attention_efficiency * lengths, efficiency)
-        peaks = np.array([device.peak_of(precision) for precision in columns.precisions])[columns.precision[works]]
+        peaks = (
+            device.clock
+            * np.array([device.peak_of(precision) for precision in columns.precisions])[columns.precision[works]]
+        )
         seconds[works] += columns.flops[works] / (peaks * efficiency)
     return seconds
 
@@ -100,7 +103,7 @@ def interpolated(x: float, curve: Sequence[tuple[float, float]]) -> float:
 
 def product_rate(kernel: Kernel, device: DeviceType) -> float:
     """FLOP/s that a matrix product or a fused attention reaches."""
-    peak = device.peak_of(kernel.precision)
+    peak = device.peak_of(kernel.precision) * device.clock
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * length_factor(kernel.smallest, device)
     return peak * matmul_efficiency(kernel.smallest, device) * (1.0 if kernel.aligned else device.unaligned)

@@ -41,7 +41,8 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
     sizes = sorted({size for kind in types for size, _ in kind.matmul_efficiency})
     return types[0].model_copy(
         update={
-            "peak": {p: max(kind.peak_of(p) for kind in types) for p in precisions},
+            "peak": {p: max(kind.peak_of(p) * kind.clock for kind in types) for p in precisions},
+            "power_limit": None,
             "memory_bandwidth": max(kind.memory_bandwidth for kind in types),
             "launch": min(kind.launch for kind in types),
             "dispatch": min(kind.dispatch for kind in types),

@@ -43,7 +43,8 @@ class DeviceType(Part):
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``communicator``: what the communication library keeps for each group of ranks that a device is in.
     ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
-    and ``power_idle``: watts of one device. ``None``: not known. ``torch``: the type by which torch knows it.
+    and ``power_idle``: watts of one device. ``None``: not known. ``power_limit``: watts that it is held to, if to fewer
+    than ``power_busy``; its clock is lower then, see :attr:`clock`. ``torch``: the type by which torch knows it.
     ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
     over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
     ``fused_attention``: whether its kernels keep no scores of any attention; those for CPUs keep them where heads of
@@ -74,6 +75,7 @@ class DeviceType(Part):
     price: Price | None = None
     power_busy: Power | None = None
     power_idle: PowerOrNone | None = None
+    power_limit: Power | None = None
 
     @field_validator("peak")
     @classmethod
@@ -95,6 +97,26 @@ class DeviceType(Part):
                 "reserved below memory"
             )
         return self
+
+    @model_validator(mode="after")
+    def _some_power(self) -> Self:
+        if self.power_limit is None:
+            return self
+        if self.power_busy is None or self.power_limit <= (self.power_idle or 0.0):
+            raise ValueError(
+                f"power_limit of {self.power_limit:g} W with power_busy {self.power_busy} and power_idle "
+                f"{self.power_idle}: expected what it takes when busy to be given, and a limit above what it takes idle"
+            )
+        return self
+
+    @property
+    def clock(self) -> float:
+        """The part of its clock at which a device that is held to ``power_limit`` computes: beyond what it takes idle
+        its power goes with the cube of it, as voltage goes with frequency."""
+        if self.power_limit is None or self.power_busy is None or self.power_limit >= self.power_busy:
+            return 1.0
+        idle = self.power_idle or 0.0
+        return float(((self.power_limit - idle) / (self.power_busy - idle)) ** (1 / 3))
 
     def peak_of(self, precision: str) -> float:
         """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""

@@ -35,7 +35,7 @@ from runtime.program import Program
 from runtime.prove import prove
 
 _TRIES = 3  # to leave so much free that the program fits
-_REFUSALS = 4  # of points whose programs do not fit, where leaving so much free for all leaves none
+_REFUSALS = 8  # of points whose programs do not fit, where leaving so much free for all leaves none
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 

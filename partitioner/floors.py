@@ -112,6 +112,8 @@ class Floors:
             self.bounds.refine(point)
         except CapacityError as error:
             return error
+        except PartitionError:  # it lacks something else besides
+            return None
         return None
 
     def _even(self, points: Sequence[Point], _: float) -> float:

@@ -294,6 +294,15 @@ def test_where_the_programs_of_the_best_points_do_not_fit_others_are_tried() -> 
     assert max(plan.estimate.memory) <= 360 * MIB
 
 
+def test_host_memory_is_tried_where_some_points_lack_something_else_besides() -> None:
+    """No device holds the states; of four stages the last cannot have the last layer as well as the head alone."""
+    with torch.device("meta"):
+        model, tokens = Headed(64, 2, 30000), torch.empty(8, 16, dtype=torch.long)
+        constraints = Constraints(zero=3, stage_of={"layers.1": -1})
+        plan = partition(model, cluster(8, 1, 4, host=200), (tokens, tokens), constraints=constraints)
+    assert plan.offload
+
+
 def test_the_pins_that_conflict_are_named() -> None:
     """What is not to blame is left out: here recomputation and the microbatch."""
     beside = {"recompute": "full", "microbatch_size": 1}

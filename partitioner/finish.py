@@ -60,7 +60,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for turn in range(_TRIES + _REFUSALS):
         left = None if end is None else end - time.monotonic()
-        if lacking is not None and left is not None and left <= 0:
+        if (lacking is not None and left is not None and left <= 0) or (near is not None and turn >= _TRIES):
             break
         try:
             explored = find(job, left, before=explored)
@@ -68,7 +68,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
-            if isinstance(error, TimeLimitError) or not job.reserve:
+            if isinstance(error, TimeLimitError) or not job.reserve or near is not None:
                 break
             job, explored = replace(job, reserve=0, refused=dict(refused)), first  # so much free leaves no plan
             continue

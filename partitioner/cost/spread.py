@@ -176,10 +176,10 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1:
         return 0.0
-    ahead, back = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
     if spread.software.dispatch == "rows":
         values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]
         return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
+    ahead, back = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
     sharers = spread.sharers
     seconds = collective_time("all_gather", ahead, sharers) + collective_time("reduce_scatter", back, sharers)
     copies = region.copies if spread.software.dispatch == "once" else 1.0

@@ -132,7 +132,7 @@ def test_what_is_kept_a_little_above_is_called_so(monkeypatch: pytest.MonkeyPatc
 
 def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapacityError, match=r"the program of stage 0 takes .* at its fullest, of the .* too much"):
-        _planned_with(2**26, monkeypatch, 64)
+        _planned_with(2**27, monkeypatch, 64)
 
 
 def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatch) -> None:

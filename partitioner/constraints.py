@@ -324,11 +324,12 @@ class Constraints(BaseModel):
             raise ConstraintError(
                 f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
             )
-        if self.cp == 1 and self.context is not None:
-            raise ConstraintError(
-                f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
-                "context"
-            )
+        for axis, way, shared in (("cp", "context", "sequence is"), ("ep", "dispatch", "experts are")):
+            if getattr(self, axis) == 1 and (given := getattr(self, way)) is not None:
+                raise ConstraintError(
+                    f"{way}={given} with {axis}=1, over which no {shared} shared; expected {axis} of 2 or more, or no "
+                    f"{way}"
+                )
         if self.sends == "parts" and self.sequence_parallel is not False:
             raise ConstraintError(
                 "sends=parts without sequence_parallel=False: what is sharded over tp goes in parts anyway; expected "

@@ -142,6 +142,9 @@ JOBS: dict[str, Infeasible] = {
     "idle: a way to share no sequence": Infeasible(
         ConstraintError, "context left free", pins={"cp": 1, "context": "ring"}
     ),
+    "idle: a way for rows to travel nowhere": Infeasible(
+        ConstraintError, "dispatch left free instead of once", pins={"ep": 1, "dispatch": "once"}
+    ),
     "offload: of hosts that nobody described": Infeasible(
         ConstraintError, "offload=none instead of optimizer", cluster(64), pins={"offload": "optimizer"}
     ),

@@ -162,13 +162,10 @@ class LatentAttention(nn.Module):
         return result
 
 
-def gated(gate: Tensor, up: Tensor, plain: bool, weights: Tensor | None = None) -> Tensor:
-    """``up``, gated, times ``weights`` of its rows. As one kernel does it, a product stands for that: it reads both,
-    which are all that it keeps, and writes one."""
-    if plain:
-        h = F.silu(gate) * up
-        return h if weights is None else h * weights
-    return gate * up if weights is None else torch.addcmul(weights, gate, up)
+def gated(gate: Tensor, up: Tensor, plain: bool) -> Tensor:
+    """``up``, gated. As one kernel does it, a product stands for that: it reads both, which are all that it keeps, and
+    writes one."""
+    return (F.silu(gate) if plain else gate) * up
 
 
 class Mlp(nn.Module):
@@ -212,8 +209,8 @@ class Experts(nn.Module):
         if self.gate is None or self.plain:
             h = F.gelu(h) if self.gate is None else gated(torch._grouped_mm(rows, self.gate, offs=ends), h, True)
             y = torch._grouped_mm(h, self.down, offs=ends) * of_rows
-        else:  # what an expert's last product is linear in
-            h = gated(torch._grouped_mm(rows, self.gate, offs=ends), h, False, of_rows)
+        else:  # in the kernel that gates: an expert's last product is linear in it
+            h = torch.addcmul(of_rows, torch._grouped_mm(rows, self.gate, offs=ends), h)
             y = torch._grouped_mm(h, self.down, offs=ends)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=x.device)

@@ -45,7 +45,6 @@ _OVERLAPS_STEPS = ("Megatron-LM fork",)
 # Those that shard activations over tp between layers, whatever a row says.
 _SHARDS = ("MaxText",)
 _QUICK = ("norm", "act")  # modules that Megatron-Core makes again: what is quickly made
-_SCORES: dict[str, Recompute] = {"selective": "scores", "selective-attention": "scores"}
 # What sends a row to experts once to a node and a rank; Megatron-Core's all-to-all sends copies, a part of them from
 # each rank that shares an expert.
 _ONCE = ("deepep", "hybridep")
@@ -102,7 +101,8 @@ def _recompute(row: Row) -> Recompute | None:
         return "alternate"
     if stated.startswith("selective") and is_of(row, PADS):
         modules = re.findall(r"\w+", stated)[1:]
-        return "selective" if modules and all(name.endswith(_QUICK) for name in modules) else _SCORES.get(stated)
+        if modules and all(name.endswith(_QUICK) for name in modules):
+            return "selective"
     return RECOMPUTE.get(stated)
 
 

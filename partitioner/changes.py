@@ -156,9 +156,8 @@ class _Search:
                 constraints=first.constraints,
                 global_batch=first.global_batch,
             )
-            changes = _Search(asked, True).changes()[:1]
-            if changes:
-                return tuple(replace(change, text=f"{first.text}, {change.text}") for change in changes)
+            if found := _and_then(first.text, _Search(asked, True)):
+                return found
         return ()
 
     def _freed(self) -> tuple[Change, ...]:
@@ -181,8 +180,7 @@ class _Search:
                 return (self._change(base, pins, point),)
         # not even without them: what else it takes
         free = _Search(replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory)
-        text = ", ".join(shown(base.constraints, pin) for pin in every)
-        return tuple(replace(change, text=f"{text} left free, {change.text}") for change in free.changes()[:1])
+        return _and_then(f"{', '.join(shown(base.constraints, pin) for pin in every)} left free", free)
 
     def _job(self, variant: Variant, pins: Sequence[str]) -> Job:
         return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)
@@ -290,6 +288,11 @@ class _Search:
         beyond = [what for what in found if what not in self.asked.constraints.planned_only]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+def _and_then(text: str, search: _Search) -> tuple[Change, ...]:
+    """The nearest change that ``search`` finds, behind what ``text`` says."""
+    return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
 
 
 def _new(pins: Sequence[str], point: Point) -> dict[str, Any]:

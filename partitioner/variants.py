@@ -19,13 +19,8 @@ from partitioner.units import bytes_text, divisors, plural
 
 # a stage_of entry put right, other kinds in host memory, other devices, larger ones
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
-_WAYS = (
-    "context",
-    "dispatch",
-    "hierarchical",
-    "grad_compression",
-    "data_shares",
-)  # of doing what a plan may not do at all
+# Ways of doing what a plan may not do at all.
+_WAYS = ("context", "dispatch", "hierarchical", "grad_compression", "data_shares")
 _MOST_DEVICES = 32768
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)

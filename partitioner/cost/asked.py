@@ -222,8 +222,8 @@ class _Reader:
             kernels = in_fp8(kernels, operands, results, True) if self.fp8 else kernels
             self._add(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
-            least = int(name is None and not kernels) or int(_transposed(node) is not None)
-            self.issued[1] += least + len(kernels) - later
+            besides = not kernels if name is None else _transposed(node) is not None
+            self.issued[1] += besides + len(kernels) - later
             self.issued[2] += later
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:

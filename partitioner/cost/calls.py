@@ -150,7 +150,7 @@ def call_costs(
 @dataclass(frozen=True)
 class _Computed:
     """Seconds on one kind of device, forward and backward: of all kernels, of those of products, of each attention; of
-    what selective recomputation runs anew. ``weights``: the share of gradients of weights in all backward. FLOPs of
+    what selective recomputation runs anew. ``weights``: of gradients of weights, backward. FLOPs of
     products."""
 
     seconds: tuple[float, float]
@@ -226,8 +226,7 @@ class CallWork:
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
             behind = spread.software.overlap_experts  # another microbatch, which computes as long
             comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
-        weights = computed.weights * seconds[1]
-        halves = [seconds[0], seconds[1] - weights, weights]
+        halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
             halves[half] += max(0.0, asked.issued[half] * device.dispatch - halves[half] - others)
         seconds = [halves[0], halves[1] + halves[2]]
@@ -321,10 +320,9 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
     ) -> float:
         return float(values[np.logical_and.reduce(masks)].sum())
 
-    back = total(seconds, ways[1])
     return _Computed(
-        (total(seconds, ways[0]), back),
-        total(seconds, ways[1], columns.learned) / back if back else 0.0,
+        (total(seconds, ways[0]), total(seconds, ways[1])),
+        total(seconds, ways[1], columns.learned),
         (total(seconds, ways[0], columns.product), total(seconds, ways[1], columns.product)),
         tuple(
             (total(seconds, ways[0], columns.ring == r), total(seconds, ways[1], columns.ring == r))

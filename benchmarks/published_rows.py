@@ -50,10 +50,22 @@ MESHES = {
 }  # fmt: skip
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
-# Fused attention by framework, over FlashAttention-2 as in the hardware file. llm-foundry's tables are of 2023,
-# with FlashAttention 1, half as fast (Dao 2023); Transformer Engine takes cuDNN's on Hopper and later: 539 TFLOP/s
-# forward and 430 backward on H100, together 0.46 of peak where FlashAttention-2 reaches 0.38 (Shah et al. 2024).
-_ATTENTION = {"Composer": 0.5, "NeMo": 0.46 / 0.38, "Megatron-Core": 0.46 / 0.38}
+# Fused attention of frameworks from before torch took today's cuDNN: the share of peak that it reaches by device, where
+# that is not what the hardware file says. FlashAttention-2 (Dao 2023) and 1, half as fast, in llm-foundry's tables of
+# 2023; cuDNN 9.1 on H100, 539 TFLOP/s forward and 430 backward (Shah et al. 2024), and that of early 2025 on Blackwell,
+# which reached on GB200 what it did on B200 (1,171 and 943 TFLOP/s: NVIDIA/cudnn-frontend, sdpa_benchmark_training).
+_HOPPER = ("H100", "H800", "H200", "H20", "GH200")
+_KERNELS: dict[str, dict[str, float]] = {
+    "flash-1": {"A100": 0.3, **dict.fromkeys(_HOPPER, 0.19)},
+    "flash-2": dict.fromkeys(_HOPPER, 0.38),
+    "cudnn-9.1": {"GB200": 0.47, **dict.fromkeys(_HOPPER, 0.46)},
+    "today's": {},
+}
+_ATTENTION = {
+    "Composer": "flash-1",
+    **dict.fromkeys(("NeMo/Megatron-Core", "Megatron-Core (v0", "MaxText", "PaxML"), "cudnn-9.1"),
+    **dict.fromkeys(("NeMo/Megatron-Bridge", "Megatron-Core"), "today's"),
+}
 # Those with kernels of their own for norms and rotations, or a compiler; the others are PyTorch code that runs operator
 # by operator, unless a row says that it was compiled.
 _FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo", "OneFlow")
@@ -230,10 +242,18 @@ def _device(row: Row, kind: str) -> dict[str, Any]:
         found["memory_bandwidth"] = f"{stated[1]} TB/s"
     if (stated := re.search(r"(\d+) W power limit", notes)) and "power_busy" in found:
         found["power_limit"] = f"{stated[1]} W"
-    factor = next((f for name, f in _ATTENTION.items() if str(row.get("framework", "")).startswith(name)), 1.0)
-    if factor > 1 and row["gpu"].startswith(("A100", "V100")):
-        return found
-    return {**found, "attention_efficiency": found["attention_efficiency"] * factor}
+    return {**found, **_attention(row)}
+
+
+def _attention(row: Row) -> dict[str, Any]:
+    """What the attention of the row's framework reaches, where that is not what the hardware file says."""
+    framework = str(row.get("framework"))
+    kernel = next((kernel for name, kernel in _ATTENTION.items() if framework.startswith(name)), "flash-2")
+    reached = next((share for name, share in _KERNELS[kernel].items() if row["gpu"].startswith(name)), None)
+    if reached is None:
+        return {}
+    lengths = _catalogue("devices")["a100-80gb"]["attention_lengths"]  # of all of these
+    return {"attention_efficiency": reached, "attention_lengths": lengths}
 
 
 def _network(text: str, per_node: int) -> float:

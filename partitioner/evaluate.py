@@ -140,6 +140,10 @@ class Evaluator:
 
         return seconds
 
+    def tries_all(self, point: Point) -> bool:
+        """Whether plans of a point are tried on all placements, and with all shares of the batch for each rank."""
+        return self.placements.complete(point.grid) and not (self._mixed and self.job.goes_apart(point))
+
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
         """Whether none of the placements that :meth:`solve` tries takes less than ``enough_s``. Raises as it does."""
         if self.placements.complete(point.grid):
@@ -149,7 +153,7 @@ class Evaluator:
 
     def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
         self._check_experts(point)
-        local, costs, states = self._own(point)
+        local, costs, states = self.own(point)
         reference = self.locals.reference_seat(point.tp, point.cp)
         return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
 
@@ -198,7 +202,7 @@ class Evaluator:
     def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve` does,
         but for what becomes of experts."""
-        local, costs, states = self._own(point)
+        local, costs, states = self.own(point)
         return local.model, fastest(self._every(point, costs)), states
 
     def least_beside(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
@@ -207,9 +211,9 @@ class Evaluator:
         if self._mixed:
             return None
         model, costs, _ = self.least(point.sharing(0))
-        return model, costs, self._own(point)[2]
+        return model, costs, self.own(point)[2]
 
-    def _own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
+    def own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
         """A point's own sharding, with what calls take and what states cost."""
         key, local = self._local(point)
         return local, self._seat_costs(key, local), self._states(point, key, local)

@@ -172,7 +172,8 @@ def _explore(
         nonlocal best_s
         found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
         best_s = min(best_s, found.step_time)
-        return replace(found, partly=not evaluator.placements.complete(point.grid))
+        partly, unsure = not evaluator.placements.complete(point.grid), not evaluator.tries_all(point)
+        return replace(found, partly=partly, unsure=unsure)
 
     result = search(
         candidates,

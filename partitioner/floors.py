@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.alike import Alike
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.gathers import Floor, Gathers
 from partitioner.errors import CapacityError
@@ -40,6 +41,7 @@ class Floors:
         self._unseen: set[Point] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], Needs] = {}
+        self._alike = Alike(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         for point in points:
             if bounds.layer_bytes(point) <= bounds.capacity(point):
@@ -89,9 +91,9 @@ class Floors:
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
         """Bounds of one point, one tighter than the other: whether states fit; even stages that gather weights, then
         the best ones, by the largest microbatch's sharding; then both by its own, the best ones first in the least
-        memory that any of the family takes."""
+        memory that any of the family takes; and plans where all nodes are alike, if not all placements are tried."""
         relaxed = self._held, self._gathered, self._staged, self._thoroughly
-        return *relaxed, self._own, self._own_leanest, self._own_staged
+        return *relaxed, self._own, self._own_leanest, self._own_staged, self._alike.quickly
 
     def of_point(self, point: Point, enough_s: float = np.inf) -> float:
         """The tightest bound of a point that has a plan, wherever its ranks are; ``enough_s``: a bound of that is as
@@ -104,7 +106,8 @@ class Floors:
         except CapacityError:  # schedules that are followed are not looked through to the end
             pipeline_s = 0.0
         stages = self.bounds.followed(point, pipeline_s)
-        return max(self.bounds.refine(point), even, stages, self._own_staged(point, np.inf))
+        alike = self._alike.least(point, enough_s)
+        return max(self.bounds.refine(point), even, stages, self._own_staged(point, np.inf), alike)
 
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks at least on which stage, if its states alone are too large."""

@@ -27,11 +27,10 @@ from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import stage_problem
 from partitioner.cost.gathers import Floor
 from partitioner.cost.kinds import Kinds
-from partitioner.cost.levels import best_reducers, data_reducers
+from partitioner.cost.least_reduced import LeastReduced
 from partitioner.cost.offload import update_seconds
 from partitioner.cost.paces import Pool, pool_of, work_and_speeds
 from partitioner.cost.planned import Planned
-from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed, best_type, relaxed
 from partitioner.cost.states import StateCost, States, kinds_of, state_costs, summed, update_time
 from partitioner.solve.least import LeastTime, least_time
@@ -91,7 +90,7 @@ class ModelBounds:
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._layer_bytes: dict[tuple[int, ...], float] = {}
-        self._reductions: dict[tuple[int, ...], float] = {}
+        self._reduced = LeastReduced(job, self.placements, self.device)
         self._shares: dict[tuple[Any, ...], States] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
         self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
@@ -146,7 +145,8 @@ class ModelBounds:
         pipelines = self._pipelines(points, ahead, back, largest)
         if self._kinds.differ:
             pipelines = np.maximum(pipelines, self._shared_out(points, self._kinds.of_each(points)))
-        bound: Vector = (pipelines + self._after(points, back)) * _ROUNDING
+        after = pipelines + self._after(points, back)
+        bound: Vector = np.maximum(after, self._drained(points, ahead, back)) * _ROUNDING
         return bound
 
     def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
@@ -208,6 +208,17 @@ class ModelBounds:
             ]
         )
 
+    def _drained(self, points: Sequence[Point], ahead: Vector, back: Vector) -> Vector:
+        """Seconds of steps of several stages, one on each rank, whose gradients are reduced from its last backward on:
+        in the mean a stage has its share of all work and of the gradients. Where all placements are known, and for
+        single stages, others say more."""
+        several = [self.train and p.pp > 1 and p.virtual_stages == 1 for p in points]
+        asked = [ask and not self.placements.complete(p.grid) for p, ask in zip(points, several, strict=True)]
+        reduced = np.array([self._reduction(p) if ask else 0.0 for p, ask in zip(points, asked, strict=True)])
+        m, pp = np.array([self.rounds(p) for p in points]), np.array([p.pp for p in points], dtype=np.float64)
+        busy: Vector = (m * (ahead + back) + np.maximum(0.0, reduced - back)) / pp
+        return busy
+
     @cached_property
     def _update(self) -> float:
         """Seconds of the update of all states on one device, at the fastest host."""
@@ -216,23 +227,10 @@ class ModelBounds:
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _reduction(self, point: Point) -> float:
-        """Of a single stage's gradients, for what is not experts' and not sharded."""
-        if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
-            return 0.0
-        key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1)
-        if key not in self._reductions:
-            grid, constraints = {"dp": point.dp, "cp": point.cp, "tp": point.tp}, self.job.constraints
-            if self.placements.complete(grid):
-                reducers = data_reducers(self.placements.candidates(grid), point.zero, constraints)
-            else:
-                group = self.placements.best_group(point.replicas, everywhere=True)  # there is one stage
-                reducers = best_reducers(self.topology, group, self.device, constraints)
-            experts = self.job.experts if point.ep > 1 else ()
-            shares = (cost for name, cost in self.share_of_states(point).items() if name not in experts)
-            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in shares]
-            overlap = constraints.overlap is not False
-            self._reductions[key] = min((reduction(plain, r, overlap).total_s for r in reducers), default=0.0)
-        return self._reductions[key]
+        """Of all stages' gradients, one after the other, for what is not experts' and not sharded."""
+        experts = self.job.experts if point.ep > 1 else ()
+        states = self.share_of_states
+        return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))
 
     def share_of_states(self, point: Point) -> States:
         """The least that each state can take on a rank."""
@@ -397,4 +395,5 @@ class ModelBounds:
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             different = list({self.may_differ(point): point for point in points}.values())
             pipeline = max(pipeline, min(self._shared_out(different, np.dstack([both] * len(different)))))
-        return (pipeline + after) * _ROUNDING
+        drained = float(self._drained(points, *of_point[:2]).min())
+        return max(pipeline + after, drained) * _ROUNDING

@@ -19,6 +19,7 @@ Matrix = NDArray[np.float64]
 Counts = NDArray[np.int64]
 _ROUNDING = 1e-9
 _TINY_S = 1e-15
+ALONE = 0.5  # of its work, that a microbatch takes under any schedule: the half of its backward for weights may wait
 _STEPS = 64  # ends of microbatches that are looked at: fewer say less, but nothing wrong
 
 
@@ -32,18 +33,21 @@ class Pipelines:
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
         """Seconds of ``microbatches`` in all, each of ``work`` seconds at speed 1, and at least one in each pipeline;
-        ``plain``: under GPipe or 1F1B, else under any schedule: no stage is busy for longer than the step takes."""
+        ``plain``: under GPipe or 1F1B, else under any schedule: no stage is busy for longer than the step takes, and
+        one microbatch goes through all stages."""
         speed = np.cumsum(self.speeds, axis=1)
         least = microbatches / float(speed[:, -1] @ self.counts)
-        if not plain:
-            return least * work
-        busy = np.arange(1.0, speed.shape[1] + 1)
-        least = max(least, float((busy / speed).min(axis=1).max()))
+        if plain:
+            busy = np.arange(1.0, speed.shape[1] + 1)
+            least = max(least, float((busy / speed).min(axis=1).max()))
+        else:
+            speed, busy = speed[:, -1:], np.zeros(1)
+            least = max(least, ALONE / float(self.speeds[:, 0].min()))
         for _ in range(_STEPS):
-            done = np.floor((least * speed - busy + 1).max(axis=1) + _ROUNDING)
+            done = np.floor((least * speed - busy + plain).max(axis=1) + _ROUNDING)
             if done @ self.counts >= microbatches - _ROUNDING:
                 break
-            least = float(((done[:, None] + busy) / speed).min())
+            least = float(((done[:, None] + busy + (not plain)) / speed).min())
         return least * work
 
 
@@ -79,16 +83,18 @@ class Pool:
         return together
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """As of :class:`Pipelines`, of any that there could be. Added up over them, of which the fastest ``J`` groups
-        work, GPipe and 1F1B take ``(microbatches - pipelines + J) work / v(J)``."""
-        if not plain:
-            return microbatches * work / self.together
+        """As of :class:`Pipelines`, of any that there could be: in one of them no group is faster than the last of as
+        many as there are. Added up over them, of which the fastest ``J`` groups work, GPipe and 1F1B take
+        ``(microbatches - pipelines + J) work / v(J)``."""
         if self.number == self.pipelines:
             return Pipelines(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
+        alone = (1.0 if plain else ALONE) / float(self.speeds[np.searchsorted(np.cumsum(self.counts), self.pipelines)])
+        if not plain:
+            return max(microbatches / self.together, alone) * work
         ends = np.concatenate([np.cumsum(self.counts), [self.pipelines]])
         busy = ends[ends >= self.pipelines]
         seconds = (microbatches - self.pipelines + busy) / self.fastest_together(busy)
-        return float(seconds.min()) * work
+        return max(float(seconds.min()), alone) * work
 
 
 def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:

@@ -276,8 +276,9 @@ def _evaluate(
     except PartitionError as error:
         _infeasible(row, error)
         return
-    row.status, row.loose = "solved", row.evaluated.partly
-    row.bound = min(max(row.bound, 0.0 if row.loose else row.evaluated.least_s), row.evaluated.step_time)
+    found = row.evaluated
+    row.status, row.loose = "solved", found.partly or found.unsure
+    row.bound = min(max(row.bound, 0.0 if found.partly else found.least_s), found.step_time)
     if row.evaluated.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
@@ -324,9 +325,7 @@ def _tighten(state: _State, last: Callable[[Point, float], float], deadline: flo
             if found is None:
                 _infeasible(row, error)
             continue
-        if found is not None:
-            tighter = min(tighter, found.least_s)
-        row.bound = max(row.bound, tighter)
+        row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
 
 
 def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:

@@ -22,7 +22,7 @@ class Evaluated:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
     ``least``: what no plan of the point can go below, where that is less than ``step_time``; ``partly``: but plans of
-    a kind that was not tried. ``breakdown``: seconds by kind.
+    a kind that was not tried; ``unsure``: what bounds the point may say more. ``breakdown``: seconds by kind.
     """
 
     step_time: float
@@ -31,6 +31,7 @@ class Evaluated:
     least: float | None = None
     breakdown: Mapping[str, float] | None = None
     partly: bool = False
+    unsure: bool = False
 
     @property
     def least_s(self) -> float:

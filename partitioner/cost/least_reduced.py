@@ -1,0 +1,43 @@
+"""What reducing gradients takes at least, wherever the ranks of a point are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from partitioner.cost.levels import best_reducers, data_reducers
+from partitioner.cost.planned import Planned
+from partitioner.cost.reductions import reduction
+from partitioner.cost.states import StateCost
+from partitioner.solve.placement import Placements
+from partitioner.solve.point import Point
+from partitioner.topology.parts import DeviceType
+
+
+class LeastReduced:
+    """Seconds, each found once. ``device``: the best of the cluster."""
+
+    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
+        self._job, self._placements, self._device = job, placements, device
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def seconds(self, point: Point, states: Callable[[], Iterable[StateCost]]) -> float:
+        """Of all stages' gradients of ``states``, the least that a rank has of them, one after the other."""
+        if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
+            return 0.0
+        single = point.pp == 1
+        key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1, single)
+        if key not in self._known:
+            grid, constraints = {"dp": point.dp, "cp": point.cp, "tp": point.tp}, self._job.constraints
+            if single and self._placements.complete(grid):
+                reducers = data_reducers(self._placements.candidates(grid), point.zero, constraints)
+            else:
+                group = self._placements.best_group(point.replicas, everywhere=single)
+                reducers = best_reducers(self._job.topology, group, self._device, constraints)
+            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in states()]
+            overlap = constraints.overlap is not False
+            self._known[key] = min((reduction(plain, r, overlap).total_s for r in reducers), default=0.0)
+        return self._known[key]
+
+
+__all__ = ["LeastReduced"]

@@ -142,12 +142,12 @@ class ModelBounds:
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, points))
         ahead, back = calls @ forward, calls @ backward
         largest = np.zeros(len(points)) if shared else (forward + backward).max(axis=0)
-        pipelines = self._pipelines(points, ahead, back, largest)
+        bound = self._pipelines(points, ahead, back, largest) + self._after(points, back)
         if self._kinds.differ:
-            pipelines = np.maximum(pipelines, self._shared_out(points, self._kinds.of_each(points)))
-        after = pipelines + self._after(points, back)
-        bound: Vector = np.maximum(after, self._drained(points, ahead, back)) * _ROUNDING
-        return bound
+            seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
+            bound = np.maximum(bound, self._shared_out(points, seconds) + self._after(points, hides))
+        found: Vector = np.maximum(bound, self._drained(points, ahead, back)) * _ROUNDING
+        return found
 
     def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
         """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
@@ -390,10 +390,11 @@ class ModelBounds:
         after = float(self._after(points, np.full(len(points), ahead + back)).min())
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(points, key=self.rounds)
-        pipeline = float(self._pipelines([least], *of_point)[0])
-        if floor.of_kind:
+        bound = after + float(self._pipelines([least], *of_point)[0])
+        if floor.of_kind:  # of which the slowest may hide most
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             different = list({self.may_differ(point): point for point in points}.values())
-            pipeline = max(pipeline, min(self._shared_out(different, np.dstack([both] * len(different)))))
-        drained = float(self._drained(points, *of_point[:2]).min())
-        return max(pipeline + after, drained) * _ROUNDING
+            hides = float((both @ np.array(list(often.values()))).max())
+            after = float(self._after(points, np.full(len(points), hides)).min())
+            bound = max(bound, after + min(self._shared_out(different, np.dstack([both] * len(different)))))
+        return max(bound, float(self._drained(points, *of_point[:2]).min())) * _ROUNDING

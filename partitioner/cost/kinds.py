@@ -45,6 +45,13 @@ class Kinds:
         """The same of every kind, both ways together: shape ``[kinds, blocks, points]``."""
         return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
 
+    def longest_backward(self, points: Sequence[Point]) -> Vector:
+        """Of a microbatch through all calls, backward, on the kind that takes longest."""
+        calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
+        each = np.stack([calls @ self.seconds(paced, points)[1] for paced in self.works.paced])
+        longest: Vector = each.max(axis=0)
+        return longest
+
     def speeds(self, points: Sequence[Point]) -> Matrix:
         """The greatest speed that each kind has for any block, either way, where 1 is that of the best kind: shape
         ``[kinds, points]``."""

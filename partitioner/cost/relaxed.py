@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partitioner.cost.compute import matmul_efficiency
-from partitioner.cost.machine import Machine
+from partitioner.cost.machine import HERE, Machine
 from partitioner.topology.groups import num_communicators
 from partitioner.topology.hosts import BOUNDLESS, HostShare
 from partitioner.topology.model import Topology
@@ -28,8 +28,8 @@ class Relaxed:
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
-        """Between two stages."""
-        return _best_link(self.links)
+        """Between the ranks of two stages; of a stage to itself, nothing is sent."""
+        return HERE if stage == other else _best_link(self.links)
 
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:

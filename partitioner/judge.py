@@ -19,7 +19,7 @@ from partitioner.cost.paces import Pipelines, work_and_speeds
 from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
 from partitioner.cost.states import StateCost, with_lost
 from partitioner.cost.tails import least_update, run_tails
-from partitioner.errors import CapacityError
+from partitioner.errors import CapacityError, PlanError
 from partitioner.job import Job
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
@@ -85,8 +85,25 @@ class Judge:
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
         self.asked.add(id(machine))
-        job, point, machine = self.job, self.point, self.dressed(machine)
-        problem, held, shares = self._problem(machine)
+        machine = self.dressed(machine)
+        found: list[tuple[float, Judged, float]] = []
+        errors: list[PlanError] = []
+        for shares in self._shares(machine):
+            try:
+                found.append(self._judged(machine, shares))
+            except PlanError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        step, best, _ = min(found, key=lambda each: each[0])
+        least = min(least for _, _, least in found)
+        self.leasts.append(min(least, self._quickly(machine)) if self._may_share(machine) else least)
+        return step, best
+
+    def _judged(self, machine: Machine, shares: tuple[int, ...]) -> tuple[float, Judged, float]:
+        """Seconds of a step in which ranks of ``dp`` have as many microbatches, the plan, and what none goes below."""
+        job, point = self.job, self.point
+        problem, held, shares = self._problem(machine, shares)
         ranks = virtual_ranks(point)
         order = point.schedule, point.virtual_stages if ranks else None
 
@@ -104,16 +121,16 @@ class Judge:
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
             self.enough_s if self.proven else 0.0,
         )
-        free = job.constraints.data_shares is None and job.goes_apart(point)
-        other_shares = free and len(set(machine.pipelines)) > 1  # may be better
-        self.leasts.append(min(cut.least_s, self._quickly(machine)) if other_shares else cut.least_s)
-        return cut.step_s, Judged(problem, cut.split, cut.priced, shares)
+        return cut.step_s, Judged(problem, cut.split, cut.priced, shares), cut.least_s
 
-    def _problem(self, machine: Machine) -> tuple[StageProblem, Mapping[str, StateCost], tuple[int, ...]]:
+    def _problem(
+        self, machine: Machine, shares: tuple[int, ...]
+    ) -> tuple[StageProblem, Mapping[str, StateCost], tuple[int, ...]]:
         """What is cut into stages on ``machine``, the states there, and the microbatches of each rank of ``dp``."""
         job, point = self.job, self.point
         held = with_lost(self.states, lost_by(machine, job.constraints))
-        shares, costs_by_stage = self._shared_out(machine)
+        costs_by_stage = self._shared_out(machine, shares)
+        shares = () if len(set(shares)) == 1 else shares
         problem = stage_problem(
             self.local.model,
             self.costs.at(self.reference, machine.spread),
@@ -138,14 +155,18 @@ class Judge:
         point = self.point
         if quick >= enough_s or is_formula(point.schedule) or not is_plain(point.schedule, point.virtual_stages):
             return quick
-        problem, held, _ = self._problem(machine)
+        return max(quick, min(self._least_of(machine, shares, enough_s) for shares in self._shares(machine)))
+
+    def _least_of(self, machine: Machine, shares: tuple[int, ...], enough_s: float) -> float:
+        """What stages that are followed do not go below where ranks of ``dp`` have as many microbatches."""
+        problem, held, _ = self._problem(machine, shares)
         try:
             found = least_time(self._followed(problem), enough_s, quick=True)
         except CapacityError:
             return math.inf
         m, overlap = problem.num_microbatches, problem.overlap_steps
-        pipeline_s = found.pipeline_s(point.schedule, point.pp, m, overlap)
-        return max(quick, pipeline_s + least_update(problem, held, machine))
+        pipeline_s = found.pipeline_s(self.point.schedule, self.point.pp, m, overlap)
+        return pipeline_s + least_update(problem, held, machine)
 
     def _quickly(self, machine: Machine) -> float:
         """What no plan on ``machine`` goes below: stages that are all as fast as the best and hold the same share of
@@ -189,29 +210,45 @@ class Judge:
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
         return self._dressed[id(machine)][1]
 
-    def _shared_out(self, machine: Machine) -> tuple[tuple[int, ...], Sequence[Costs]]:
-        """The microbatches of each rank of ``dp``, and what calls take by stage: on the slowest devices, or, where
-        pipelines go each at its own pace, as if those that have fewer took as many, each in so much less time."""
+    def _may_share(self, machine: Machine) -> bool:
+        """Whether ranks of ``dp`` may have other numbers of microbatches than are tried, to go each at its own pace."""
+        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
+        return free and len(set(machine.pipelines)) > 1
+
+    def _shares(self, machine: Machine) -> Sequence[tuple[int, ...]]:
+        """The microbatches of each rank of ``dp`` that are tried: about as many; and as pipelines are fast if each had
+        the best stages, or all have the same ones and wait for the slowest."""
         point, pipelines = self.point, machine.pipelines
-        given, fill = self.job.constraints.data_shares, float(point.pp - 1)
+        even = point.data_shares(self.job.global_batch)
+        if not self._may_share(machine):
+            return (self.job.constraints.data_shares or even,)
+        parts, fill = point.parts(self.job.global_batch), float(point.pp - 1)
+        work = {seats: self._work(seats, machine) for seats in dict.fromkeys(pipelines)}
+        best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
+        paced = {seats: max(of) / point.pp for seats, of in work.items()}
+        shared = [share_out(parts, [seconds[seats] for seats in pipelines], fill) for seconds in (best, paced)]
+        alike = even or (parts // point.dp,) * point.dp
+        return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
+
+    def _shared_out(self, machine: Machine, shares: Sequence[int]) -> Sequence[Costs]:
+        """What calls take by stage: on the slowest devices, or, where pipelines go each at its own pace, as if those
+        that have fewer microbatches took as many, each in so much less time."""
+        point, pipelines = self.point, machine.pipelines
         if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
-            shares = given or point.data_shares(self.job.global_batch)
-            return () if len(set(shares)) == 1 else shares, self.costs.by_stage(machine)
-        seconds = {seats: self._seconds(seats, machine) for seats in dict.fromkeys(pipelines)}
-        shares = given or share_out(point.parts(self.job.global_batch), [seconds[seats] for seats in pipelines], fill)
-        each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in seconds}
-        most = max(shares)
+            return self.costs.by_stage(machine)
+        most, fill = max(shares), float(point.pp - 1)
+        kinds = dict.fromkeys(pipelines)
+        each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
-        by_stage = [
-            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in each])
+        return [
+            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds])
             for s in range(point.pp)
         ]
-        return (() if min(shares) == most else shares), by_stage
 
-    def _seconds(self, seats: tuple[Seats, ...], machine: Machine) -> float:
-        """Of a microbatch in a replica's pipeline whose stages all take as long, on ``seats`` by stage."""
-        work = (sum(self._through(self.costs.of_stage(of_stage, machine.spread))) for of_stage in seats)
-        return 1 / sum(1 / max(seconds, 1e-30) for seconds in work)
+    def _work(self, seats: tuple[Seats, ...], machine: Machine) -> list[float]:
+        """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
+        costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
+        return [max(sum(self._through(of)), 1e-30) for of in costs]
 
     def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
         """Seconds of a microbatch through all calls."""

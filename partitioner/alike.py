@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from partitioner.cost.evened import BEST, evened, plain
 from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
@@ -24,6 +26,8 @@ from partitioner.topology.model import Topology
 from passes.errors import PartitionError
 from runtime.meshes import AXES
 
+_NEAR = 0.75  # of the best device's peak, that all have in the mean
+
 
 class Alike:
     """Bounds of the points that ``evaluator`` solves."""
@@ -34,8 +38,8 @@ class Alike:
         self._machines: dict[tuple[int, ...], list[Machine]] = {}
 
     def quickly(self, point: Point, enough_s: float) -> float:
-        """As :meth:`least`, where links are all that differs, looked for until it is less than ``enough_s``."""
-        return self._least(point, enough_s, enough_s) if len(self._evaluator.job.topology.paces[0]) == 1 else 0.0
+        """As :meth:`least`, looked for until it is less than ``enough_s``; and not where devices differ much."""
+        return self._least(point, enough_s, enough_s) if self._are_near else 0.0
 
     def least(self, point: Point, enough_s: float) -> float:
         """Seconds that no plan of ``point`` takes less than, looked for up to ``enough_s``; 0 where nothing is said.
@@ -65,6 +69,14 @@ class Alike:
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
             return []
         return evened(job.topology)
+
+    @cached_property
+    def _are_near(self) -> bool:
+        """Whether devices are about as fast as the best."""
+        job = self._evaluator.job
+        paces, of_device = job.topology.paces
+        rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
+        return bool(rates[of_device].mean() >= _NEAR * rates.max())
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:

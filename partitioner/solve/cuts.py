@@ -5,15 +5,16 @@ often a stage's forward, so often its backwards. No cuts take less than the best
 paths; those best cuts are a shortest path over (stage, cut). In turns the cuts answer the mean of all paths so far, and
 the longest path of these cuts is added to it (fictitious play, Brown 1951; Robinson 1951): both sides approach each
 other. Runs of calls that for all microbatches take longer than a step under the first cuts are left aside: a rank works
-through them one after the other. Where there are few cuts, all are tried.
+through them one after the other. Where the two sides stay apart, cuts are moved as long as that helps; where there are
+few cuts, all are tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ from partitioner.solve.tables import TINY, StageTables
 Table = NDArray[np.float64]
 _CLOSE = 0.005  # of what the cuts take: near enough
 _MOST_TURNS = 40
-_ACTIONS = 200_000  # to follow, in all turns
+_ACTIONS = 200_000  # to follow, in all turns, and as many again when cuts are moved
+_STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,41 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int],
         bound = max(bound, least)
         if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
             break
+    else:
+        _moved(costs, timetable, how, seen, max(4, _ACTIONS // actions))
     order = sorted((taken, found) for found, taken in seen.items())
     return Found(tuple(order), min(bound, order[0][0]))
+
+
+def _moved(
+    costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
+) -> None:
+    """Move single cuts, and neighbours together, of the best of ``seen`` as long as that helps; ``left``: how often a
+    schedule may be followed for it."""
+    best, improved = min(seen, key=lambda cuts: seen[cuts]), True
+    while improved:
+        improved = False
+        for cuts in _near(best):
+            if cuts in seen or not costs.fit(cuts):
+                continue
+            if left <= 0:
+                return
+            left -= 1
+            seen[cuts] = follow(timetable, costs.phases(cuts), **how)
+            if seen[cuts] < seen[best]:
+                best, improved = cuts, True
+                break
+
+
+def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``cuts`` with one or more neighbouring ones a few calls on, the fewest first."""
+    inner = len(cuts) - 2
+    for count in range(1, inner + 1):
+        for first in range(1, inner + 2 - count):
+            for step in _STEPS:
+                moved = (*cuts[:first], *(c + step for c in cuts[first : first + count]), *cuts[first + count :])
+                if all(a < b for a, b in pairwise(moved)):
+                    yield moved
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:

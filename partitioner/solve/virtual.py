@@ -111,9 +111,7 @@ def _solved(
             break
     if found:
         split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
-        bound = 0.0
-        if proven or not _cut_by_memory(problem, split):
-            split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s)
+        split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s)
         taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
         return _joined(split, problem, schedule, own, taken, chunks, bound)
     stage, missing = lacking
@@ -221,11 +219,14 @@ def _improved(
     rest = more[2] * steady if more is not None else 0.0
     found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest)
     bound = found.bound + rest
-    if _cut_by_memory(problem, split):
-        return split, bound
+    seconds = partial(_seconds, problem, schedule=schedule, num_ranks=p, chunks=chunks)
+    # what is made again so that cuts fit, others that fit need not
+    known = seconds(split) if _cut_by_memory(problem, split) else np.inf
     for _, cuts in found.cuts:
         stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
         faster = replace(split, stages=stages)
+        if known < np.inf and seconds(faster) >= known:
+            break
         taken = [_memory(tables, faster.stages, virtual, flying, s) for s, virtual in enumerate(own)]
         if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
             return faster, bound

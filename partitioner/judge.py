@@ -33,6 +33,8 @@ from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StageSplit, solve_stages
 from partitioner.solve.virtual import followed, solve_virtual
 
+_SHARES = 6  # of the batch that are tried on one placement
+
 
 class Judged(NamedTuple):
     """Stages that were cut for a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty:
@@ -86,19 +88,44 @@ class Judge:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
         self.asked.add(id(machine))
         machine = self.dressed(machine)
-        found: list[tuple[float, Judged, float]] = []
+        step, best, least = math.inf, None, math.inf
         errors: list[PlanError] = []
-        for shares in self._shares(machine):
+        asked = self._by_least(machine)
+        tried = {shares for _, shares in asked}
+        while asked:
+            floor, shares = asked.pop(0)
+            if floor >= step:
+                least = min(least, floor)
+                continue
             try:
-                found.append(self._judged(machine, shares))
+                told, judged, least_told = self._judged(machine, shares)
             except PlanError as error:
                 errors.append(error)
-        if not found:
+                continue
+            least = min(least, least_told)
+            if told < step:
+                step, best = told, judged
+            if asked or best is None or not 1 < len(tried) < _SHARES:
+                continue
+            if (other := self._shares_of(best, machine)) not in tried:
+                asked, tried = [(0.0, other)], tried | {other}
+        if best is None:
             raise errors[0]
-        step, best, _ = min(found, key=lambda each: each[0])
-        least = min(least for _, _, least in found)
         self.leasts.append(min(least, self._quickly(machine)) if self._may_share(machine) else least)
         return step, best
+
+    def _by_least(self, machine: Machine) -> list[tuple[float, tuple[int, ...]]]:
+        """The microbatches of each rank of ``dp`` that are tried, by what they do not go below, as far as it is quick
+        to know."""
+        shares = self._shares(machine)
+        if len(shares) == 1 or not self._has_floor:
+            return [(0.0, each) for each in shares]
+        return sorted((self._least_of(machine, each, 0.0), each) for each in shares)
+
+    @property
+    def _has_floor(self) -> bool:
+        """Whether stages are followed, and are one on each rank."""
+        return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
 
     def _judged(self, machine: Machine, shares: tuple[int, ...]) -> tuple[float, Judged, float]:
         """Seconds of a step in which ranks of ``dp`` have as many microbatches, the plan, and what none goes below."""
@@ -152,8 +179,7 @@ class Judge:
         is quick. Infinite where no stages fit."""
         machine = self.dressed(machine)
         quick = self._quickly(machine)
-        point = self.point
-        if quick >= enough_s or is_formula(point.schedule) or not is_plain(point.schedule, point.virtual_stages):
+        if quick >= enough_s or not self._has_floor:
             return quick
         return max(quick, min(self._least_of(machine, shares, enough_s) for shares in self._shares(machine)))
 
@@ -229,6 +255,21 @@ class Judge:
         shared = [share_out(parts, [seconds[seats] for seats in pipelines], fill) for seconds in (best, paced)]
         alike = even or (parts // point.dp,) * point.dp
         return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
+
+    def _shares_of(self, judged: Judged, machine: Machine) -> tuple[int, ...]:
+        """As pipelines are fast with the stages of ``judged``."""
+        calls, point = self.local.model.calls, self.point
+        paces: dict[tuple[Seats, ...], float] = {}
+        for seats in dict.fromkeys(machine.pipelines):
+            slowest_s = 0.0
+            for stage, of_stage in zip(judged.split.stages, seats, strict=True):
+                costs = self.costs.of_stage(of_stage, machine.spread)
+                places = [part for plan in stage.parts or (stage,) for part in range(plan.start, plan.stop)]
+                blocks = [calls[judged.problem.calls[place].index].block for place in places]
+                slowest_s = max(slowest_s, sum(getattr(costs[b], name) for b in blocks for name in self._ways))
+            paces[seats] = max(slowest_s, 1e-30)
+        parts, fill = point.parts(self.job.global_batch), float(point.pp - 1)
+        return share_out(parts, [paces[seats] for seats in machine.pipelines], fill)
 
     def _shared_out(self, machine: Machine, shares: Sequence[int]) -> Sequence[Costs]:
         """What calls take by stage: on the slowest devices, or, where pipelines go each at its own pace, as if those

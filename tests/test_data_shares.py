@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.solve.shares import share_out
+from partitioner.solve.stages import SLACK
 from partitioner.timing import follow, plan_timeline
 from partitioner.topology import loads
 from runtime import Engine, LocalRanks, RankError
@@ -344,3 +345,20 @@ def test_training_that_goes_on_under_other_shares_is_that_of_one_process(tmp_pat
         optimizer.step()
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter).abs().max() < 1e-12, name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1p", "zb-v"])
+def test_a_device_that_is_faster_makes_no_step_longer(schedule: str):
+    """Its pipeline gets more of the batch only where the other stages keep up with it."""
+    steps = []
+    for speed in (1, 10):
+        cluster = (
+            "nodes: [{type: a100-80gb, devices: 4}, {type: h100-sxm, devices: 4}]\n"
+            "levels: [{like: nvlink3, nodes: 1}, {like: ib-hdr}]\n"
+            f"overrides: {{node0/2: {{speed: 0.5}}, node1/1: {{speed: 0.5}}, node1/3: {{speed: {speed}}}}}"
+        )
+        pins = Constraints(pp=2, dp=4, microbatch_size=1, schedule=schedule, zero=1, placement="in_order")
+        with torch.device("meta"):
+            model, x = Wide(), torch.empty(16, 1024, 4096)
+        steps.append(partition(model, loads(cluster), (x,), constraints=pins).estimate.step_time)
+    assert steps[1] <= steps[0] * (1 + SLACK)

@@ -26,7 +26,8 @@ from partitioner.solve.tables import TINY, StageTables
 Table = NDArray[np.float64]
 _CLOSE = 0.005  # of what the cuts take: near enough
 _MOST_TURNS = 40
-_ACTIONS = 200_000  # to follow, in all turns, and as many again when cuts are moved
+_ACTIONS = 200_000  # to follow, in all turns
+_MOVED = 50_000  # to follow where cuts are moved besides
 _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 
@@ -38,9 +39,11 @@ class Found:
     bound: float
 
 
-def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf) -> Found:
+def better_cuts(
+    tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf, *, quick: bool = False
+) -> Found:
     """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone; ``enough_s``:
-    what takes as long is of no interest."""
+    what takes as long is of no interest; ``quick``: a quarter of the turns will do."""
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
@@ -51,7 +54,8 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int],
     if math.comb(calls - 1, stages - 1) * actions <= _ACTIONS:
         return _best_of_all(costs, timetable, how, calls, stages)
     bands = costs.bands(follow(timetable, costs.phases(cuts), **how) / _microbatches(timetable))
-    for turn in range(1, max(4, min(_MOST_TURNS, _ACTIONS // actions)) + 1):
+    turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
+    for turn in range(1, turns + 1):
         seconds, path = longest_path(timetable, costs.phases(cuts), **how)
         seen[cuts] = seconds
         paths += (path - paths) / turn
@@ -60,7 +64,7 @@ def better_cuts(tables: StageTables, timetable: Timetable, start: Sequence[int],
         if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
             break
     else:
-        _moved(costs, timetable, how, seen, max(4, _ACTIONS // actions))
+        _moved(costs, timetable, how, seen, min(4 * turns, _MOVED // actions))
     order = sorted((taken, found) for found, taken in seen.items())
     return Found(tuple(order), min(bound, order[0][0]))
 

@@ -111,7 +111,8 @@ def _solved(
             break
     if found:
         split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
-        split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s)
+        quick = not proven and _cut_by_memory(problem, split)
+        split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s, quick)
         taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
         return _joined(split, problem, schedule, own, taken, chunks, bound)
     stage, missing = lacking
@@ -202,6 +203,7 @@ def _improved(
     flying: Held,
     chunks: int | None,
     enough_s: float,
+    quick: bool,
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
 
@@ -217,7 +219,7 @@ def _improved(
     )
     steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
     rest = more[2] * steady if more is not None else 0.0
-    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest)
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest, quick=quick)
     bound = found.bound + rest
     seconds = partial(_seconds, problem, schedule=schedule, num_ranks=p, chunks=chunks)
     # what is made again so that cuts fit, others that fit need not

@@ -175,8 +175,8 @@ class Judge:
         return problem, held, shares
 
     def least(self, machine: Machine, enough_s: float = 0.0) -> float:
-        """What judging ``machine`` does not go below; whether that is less than ``enough_s`` is found out as far as it
-        is quick. Infinite where no stages fit."""
+        """What judging ``machine`` does not go below, with the shares of the batch that are tried first; whether that
+        is less than ``enough_s`` is found out as far as it is quick. Infinite where no stages fit."""
         machine = self.dressed(machine)
         quick = self._quickly(machine)
         if quick >= enough_s or not self._has_floor:

@@ -94,7 +94,7 @@ class Judge:
         tried = {shares for _, shares in asked}
         while asked:
             floor, shares = asked.pop(0)
-            if floor >= step:
+            if best is not None and floor >= step:
                 least = min(least, floor)
                 continue
             try:

@@ -83,6 +83,7 @@ class Judge:
     asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
     _quick: dict[int, float] = field(default_factory=dict)  # of those that are dressed
+    _tried: dict[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)  # shares, of the same
 
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
@@ -242,8 +243,14 @@ class Judge:
         return free and len(set(machine.pipelines)) > 1
 
     def _shares(self, machine: Machine) -> Sequence[tuple[int, ...]]:
-        """The microbatches of each rank of ``dp`` that are tried: about as many; and as pipelines are fast if each had
-        the best stages, or all have the same ones and wait for the slowest."""
+        """The microbatches of each rank of ``dp`` that are tried first."""
+        if id(machine) not in self._tried:
+            self._tried[id(machine)] = self._first_shares(machine)
+        return self._tried[id(machine)]
+
+    def _first_shares(self, machine: Machine) -> Sequence[tuple[int, ...]]:
+        """About as many; and as pipelines are fast if each had the best stages, or all have the same ones and wait for
+        the slowest."""
         point, pipelines = self.point, machine.pipelines
         even = point.data_shares(self.job.global_batch)
         if not self._may_share(machine):

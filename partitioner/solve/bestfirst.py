@@ -279,7 +279,7 @@ def _evaluate(
     found = row.evaluated
     row.status, row.loose = "solved", found.partly or found.unsure
     row.bound = min(max(row.bound, 0.0 if found.partly else found.least_s), found.step_time)
-    if row.evaluated.step_time < state.best_time:
+    if found.step_time < state.best_time:
         state.best = point
         state.in_vain.clear()
         state.spent = 0.0

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
-import numpy as np
-
-from partitioner.cost.calls import CallCost
 from partitioner.cost.estimate import estimate, stage_problem
 from partitioner.cost.levels import lost_by
-from partitioner.cost.machine import Machine, Seat, Seats
-from partitioner.cost.paces import Pipelines, work_and_speeds
-from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
+from partitioner.cost.machine import Machine, Seat
+from partitioner.cost.seats import SeatCosts
 from partitioner.cost.states import StateCost, with_lost
 from partitioner.cost.tails import least_update, run_tails
 from partitioner.errors import CapacityError, PlanError
@@ -24,11 +19,11 @@ from partitioner.job import Job
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
 from partitioner.schedules import ranks_of
+from partitioner.sharing import Shares, Sharing
 from partitioner.solve.joint import cut_for_step
 from partitioner.solve.least import least_time
-from partitioner.solve.pipelines import is_formula, is_plain, least_fill
+from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.point import Point
-from partitioner.solve.shares import share_out
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StageSplit, solve_stages
 from partitioner.solve.virtual import followed, solve_virtual
@@ -43,7 +38,13 @@ class Judged(NamedTuple):
     problem: StageProblem
     split: StageSplit
     estimate: Estimate
-    data_shares: tuple[int, ...]
+    data_shares: Shares
+
+    @property
+    def calls(self) -> list[list[int]]:
+        """That each stage runs, by what the local model numbers them."""
+        parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
+        return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
 def virtual_ranks(point: Point) -> tuple[int, ...]:
@@ -82,8 +83,10 @@ class Judge:
     leasts: list[float] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
-    _quick: dict[int, float] = field(default_factory=dict)  # of those that are dressed
-    _tried: dict[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)  # shares, of the same
+
+    @cached_property
+    def _sharing(self) -> Sharing:
+        return Sharing(self.job, self.point, self.local, self.costs)
 
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
@@ -108,17 +111,17 @@ class Judge:
                 step, best = told, judged
             if asked or best is None or not 1 < len(tried) < _SHARES:
                 continue
-            if (other := self._shares_of(best, machine)) not in tried:
+            if (other := self._sharing.of_stages(best.calls, machine)) not in tried:
                 asked, tried = [(0.0, other)], tried | {other}
         if best is None:
             raise errors[0]
-        self.leasts.append(min(least, self._quickly(machine)) if self._may_share(machine) else least)
+        self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
         return step, best
 
-    def _by_least(self, machine: Machine) -> list[tuple[float, tuple[int, ...]]]:
+    def _by_least(self, machine: Machine) -> list[tuple[float, Shares]]:
         """The microbatches of each rank of ``dp`` that are tried, by what they do not go below, as far as it is quick
         to know."""
-        shares = self._shares(machine)
+        shares = self._sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
         return sorted((self._least_of(machine, each, 0.0), each) for each in shares)
@@ -128,7 +131,7 @@ class Judge:
         """Whether stages are followed, and are one on each rank."""
         return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
 
-    def _judged(self, machine: Machine, shares: tuple[int, ...]) -> tuple[float, Judged, float]:
+    def _judged(self, machine: Machine, shares: Shares) -> tuple[float, Judged, float]:
         """Seconds of a step in which ranks of ``dp`` have as many microbatches, the plan, and what none goes below."""
         job, point = self.job, self.point
         problem, held, shares = self._problem(machine, shares)
@@ -151,13 +154,11 @@ class Judge:
         )
         return cut.step_s, Judged(problem, cut.split, cut.priced, shares), cut.least_s
 
-    def _problem(
-        self, machine: Machine, shares: tuple[int, ...]
-    ) -> tuple[StageProblem, Mapping[str, StateCost], tuple[int, ...]]:
+    def _problem(self, machine: Machine, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """What is cut into stages on ``machine``, the states there, and the microbatches of each rank of ``dp``."""
         job, point = self.job, self.point
         held = with_lost(self.states, lost_by(machine, job.constraints))
-        costs_by_stage = self._shared_out(machine, shares)
+        costs_by_stage = self._sharing.by_stage(machine, shares)
         shares = () if len(set(shares)) == 1 else shares
         problem = stage_problem(
             self.local.model,
@@ -179,12 +180,12 @@ class Judge:
         """What judging ``machine`` does not go below, with the shares of the batch that are tried first; whether that
         is less than ``enough_s`` is found out as far as it is quick. Infinite where no stages fit."""
         machine = self.dressed(machine)
-        quick = self._quickly(machine)
+        quick = self._sharing.least(machine)
         if quick >= enough_s or not self._has_floor:
             return quick
-        return max(quick, min(self._least_of(machine, shares, enough_s) for shares in self._shares(machine)))
+        return max(quick, min(self._least_of(machine, shares, enough_s) for shares in self._sharing.first(machine)))
 
-    def _least_of(self, machine: Machine, shares: tuple[int, ...], enough_s: float) -> float:
+    def _least_of(self, machine: Machine, shares: Shares, enough_s: float) -> float:
         """What stages that are followed do not go below where ranks of ``dp`` have as many microbatches."""
         problem, held, _ = self._problem(machine, shares)
         try:
@@ -195,122 +196,11 @@ class Judge:
         pipeline_s = found.pipeline_s(self.point.schedule, self.point.pp, m, overlap)
         return pipeline_s + least_update(problem, held, machine)
 
-    def _quickly(self, machine: Machine) -> float:
-        """What no plan on ``machine`` goes below: stages that are all as fast as the best and hold the same share of
-        the work, of a rank that has as many microbatches as some rank must have; where stages differ, each its share
-        of the work."""
-        if id(machine) not in self._quick:
-            self._quick[id(machine)] = self._at_best(machine)
-        return self._quick[id(machine)]
-
-    def _at_best(self, machine: Machine) -> float:
-        point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
-        overlap = self.job.constraints.overlap_steps
-        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages, overlap)
-        apart = self.job.goes_apart(point)
-        of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
-        different = {id(costs): costs for costs in of_stages}
-        ahead, back = self._through(fastest(list(different.values())))
-        filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
-        alike = (ahead + back) * num_microbatches / point.pp + filled
-        if len(different) == 1:
-            return alike
-        counts = list(Counter(machine.pipelines).values()) if apart else [1]
-        of_all = point.parts(self.job.global_batch) if apart else num_microbatches
-        return max(alike, self._shared_out_at_best(of_stages, different, counts, of_all))
-
-    def _shared_out_at_best(
-        self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
-    ) -> float:
-        """What ``num_microbatches`` take at least of pipelines whose stages cost ``of_stages``, one after the other, of
-        which there are ``counts``."""
-        often, numbers = self._often, {key: k for k, key in enumerate(different)}
-        seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
-        work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
-        by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
-        pipelines = Pipelines(-np.sort(-by_stage, axis=1), np.array(counts))
-        return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
-
     def dressed(self, machine: Machine) -> Machine:
         """``machine`` with what else the point says: one and the same object each time."""
         if id(machine) not in self._dressed:  # with what keeps it alive
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
         return self._dressed[id(machine)][1]
-
-    def _may_share(self, machine: Machine) -> bool:
-        """Whether ranks of ``dp`` may have other numbers of microbatches than are tried, to go each at its own pace."""
-        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
-        return free and len(set(machine.pipelines)) > 1
-
-    def _shares(self, machine: Machine) -> Sequence[tuple[int, ...]]:
-        """The microbatches of each rank of ``dp`` that are tried first."""
-        if id(machine) not in self._tried:
-            self._tried[id(machine)] = self._first_shares(machine)
-        return self._tried[id(machine)]
-
-    def _first_shares(self, machine: Machine) -> Sequence[tuple[int, ...]]:
-        """About as many; and as pipelines are fast if each had the best stages, or all have the same ones and wait for
-        the slowest."""
-        point, pipelines = self.point, machine.pipelines
-        even = point.data_shares(self.job.global_batch)
-        if not self._may_share(machine):
-            return (self.job.constraints.data_shares or even,)
-        parts, fill = point.parts(self.job.global_batch), float(point.pp - 1)
-        work = {seats: self._work(seats, machine) for seats in dict.fromkeys(pipelines)}
-        best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
-        paced = {seats: max(of) / point.pp for seats, of in work.items()}
-        shared = [share_out(parts, [seconds[seats] for seats in pipelines], fill) for seconds in (best, paced)]
-        alike = even or (parts // point.dp,) * point.dp
-        return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
-
-    def _shares_of(self, judged: Judged, machine: Machine) -> tuple[int, ...]:
-        """As pipelines are fast with the stages of ``judged``."""
-        calls, point = self.local.model.calls, self.point
-        paces: dict[tuple[Seats, ...], float] = {}
-        for seats in dict.fromkeys(machine.pipelines):
-            slowest_s = 0.0
-            for stage, of_stage in zip(judged.split.stages, seats, strict=True):
-                costs = self.costs.of_stage(of_stage, machine.spread)
-                places = [part for plan in stage.parts or (stage,) for part in range(plan.start, plan.stop)]
-                blocks = [calls[judged.problem.calls[place].index].block for place in places]
-                slowest_s = max(slowest_s, sum(getattr(costs[b], name) for b in blocks for name in self._ways))
-            paces[seats] = max(slowest_s, 1e-30)
-        parts, fill = point.parts(self.job.global_batch), float(point.pp - 1)
-        return share_out(parts, [paces[seats] for seats in machine.pipelines], fill)
-
-    def _shared_out(self, machine: Machine, shares: Sequence[int]) -> Sequence[Costs]:
-        """What calls take by stage: on the slowest devices, or, where pipelines go each at its own pace, as if those
-        that have fewer microbatches took as many, each in so much less time."""
-        point, pipelines = self.point, machine.pipelines
-        if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
-            return self.costs.by_stage(machine)
-        most, fill = max(shares), float(point.pp - 1)
-        kinds = dict.fromkeys(pipelines)
-        each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
-        pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
-        return [
-            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds])
-            for s in range(point.pp)
-        ]
-
-    def _work(self, seats: tuple[Seats, ...], machine: Machine) -> list[float]:
-        """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
-        costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
-        return [max(sum(self._through(of)), 1e-30) for of in costs]
-
-    def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls."""
-        ahead, back = (sum(n * getattr(of[b], name) for b, n in self._often.items()) for name in _TOTALS)
-        return ahead, back if self.job.train else 0.0
-
-    @cached_property
-    def _often(self) -> Counter[str]:
-        """How often each block is called."""
-        return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
-
-    @property
-    def _ways(self) -> Sequence[str]:
-        return _TOTALS[: 1 + self.job.train]
 
     def _followed(self, problem: StageProblem) -> StageProblem:
         """``problem`` with what its schedule says of the microbatches that stages hold."""
@@ -318,10 +208,3 @@ class Judge:
         if is_formula(point.schedule):
             return problem
         return followed(problem, point.schedule, point.pp, point.virtual_stages)
-
-
-def _paced(costs: Costs, factor: float) -> Costs:
-    return {name: cost.paced(factor) for name, cost in costs.items()}
-
-
-_TOTALS = ("forward_total_s", "backward_total_s")

@@ -1,0 +1,153 @@
+"""How a batch is shared out over the pipelines of a placement, each as fast as its devices are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from partitioner.cost.calls import CallCost
+from partitioner.cost.machine import Machine, Seats
+from partitioner.cost.paces import Pipelines, work_and_speeds
+from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
+from partitioner.job import Job
+from partitioner.localize import LocalModel
+from partitioner.solve.pipelines import is_formula, least_fill
+from partitioner.solve.point import Point
+from partitioner.solve.shares import share_out
+
+_TOTALS = ("forward_total_s", "backward_total_s")
+_TINY_S = 1e-30
+Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all have as many
+
+
+@dataclass
+class Sharing:
+    """The shares of the batch that ranks of ``dp`` may have under ``point``; ``local``, ``costs``: what a rank runs,
+    what that takes. Asked of placements that are dressed for the point, which are to be the same object each time."""
+
+    job: Job
+    point: Point
+    local: LocalModel
+    costs: SeatCosts
+    _first: dict[int, tuple[Machine, Sequence[Shares]]] = field(default_factory=dict)  # with what keeps its key alive
+    _least: dict[int, tuple[Machine, float]] = field(default_factory=dict)
+
+    def is_free(self, machine: Machine) -> bool:
+        """Whether ranks may have other numbers of microbatches than are tried, to go each at its own pace."""
+        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
+        return free and len(set(machine.pipelines)) > 1
+
+    def first(self, machine: Machine) -> Sequence[Shares]:
+        """What is tried first: about as many; and as pipelines are fast if each had the best stages, or all have the
+        same ones and wait for the slowest."""
+        if id(machine) not in self._first:
+            self._first[id(machine)] = machine, self._found_first(machine)
+        return self._first[id(machine)][1]
+
+    def of_stages(self, calls: Sequence[Sequence[int]], machine: Machine) -> Shares:
+        """As pipelines are fast whose stages run these ``calls``, numbered as the local model's are."""
+        blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
+        paces: dict[tuple[Seats, ...], float] = {}
+        for seats in dict.fromkeys(machine.pipelines):
+            costs = [self.costs.of_stage(of_stage, machine.spread) for of_stage in seats]
+            stages = zip(costs, blocks, strict=True)
+            each = (sum(getattr(of[block], name) for block in called for name in self._ways) for of, called in stages)
+            paces[seats] = max(_TINY_S, *each)
+        return self._shared([paces[seats] for seats in machine.pipelines])
+
+    def by_stage(self, machine: Machine, shares: Shares) -> Sequence[Costs]:
+        """What calls take by stage: on the slowest devices, or, where pipelines go each at its own pace, as if those
+        that have fewer microbatches took as many, each in so much less time."""
+        point, pipelines = self.point, machine.pipelines
+        if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
+            return self.costs.by_stage(machine)
+        most, fill = max(shares), float(point.pp - 1)
+        kinds = dict.fromkeys(pipelines)
+        each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
+        pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
+        return [
+            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds])
+            for s in range(point.pp)
+        ]
+
+    def least(self, machine: Machine) -> float:
+        """Seconds that no plan on ``machine`` goes below, whatever the shares: stages that are all as fast as the best
+        and hold the same share of the work, of a rank that has as many microbatches as some rank must have; where
+        stages differ, each its share of the work."""
+        if id(machine) not in self._least:
+            self._least[id(machine)] = machine, self._found_least(machine)
+        return self._least[id(machine)][1]
+
+    def _found_first(self, machine: Machine) -> Sequence[Shares]:
+        point = self.point
+        even = point.data_shares(self.job.global_batch)
+        if not self.is_free(machine):
+            return (self.job.constraints.data_shares or even,)
+        work = {seats: self._work(seats, machine) for seats in dict.fromkeys(machine.pipelines)}
+        best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
+        paced = {seats: max(of) / point.pp for seats, of in work.items()}
+        shared = [self._shared([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]
+        alike = even or (point.parts(self.job.global_batch) // point.dp,) * point.dp
+        return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
+
+    def _shared(self, seconds: Sequence[float]) -> Shares:
+        """The batch over pipelines that take ``seconds`` for a microbatch."""
+        return share_out(self.point.parts(self.job.global_batch), seconds, float(self.point.pp - 1))
+
+    def _found_least(self, machine: Machine) -> float:
+        point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
+        overlap = self.job.constraints.overlap_steps
+        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages, overlap)
+        apart = self.job.goes_apart(point)
+        of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
+        different = {id(costs): costs for costs in of_stages}
+        ahead, back = self._through(fastest(list(different.values())))
+        filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
+        alike = (ahead + back) * num_microbatches / point.pp + filled
+        if len(different) == 1:
+            return alike
+        counts = list(Counter(machine.pipelines).values()) if apart else [1]
+        of_all = point.parts(self.job.global_batch) if apart else num_microbatches
+        return max(alike, self._least_of_pipelines(of_stages, different, counts, of_all))
+
+    def _least_of_pipelines(
+        self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
+    ) -> float:
+        """What ``num_microbatches`` take at least of pipelines whose stages cost ``of_stages``, one after the other, of
+        which there are ``counts``."""
+        often, numbers = self._often, {key: k for k, key in enumerate(different)}
+        seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
+        work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
+        by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
+        pipelines = Pipelines(-np.sort(-by_stage, axis=1), np.array(counts))
+        return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
+
+    def _work(self, seats: tuple[Seats, ...], machine: Machine) -> list[float]:
+        """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
+        costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
+        return [max(sum(self._through(of)), _TINY_S) for of in costs]
+
+    def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
+        """Seconds of a microbatch through all calls."""
+        ahead, back = (sum(n * getattr(of[b], name) for b, n in self._often.items()) for name in _TOTALS)
+        return ahead, back if self.job.train else 0.0
+
+    @cached_property
+    def _often(self) -> Counter[str]:
+        """How often each block is called."""
+        return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
+
+    @property
+    def _ways(self) -> Sequence[str]:
+        return _TOTALS[: 1 + self.job.train]
+
+
+def _paced(costs: Costs, factor: float) -> Costs:
+    return {name: cost.paced(factor) for name, cost in costs.items()}
+
+
+__all__ = ["Shares", "Sharing"]

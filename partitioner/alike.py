@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.cost.evened import BEST, evened, plain
+from partitioner.cost.evened import BEST, evened
 from partitioner.cost.machine import Machine
 from partitioner.cost.seats import SeatCosts
 from partitioner.evaluate import Evaluator
@@ -83,7 +83,7 @@ class Alike:
         """How many devices each level joins."""
         if not self._topologies:
             return ()
-        return equal_levels(plain(self._topologies[0])) or ()
+        return equal_levels(self._topologies[0].changed(overrides={}, node_overrides={})) or ()
 
     @cached_property
     def _job(self) -> Job:

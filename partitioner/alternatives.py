@@ -19,9 +19,9 @@ from partitioner.solve.points import Space, several_stages
 from partitioner.solve.rows import Evaluated, bound_and_gap, candidate, refused
 from passes.errors import PartitionError
 
-LEAST_GAIN = 0.01  # of the step: less is not worth more of the schedule
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
 _MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that were no better: half a minute or so
+_ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
 
 
@@ -33,7 +33,7 @@ def effort(space: Space, point: Point) -> float:
 def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found: Point) -> list[Point]:
     """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, and would be
     better than ``found`` without the pipeline's bubble."""
-    enough = solved[found].step_time * (1 - LEAST_GAIN)
+    enough = solved[found].step_time
     best: dict[Point, Point] = {}
     for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
         bubble = (known.breakdown or {}).get("bubble", 0.0)
@@ -60,7 +60,7 @@ def best_schedule(
     """
     best, rows = found, []
     for point in several:
-        enough = min(best.estimate.step_time, found.estimate.step_time * (1 - LEAST_GAIN))
+        enough = best.estimate.step_time * (1 - _ROUNDING)
         if time.monotonic() > deadline:
             break
         least = float(bounds.times([point])[0])
@@ -116,4 +116,4 @@ def _same(row: Candidate, other: Candidate) -> bool:
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["LEAST_GAIN", "PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several"]
+__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several"]

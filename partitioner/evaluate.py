@@ -95,7 +95,7 @@ class Evaluator:
         if devices is None:
             exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED
             likely = None if is_plain(point.schedule, point.virtual_stages) else self._likely(point)
-            found = self.placements.best(point.grid, judge, judge.least, enough_s, exchanges, likely)
+            found = self.placements.best(point.grid, judge, judge.expected, enough_s, exchanges, likely)
             others = [m for m in self.placements.candidates(point.grid) if id(m) not in judge.asked]
             judge.leasts += map(judge.least, others if likely is not None else ())
         else:
@@ -145,11 +145,12 @@ class Evaluator:
         return self.placements.complete(point.grid) and not (self._mixed and self.job.goes_apart(point))
 
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
-        """Whether none of the placements that :meth:`solve` tries takes less than ``enough_s``. Raises as it does."""
+        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s``. Raises as
+        it does."""
         if self.placements.complete(point.grid):
             return False  # a bound says it
         judge = self._judge(point)
-        return all(judge.least(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
+        return all(judge.expected(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
     def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
         self._check_experts(point)

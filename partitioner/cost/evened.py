@@ -54,12 +54,6 @@ def evened(topology: Topology) -> list[Topology]:
     ]
 
 
-def plain(topology: Topology) -> Topology:
-    """``topology`` without what single nodes and devices differ in."""
-    fields = {name: getattr(topology, name) for name in type(topology).model_fields}
-    return Topology(**{**fields, "overrides": {}, "node_overrides": {}})
-
-
 def _shares(topology: Topology) -> list[float]:
     """Of each node the share of the bandwidth to others that its best device has."""
     best = np.zeros(topology.num_nodes)
@@ -86,4 +80,4 @@ def _orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
         yield from ((first, *others) for others in _orders(rest))
 
 
-__all__ = ["BEST", "evened", "plain"]
+__all__ = ["BEST", "evened"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -73,6 +73,66 @@ def solve_virtual(
     return replace(best, least_s=min(best.pipeline_s, least))
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """The virtual stages of ``problem`` on their ranks, under a schedule: ``chunks`` on each, ``own`` are which."""
+
+    problem: StageProblem
+    schedule: str | ScheduleTable
+    chunks: int | None
+    own: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> _Ranks:
+        own = held(ranks_of(schedule, num_ranks, chunks), num_ranks)
+        return cls(followed(problem, schedule, num_ranks, chunks), schedule, chunks, own)
+
+    @cached_property
+    def flying(self) -> Held:
+        """The microbatches that each stage holds."""
+        return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
+
+    @cached_property
+    def capacity(self) -> list[float]:
+        """Bytes of each rank."""
+        return [self.problem.capacity[stages[0]] for stages in self.own]
+
+    def seconds(self, split: StageSplit) -> float:
+        """What the pipeline takes, followed action by action."""
+        problem = self.problem
+        phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
+        m, overlap = problem.num_microbatches, problem.overlap_steps
+        how = self.schedule, len(self.own), m, self.chunks, phases, problem.train
+        return pipeline_seconds(*how, overlap_steps=overlap)
+
+    def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
+        """Peak bytes of each rank, see :meth:`taken`."""
+        return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
+
+    def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
+        """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
+        problem, stages = tables.problem, self.own[rank]
+        ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
+        places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
+        working = [
+            float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
+            for way, plan in zip(ways, plans, strict=True)
+        ]
+        states = [float(tables.states[plan.start, plan.stop]) for plan in plans]
+        names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
+        total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
+        total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
+        if not problem.train:
+            return total
+        apart, each = 0.0, []
+        for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
+            sizes = way.each(start, stop, np.array([plan.recompute]))
+            each.append((float(sizes[0][0]), float(sizes[1][0])))
+            apart += max(_held(pair, each[-1]) for pair in problem.held(k))
+        at_once = max(sum(map(_held, counts, each)) for counts in self.flying.together[rank])
+        return total - apart + at_once
+
+
 def _solved(
     problem: StageProblem,
     schedule: str | ScheduleTable,
@@ -81,44 +141,39 @@ def _solved(
     proven: bool,
     enough_s: float,
 ) -> StageSplit:
-    ranks = ranks_of(schedule, num_ranks, chunks)
-    own = held(ranks, num_ranks)
-    flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
-    problem = followed(problem, schedule, num_ranks, chunks)
-    capacity = [problem.capacity[stages[0]] for stages in own]
-    whole = tables = StageTables(problem)
-    split = solve_stages(problem, tables)  # raises where one of the stages does not fit on a rank of its own
+    ranks = _Ranks.of(problem, schedule, num_ranks, chunks)
+    capacity = ranks.capacity
+    whole = tables = StageTables(ranks.problem)
+    split = solve_stages(ranks.problem, tables)  # raises where one of the stages does not fit on a rank of its own
     found: list[StageSplit] = []
     lacking: tuple[int, float] = 0, np.inf
     for attempt in range(_ROUNDS):
-        taken = [_memory(tables, split.stages, stages, flying, s) for s, stages in enumerate(own)]
-        excess = [t - c for t, c in zip(taken, capacity, strict=True)]
+        excess = [t - c for t, c in zip(ranks.memory(tables, split.stages), capacity, strict=True)]
         if max(excess) <= 0:
             found.append(split)
             break
         lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda lacks: lacks[1])
-        if attempt == 0 and (made := _made_again(whole, split, own, flying, capacity)) is not None:
+        if attempt == 0 and (made := _made_again(whole, split, ranks)) is not None:
             found.append(made)
         if attempt == _ROUNDS - 1:
             break
         needs = [float(stage.memory) for stage in split.stages]
-        limits = _shares(needs, own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
-        limited = replace(problem, capacity=tuple(int(limit) for limit in limits))
+        limits = _shares(needs, ranks.own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
+        limited = replace(ranks.problem, capacity=tuple(int(limit) for limit in limits))
         try:
             tables = StageTables(limited)
             split = solve_stages(limited, tables)
         except CapacityError:
             break
     if found:
-        split = min(found, key=lambda split: _seconds(problem, split, schedule, num_ranks, chunks))
-        quick = not proven and _cut_by_memory(problem, split)
-        split, bound = _improved(whole, split, schedule, own, flying, chunks, enough_s, quick)
-        taken = [_memory(whole, split.stages, stages, flying, s) for s, stages in enumerate(own)]
-        return _joined(split, problem, schedule, own, taken, chunks, bound)
+        split = min(found, key=ranks.seconds)
+        quick = not proven and _cut_by_memory(ranks.problem, split)
+        split, bound = _improved(whole, split, ranks, enough_s, quick)
+        return _joined(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking
     raise CapacityError(
         f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
-        f"{bytes_text(capacity[stage])} of a device for its {len(own[stage])} virtual stages: "
+        f"{bytes_text(capacity[stage])} of a device for its {len(ranks.own[stage])} virtual stages: "
         f"{bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
@@ -133,17 +188,15 @@ def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: in
     return replace(problem, flying=flying.pairs)
 
 
-def _made_again(
-    tables: StageTables, split: StageSplit, own: Sequence[Sequence[int]], flying: Held, capacity: Sequence[float]
-) -> StageSplit | None:
+def _made_again(tables: StageTables, split: StageSplit, ranks: _Ranks) -> StageSplit | None:
     """The same cuts, of which each rank makes so much again that it fits; ``None`` where one does not."""
     stages = list(split.stages)
-    for rank, virtual in enumerate(own):
-        taken = partial(_taken, tables, virtual, flying, rank)
+    for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
+        taken = partial(ranks.taken, tables, rank)
         plans = [stages[k] for k in virtual]
-        if taken(plans) <= capacity[rank]:
+        if taken(plans) <= room:
             continue
-        made = fitted(tables, plans, taken, capacity[rank])
+        made = fitted(tables, plans, taken, room)
         if made is None:
             return None
         for k, plan in zip(virtual, made, strict=True):
@@ -161,56 +214,20 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
     return limits
 
 
-def _memory(tables: StageTables, every: Sequence[StagePlan], stages: Sequence[int], flying: Held, rank: int) -> float:
-    """Peak bytes of a rank, see :func:`_taken`."""
-    return _taken(tables, stages, flying, rank, [every[k] for k in stages])
-
-
-def _taken(tables: StageTables, stages: Sequence[int], flying: Held, rank: int, plans: Sequence[StagePlan]) -> float:
-    """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
-    problem = tables.problem
-    ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
-    places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
-    working = [
-        float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
-        for way, plan in zip(ways, plans, strict=True)
-    ]
-    states = [float(tables.states[plan.start, plan.stop]) for plan in plans]
-    names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
-    total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
-    total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
-    if not problem.train:
-        return total
-    apart, each = 0.0, []
-    for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
-        sizes = way.each(start, stop, np.array([plan.recompute]))
-        each.append((float(sizes[0][0]), float(sizes[1][0])))
-        apart += max(_held(pair, each[-1]) for pair in problem.held(k))
-    at_once = max(sum(map(_held, counts, each)) for counts in flying.together[rank])
-    return total - apart + at_once
-
-
 def _held(counts: Counts, each: tuple[float, float]) -> float:
     """Bytes of so many microbatches whose backward has not begun, and of which half has run."""
     return counts[0] * each[0] + counts[1] * each[1]
 
 
 def _improved(
-    tables: StageTables,
-    split: StageSplit,
-    schedule: str | ScheduleTable,
-    own: Sequence[Sequence[int]],
-    flying: Held,
-    chunks: int | None,
-    enough_s: float,
-    quick: bool,
+    tables: StageTables, split: StageSplit, ranks: _Ranks, enough_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
 
     ``tables``: of stages that may each have all of their rank's memory.
     """
-    problem, p = tables.problem, len(own)
-    table, more = shortened(schedule, p, problem.num_microbatches, chunks)
+    problem, p = ranks.problem, len(ranks.own)
+    table, more = shortened(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
     times = np.array(
         [
             [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
@@ -221,16 +238,15 @@ def _improved(
     rest = more[2] * steady if more is not None else 0.0
     found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest, quick=quick)
     bound = found.bound + rest
-    seconds = partial(_seconds, problem, schedule=schedule, num_ranks=p, chunks=chunks)
     # what is made again so that cuts fit, others that fit need not
-    known = seconds(split) if _cut_by_memory(problem, split) else np.inf
+    known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf
     for _, cuts in found.cuts:
         stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
         faster = replace(split, stages=stages)
-        if known < np.inf and seconds(faster) >= known:
+        if known < np.inf and ranks.seconds(faster) >= known:
             break
-        taken = [_memory(tables, faster.stages, virtual, flying, s) for s, virtual in enumerate(own)]
-        if all(t <= problem.capacity[virtual[0]] for t, virtual in zip(taken, own, strict=True)):
+        taken = ranks.memory(tables, stages)
+        if all(t <= room for t, room in zip(taken, ranks.capacity, strict=True)):
             return faster, bound
     return split, bound
 
@@ -240,29 +256,14 @@ def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
-def _joined(
-    split: StageSplit,
-    problem: StageProblem,
-    schedule: str | ScheduleTable,
-    own: Sequence[Sequence[int]],
-    memory: Sequence[float],
-    chunks: int | None,
-    bound: float,
-) -> StageSplit:
+def _joined(split: StageSplit, ranks: _Ranks, memory: Sequence[float], bound: float) -> StageSplit:
     """The stages by rank, and the seconds that the schedule takes with them."""
-    seconds = _seconds(problem, split, schedule, len(own), chunks)
+    seconds = ranks.seconds(split)
     stages = tuple(
-        _together([split.stages[k] for k in virtual], round(taken)) for virtual, taken in zip(own, memory, strict=True)
+        _together([split.stages[k] for k in virtual], round(taken))
+        for virtual, taken in zip(ranks.own, memory, strict=True)
     )
     return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
-
-
-def _seconds(
-    problem: StageProblem, split: StageSplit, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
-) -> float:
-    phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
-    m, overlap = problem.num_microbatches, problem.overlap_steps
-    return pipeline_seconds(schedule, num_ranks, m, chunks, phases, problem.train, overlap_steps=overlap)
 
 
 def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:

@@ -95,6 +95,10 @@ class Topology(Part):
         parts = [set(c) & set(self.names) for c in nx.connected_components(self.graph())]
         return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None
 
+    def changed(self, **fields: Any) -> Topology:
+        """The same with other ``fields``. Raises :class:`TopologyError` as a new one does."""
+        return Topology(**{**{name: getattr(self, name) for name in type(self).model_fields}, **fields})
+
     @property
     def num_devices(self) -> int:
         return sum(g.count * g.devices for g in self.nodes)

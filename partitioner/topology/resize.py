@@ -63,8 +63,7 @@ def _name(topology: Topology, num_nodes: int) -> str:
 
 
 def _made(topology: Topology, **changed: object) -> Topology | None:
-    fields = {name: getattr(topology, name) for name in type(topology).model_fields}
     try:
-        return Topology(**{**fields, **changed})
+        return topology.changed(**changed)
     except TopologyError:
         return None

@@ -15,6 +15,7 @@ from partitioner.explain_tables import (
     candidate_counts,
     candidate_table,
     collective_table,
+    cut_off,
     estimate_table,
     fate,
     figures,
@@ -296,6 +297,11 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
     yield line(
         f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}{searched(plan)}."
     )
+    if c.cut_off is not None:
+        yield line(f"The search was {cut_off(c)}: with more time there may be a better plan.")
+    elif c.num_open:
+        some, least = plural(c.num_open, "candidate"), percent(c.gap)
+        yield line(f"{some} may be faster, by {least} at most: no faster plan of them was found, and none was solved.")
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)

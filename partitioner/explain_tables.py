@@ -14,7 +14,7 @@ from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
-from partitioner.plan import Candidate, Certificate, Plan
+from partitioner.plan import OPEN, Candidate, Certificate, Plan
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
 WIDTH = 110  # columns of the plain text
@@ -23,10 +23,12 @@ _MOST_CANDIDATES = 12
 STATUS_WORDS = {
     "chosen": "chosen",
     "solved": "slower",
+    OPEN: "not solved",  # its bound is below the plan's cost
     "bounded": "cannot be faster",
     "infeasible": "does not fit",
 }
 _NO_PLAN = "no plan"  # for another reason than memory
+_ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
 AS_FAST, _ROUNDING = "as fast", 1e-9
 
 
@@ -41,9 +43,15 @@ def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
-def status_word(candidate: Candidate) -> str:
+def status_word(candidate: Candidate, certificate: Certificate) -> str:
     """What became of a candidate, in a word."""
-    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]
+    if is_as_fast(candidate, certificate):
+        return AS_FAST
+    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_status(candidate, certificate)]
+
+
+def _status(candidate: Candidate, certificate: Certificate) -> str:
+    return OPEN if certificate.is_open(candidate) else candidate.status
 
 
 def plain(parts: Iterable[RenderableType]) -> str:
@@ -117,6 +125,7 @@ def figures(plan: Plan) -> Padding:
         ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
         ("candidates", candidate_counts(certificate)),
+        ("search", cut_off(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
 
@@ -169,11 +178,17 @@ def searched(plan: Plan) -> str:
     return " (of 1F1B and ZB-1P)" if pinned.schedule is None and pinned.virtual_stages is None else ""
 
 
+def cut_off(certificate: Certificate) -> str:
+    """That the search ended before it was done, if it did."""
+    return f"cut off by {_ENDS[certificate.cut_off]}" if certificate.cut_off else ""
+
+
 def candidate_counts(certificate: Certificate) -> str:
     """``24 considered: 1 chosen, 3 slower, 20 cannot be faster``."""
     if not certificate.candidates:
         return ""
-    counts = {s: sum(c.status == s for c in certificate.candidates) + certificate.left.get(s, 0) for s in STATUS_WORDS}
+    known = Counter(_status(c, certificate) for c in certificate.candidates)
+    counts = {status: known[status] + certificate.left.get(status, 0) for status in STATUS_WORDS}
     barred = sum(map(is_barred, certificate.candidates))
     counts["infeasible"] -= barred
     as_fast = sum(is_as_fast(candidate, certificate) for candidate in certificate.candidates)
@@ -235,8 +250,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
-        word = AS_FAST if is_as_fast(candidate, plan.certificate) else status_word(candidate)
-        outcome = word + (f": {candidate.reason}" if candidate.reason else "")
+        outcome = status_word(candidate, plan.certificate) + (f": {candidate.reason}" if candidate.reason else "")
         made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),
@@ -314,10 +328,12 @@ def fate(candidate: Candidate, chosen: float) -> str:
     if candidate.status == "chosen":
         return "this is the plan"
     if candidate.status == "infeasible":
-        return f"{status_word(candidate)}{why}"
+        return f"{_NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
         more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
         return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
+    if candidate.bound < chosen * (1 - _ROUNDING):
+        return f"was not solved, and may take {seconds_text(candidate.bound)} or more{why}"
     return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"

@@ -194,16 +194,13 @@ def _explore(
     found, certificate = result.best.payload, result.certificate
     rows = certificate.candidates
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
+        several = schedules_of_several(space, {**solved(before), **solved(result.rows)}, found.point)
+        attempt = partial(evaluate, proven=False)
         found, certificate = best_schedule(
-            evaluate,
-            partial(evaluate, proven=False),
-            floors,
-            floors.of_point,
-            schedules_of_several(space, {**solved(before), **solved(result.rows)}, found.point),
-            found,
-            certificate,
-            deadline,
+            evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
         )
+        if several and time.monotonic() > deadline:
+            certificate = certificate.model_copy(update={"cut_off": "time limit"})
 
     as_long_s = max(_LEAST_S, time.monotonic() - start)
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from partitioner.whynot import WhyNot
     from runtime.prove import Proof
 
+OPEN = "open"  # among what a certificate leaves out: bounded, and its bound below the plan's cost
+_ROUNDING = 1e-9  # of a step: no difference
+
 
 class StageEstimate(Data):
     """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
@@ -92,7 +95,8 @@ class Baseline(Data):
 class Certificate(Data):
     """``objective`` is the plan's cost in seconds under the model, ``bound`` what no plan can go below.
 
-    ``left``: by status, the candidates that are counted and have no row, the worst of many.
+    ``left``: by status, the candidates that are counted and have no row, the worst of many; ``open``: bounded, with a
+    bound below the objective. ``cut_off``: what ended the search before it was done.
     """
 
     objective: float
@@ -101,6 +105,16 @@ class Certificate(Data):
     candidates: tuple[Candidate, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     left: dict[str, int] = Field(default_factory=dict)
+    cut_off: Literal["time limit", "interruption"] | None = None
+
+    def is_open(self, candidate: Candidate) -> bool:
+        """Whether a candidate was not solved, though its bound does not say that it takes as long as the plan."""
+        return candidate.status == "bounded" and candidate.bound < self.objective * (1 - _ROUNDING)
+
+    @property
+    def num_open(self) -> int:
+        """Candidates that were not solved and may be faster than the plan."""
+        return sum(map(self.is_open, self.candidates)) + self.left.get(OPEN, 0)
 
 
 class ContextWay(Data):

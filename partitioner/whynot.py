@@ -15,9 +15,10 @@ from partitioner.compare import relative, time_changes
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
+from partitioner.explain_tables import cut_off
 from partitioner.plan import Candidate, Plan
 from partitioner.solve.points import SEARCHED, widest_searched
-from partitioner.units import bytes_text, seconds_text
+from partitioner.units import bytes_text, plural, seconds_text
 from passes.errors import InputsError, PartitionError
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class WhyNot:
 
     ``verdict``: ``chosen``, the plan is so; ``slower``, ``faster``: the best plan so is ``candidate``; ``bounded``: no
     plan so takes less than ``bound`` seconds, which is no less than the chosen one's; ``infeasible``: there is no plan
-    so; ``unknown``: it takes the model to say. ``changes``: what would make the infeasible feasible.
+    so; ``unknown``: it takes the model to say, ``bound`` is known or not. ``changes``: what would make the
+    infeasible feasible.
     """
 
     asked: Mapping[str, Any]
@@ -64,7 +66,7 @@ def why_not(
     answer = _from_rows(plan, asked)
     if answer is not None and (model is None or answer.verdict == "chosen"):
         return answer
-    if answer is not None and answer.verdict != "bounded" and not _is_beside(plan, asked):
+    if answer is not None and answer.verdict not in ("bounded", "unknown") and not _is_beside(plan, asked):
         return answer
     if model is not None:
         return _planned(plan, asked, model, inputs, loss)
@@ -140,17 +142,25 @@ def _slower(
 def _bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    chosen = plan.estimate.step_time
+    chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
     lines = [
         f"No plan with {shown(asked)} can take less than {seconds_text(bound)}, {relative(chosen, bound)} the chosen "
-        f"plan's {seconds_text(chosen)}: {len(rows)} candidates were bounded, not solved."
+        f"plan's {seconds_text(chosen)}: {_candidates(sum(c.status == 'bounded' for c in rows))} bounded, not solved."
     ]
+    still_open = sum(map(certificate.is_open, rows))
+    if still_open:
+        ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
+        lines.append(f"Of these {still_open} may be faster, as far as is known: {ended}.")
     if solved is not None and solved.step_time is not None:
         lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     lines.append("With the model at hand the best of them can be planned: why_not(model=..., ...).")
-    return WhyNot(asked, "bounded", tuple(lines), solved, bound)
+    return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound)
+
+
+def _candidates(count: int) -> str:
+    return f"{plural(count, 'candidate')} {'was' if count == 1 else 'were'}"
 
 
 def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:

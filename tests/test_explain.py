@@ -89,6 +89,33 @@ def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
     assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 11.7 GiB more than its 78.3 GiB." in explain(full)
 
 
+@pytest.mark.parametrize(("cut_off", "ended"), [("time limit", "its time limit"), ("interruption", "an interruption")])
+def test_what_a_search_left_when_it_was_cut_off_is_not_called_slower(plan: Plan, cut_off: str, ended: str):
+    chosen, solved, bounded, short = plan.certificate.candidates
+    rows = (chosen, solved, bounded, bounded.model_copy(update={"bound": 1.21}), short)
+    update = {"candidates": rows, "cut_off": cut_off, "left": {"open": 2, "bounded": 3}}
+    early = plan.model_copy(update={"certificate": plan.certificate.model_copy(update=update)})
+    counts = "10 considered: 1 chosen, 1 slower, 3 not solved, 4 cannot be faster, 1 does not fit"
+    assert line_of(summary(early), "candidates").endswith(counts)
+    assert line_of(summary(early), "search").endswith(f"cut off by {ended}")
+    text = explain(early)
+    assert f"The search was cut off by {ended}: with more time there may be a better plan." in text
+    assert [line.split()[-2:] for line in text.splitlines() if "gpipe" in line] == [["not", "solved"], ["be", "faster"]]
+    assert fate(rows[3], 1.234) == "was not solved, and may take 1.21 s or more"
+    answer = early.why_not(tp=8, dp=1)
+    assert answer.verdict == "unknown"
+    assert f"Of these 1 may be faster, as far as is known: the search was cut off by {ended}." in str(answer)
+
+
+def test_what_may_be_faster_by_its_bound_is_not_called_slower_without_a_limit_either(plan: Plan):
+    rows = (plan.chosen, plan.certificate.candidates[2].model_copy(update={"bound": 1.2}))
+    gap = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
+    assert "search " not in summary(gap)
+    text = " ".join(explain(gap).split())
+    assert "2 considered: 1 chosen, 1 not solved." in text
+    assert "1 candidate may be faster, by 2.8% at most: no faster plan of them was found, and none was solved." in text
+
+
 def test_a_proven_optimum_says_so(plan: Plan):
     certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": plan.certificate.objective})
     proven = plan.model_copy(update={"certificate": certificate})

@@ -161,10 +161,14 @@ def test_an_interruption_returns_the_best_so_far():
 
     result = run(table, evaluate)
     assert result.interrupted
+    assert result.certificate.cut_off == "interruption"
     assert result.certificate.bound < result.certificate.objective
     with pytest.raises(KeyboardInterrupt):
         run(table, evaluate)
-    assert run(table, time_limit_s=-1.0, always=grid(1)).point == grid(1)[0]
+    late = run(table, time_limit_s=-1.0, always=grid(1))
+    assert late.point == grid(1)[0]
+    assert (late.certificate.cut_off, late.certificate.num_open) == ("time limit", 2)
+    assert run(table).certificate.cut_off is None
 
 
 def test_progress_is_told_before_each_evaluation():

@@ -20,7 +20,7 @@ from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, 
 from partitioner.plan import Certificate
 from partitioner.solve.pipelines import is_formula, is_plain
 from partitioner.solve.point import Point, in_order
-from partitioner.solve.rows import Evaluated, Row, certificate_of
+from partitioner.solve.rows import CutOff, Evaluated, Row, certificate_of
 from passes.errors import PartitionError
 
 _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
@@ -151,27 +151,27 @@ def search(
         row.bound = max(row.bound, old.bound)
         if old.error is not None:
             _infeasible(row, old.error)
-    interrupted = False
+    cut_off: CutOff | None = None
     try:
         for point in dict.fromkeys(always):
             if point in state.rows:
                 _evaluate(state, point, evaluate, progress)
-        interrupted = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
-        if last is not None:
-            _tighten(state, last, deadline)
+        done = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
+        done = (last is None or _tighten(state, last, deadline)) and done
+        cut_off = None if done else "time limit"
     except KeyboardInterrupt:
         if state.best is None:
             raise
-        interrupted = True
+        cut_off = "interruption"
     if state.best is None:
-        raise _nothing(state, bounds, interrupted)
+        raise _nothing(state, bounds, cut_off is not None)
     for point, reason in (left_out or {}).items():
         state.rows.setdefault(point, Row(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
-    certificate = certificate_of(state.rows.values(), state.best_time)
-    return SearchResult(state.best, best.evaluated, certificate, state.num_evaluated, interrupted, state.rows)
+    certificate = certificate_of(state.rows.values(), state.best_time, cut_off)
+    return SearchResult(state.best, best.evaluated, certificate, state.num_evaluated, cut_off is not None, state.rows)
 
 
 def _best_first(
@@ -185,7 +185,7 @@ def _best_first(
     patience: int | None,
     effort: Callable[[Point], float],
 ) -> bool:
-    """Runs until nothing beats the best plan; whether it stopped before.
+    """Runs until nothing beats the best plan; whether it did, rather than run out of time.
 
     Schedules that no formula describes come after the others: bounds of theirs are quick where a good plan is known.
     """
@@ -207,7 +207,7 @@ def _best_first(
         if enough or bound >= state.limit * (1 - tolerance) or _were_in_vain(state, members):
             continue
         if time.monotonic() > deadline:
-            return True
+            return False
         alone = len(members) == 1
         if step == shared and not alone:
             for member in members:
@@ -230,7 +230,7 @@ def _best_first(
         tighter = _bounded(state, bounds, members, step)
         if tighter is not None:
             heapq.heappush(heap, (later, max(bound, tighter), number, step + 1))
-    return False
+    return True
 
 
 def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
@@ -311,12 +311,14 @@ def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], b
         return True
 
 
-def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> None:
-    """Make the least of all bounds as tight as it can be."""
-    while state.best is not None and time.monotonic() <= deadline:
+def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> bool:
+    """Make the least of all bounds as tight as it can be; whether there was time for it."""
+    while state.best is not None:
         row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
         if row is None or not row.loose or row.bound >= state.best_time:
-            return
+            break
+        if time.monotonic() > deadline:
+            return False
         row.loose = False
         found = row.evaluated
         try:
@@ -326,6 +328,7 @@ def _tighten(state: _State, last: Callable[[Point, float], float], deadline: flo
                 _infeasible(row, error)
             continue
         row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
+    return True
 
 
 def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:

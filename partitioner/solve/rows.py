@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from partitioner.errors import CapacityError
-from partitioner.plan import Candidate, Certificate
+from partitioner.plan import OPEN, Candidate, Certificate
 from partitioner.schedules import schedule_name
 from partitioner.solve.point import Point
 from passes.errors import PartitionError
+
+CutOff = Literal["time limit", "interruption"]
 
 _MOST_ROWS = 1000  # of a certificate, besides those that were solved
 _ROUNDING = 1e-12  # of a step: no gap
@@ -77,19 +79,22 @@ def solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
-def certificate_of(every: Collection[Row], objective: float) -> Certificate:
-    """Rows best first, and the least of all bounds that are not refuted; ``objective``: seconds of the best plan."""
+def certificate_of(every: Collection[Row], objective: float, cut_off: CutOff | None = None) -> Certificate:
+    """Rows best first, and the least of all bounds that are not refuted; ``objective``: seconds of the best plan;
+    ``cut_off``: what ended the search before it was done."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
     rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
     shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
-    return Certificate(
+    made = Certificate(
         objective=objective,
         bound=bound,
         gap=gap,
         candidates=tuple(_candidate(row) for row in rows[:shown]),
-        left=dict(Counter(row.status for row in rows[shown:])),
+        cut_off=cut_off,
     )
+    left = Counter(OPEN if made.is_open(_candidate(row)) else row.status for row in rows[shown:])
+    return made.model_copy(update={"left": dict(left)})
 
 
 def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
@@ -135,4 +140,4 @@ def refused(point: Point, error: PartitionError) -> Candidate:
     return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
 
 
-__all__ = ["Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused", "solved"]
+__all__ = ["CutOff", "Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused", "solved"]

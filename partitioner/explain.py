@@ -29,6 +29,7 @@ from partitioner.explain_tables import (
     rule_table,
     searched,
     stage_table,
+    unhosted,
 )
 from partitioner.finish import NEAR
 from partitioner.laggards import WITHOUT
@@ -277,17 +278,18 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
         return
     yield line(candidate_counts(plan.certificate) + ".")
     chosen = plan.certificate.objective
-    yield from (line(_baseline(b, chosen)) for b in plan.certificate.baselines)
+    yield from (line(_baseline(b, chosen, unhosted(plan))) for b in plan.certificate.baselines)
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
         yield line('A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".')
     yield candidate_table(plan)
 
 
-def _baseline(baseline: Baseline, chosen: float) -> str:
+def _baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
-    return f"{baseline.name} ({candidate_text(baseline.candidate)}): {fate(baseline.candidate, chosen)}{excluded}"
+    became = fate(baseline.candidate, chosen, unhosted)
+    return f"{baseline.name} ({candidate_text(baseline.candidate)}): {became}{excluded}"
 
 
 def _certificate(plan: Plan) -> Iterator[RenderableType]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 
 from partitioner.draw.figures import candidate_text
-from partitioner.explain_tables import fate, line
+from partitioner.explain_tables import fate, line, unhosted
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, percent, plural, seconds_text
 from passes.layouts import Layout
@@ -83,7 +83,7 @@ def _without(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[Rende
         yield line(f"{words}, the best that was solved is {candidate_text(best)}: it {fate(best, chosen)}.")
     elif others and all(c.status == "infeasible" for c in others):
         short = min(others, key=lambda c: c.missing or 0)
-        yield line(f"{words}, no candidate fits: {candidate_text(short)} {fate(short, chosen)}.")
+        yield line(f"{words}, no candidate fits: {candidate_text(short)} {fate(short, chosen, unhosted(plan))}.")
     elif others:
         least = min(c.bound for c in others if c.status != "infeasible")
         yield line(f"{words}, no candidate can take less than {seconds_text(least)}.")

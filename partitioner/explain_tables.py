@@ -15,6 +15,7 @@ from rich.text import Text
 from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
 from partitioner.plan import OPEN, Candidate, Certificate, Plan
+from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
 WIDTH = 110  # columns of the plain text
@@ -141,6 +142,16 @@ def host_kinds(plan: Plan) -> list[str]:
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
     return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
+
+
+def unhosted(plan: Plan) -> str:
+    """With how little in host memory the search's candidates were tried, where more of it might make room: what does
+    not fit, does not fit so."""
+    if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
+        return ""
+    if not plan.offload:
+        return "without host memory (offload was not looked at)"
+    return f"with only {' and '.join(host_kinds(plan))} in host memory (more offload was not looked at)"
 
 
 def disk_text(plan: Plan) -> str:
@@ -322,13 +333,17 @@ def line(text: str) -> RenderableType:
     return indented(Text(text))
 
 
-def fate(candidate: Candidate, chosen: float) -> str:
-    """What became of a candidate, next to the ``chosen`` plan's seconds."""
+def fate(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
+    """What became of a candidate, next to the ``chosen`` plan's seconds; ``unhosted``: see :func:`unhosted`."""
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
         return "this is the plan"
     if candidate.status == "infeasible":
-        return f"{_NO_PLAN if is_barred(candidate) else STATUS_WORDS[candidate.status]}{why}"
+        if is_barred(candidate):
+            return f"{_NO_PLAN}{why}"
+        if unhosted and candidate.reason:
+            return f"{STATUS_WORDS[candidate.status]} {unhosted.removesuffix(')')}; {candidate.reason})"
+        return f"{STATUS_WORDS[candidate.status]}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "

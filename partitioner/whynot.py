@@ -15,7 +15,7 @@ from partitioner.compare import relative, time_changes
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
-from partitioner.explain_tables import cut_off
+from partitioner.explain_tables import cut_off, disk_text, host_text, unhosted
 from partitioner.plan import Candidate, Plan
 from partitioner.solve.points import SEARCHED, widest_searched
 from partitioner.units import bytes_text, plural, seconds_text
@@ -94,7 +94,7 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
         return _slower(plan, asked, solved)
     if solved is not None or least is not None:
         return _bounded(plan, asked, rows, solved, least or 0.0)
-    return _no_plan(asked, rows)
+    return _no_plan(plan, asked, rows)
 
 
 def _is(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
@@ -163,10 +163,11 @@ def _candidates(count: int) -> str:
     return f"{plural(count, 'candidate')} {'was' if count == 1 else 'were'}"
 
 
-def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
+def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
     ranked = sorted(rows, key=lambda c: c.missing or 0)
-    nearest = ranked[0]
-    lines = [f"There is no plan with {shown(asked)}."]
+    nearest = next((c for c in ranked if c.missing), ranked[0])
+    limit = unhosted(plan) if nearest.missing else ""
+    lines = [f"No plan with {shown(asked)} fits {limit}." if limit else f"There is no plan with {shown(asked)}."]
     if nearest.missing:
         lines.append(
             f"The nearest ({candidate_text(nearest)}, microbatches of {nearest.microbatch_size}) lacks "
@@ -174,7 +175,9 @@ def _no_plan(asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
         )
     else:
         lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
-    return WhyNot(asked, "infeasible", tuple(lines), nearest)
+    if limit:
+        lines.append("With the model at hand it can be planned with more there: why_not(model=..., ...).")
+    return WhyNot(asked, "unknown" if limit else "infeasible", tuple(lines), nearest)
 
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
@@ -214,6 +217,9 @@ def _planned(
         )
     only = ", ".join(other.planned_only)
     marks: tuple[str, ...] = (f"It is planned, not executed by this version: {only}.",) if only else ()
+    hosted = {"In host memory": host_text(other), "On disk": disk_text(other)}
+    if other.offload != plan.offload:
+        marks += tuple(f"{where}: {what}." for where, what in hosted.items() if what)
     if other.constraints.group_size != plan.constraints.group_size:
         marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})

@@ -16,6 +16,7 @@ from partitioner.compare import in_words, relative
 from partitioner.errors import ConstraintError
 from partitioner.plan import Candidate
 from tests.sample_programs import llama, plan_of
+from tests.test_infeasible import cluster
 
 MODEL = """
 import torch
@@ -146,6 +147,28 @@ def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
     assert any(line.startswith("It is not the plan because you fixed pp=4") for line in answer.lines)
 
 
+def test_what_fits_with_host_memory_is_not_said_to_have_no_plan():
+    """The search had no need of host memory, and did not look at it."""
+    plan = planned(cluster(3, host=64))
+    assert not plan.offload
+    asked = {"dp": 4, "zero": 0, "microbatch_size": 16}
+    rough, exact = plan.why_not(**asked), plan.why_not(**asked, **again())
+    assert rough.verdict == "unknown"
+    assert (
+        "No plan with dp=4, zero=0, microbatch_size=16 fits without host memory (offload was not looked at)."
+        in rough.lines
+    )
+    assert "why_not(model=..., ...)" in rough.lines[-1]
+    assert exact.verdict == "slower"
+    assert any(line.startswith("In host memory: optimizer: ") for line in exact.lines)
+    explained = " ".join(plan.explain().split())
+    assert "(dp 4): does not fit without host memory (offload was not looked at; stage 0 of 1" in explained
+    for known in (planned(cluster(3)), planned(cluster(3, host=64), offload="none")):
+        assert known.why_not(**asked).verdict == "infeasible"
+        assert "There is no plan with dp=4, zero=0, microbatch_size=16." in known.why_not(**asked).lines
+        assert "without host memory" not in known.explain()
+
+
 def test_what_does_not_fit_says_how_much_is_missing():
     sample = plan_of(llama(pp=4, dp=2, tp=2))
     short = Candidate(
@@ -154,7 +177,7 @@ def test_what_does_not_fit_says_how_much_is_missing():
     )  # fmt: skip
     certificate = sample.certificate.model_copy(update={"candidates": (*sample.certificate.candidates[:2], short)})
     answer = sample.model_copy(update={"certificate": certificate}).why_not(dp=4)
-    assert answer.verdict == "infeasible"
+    assert answer.verdict == "unknown"
     assert "lacks 3 GiB: stage 0 of 4 needs too much." in str(answer)
 
 

@@ -80,7 +80,10 @@ def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):
 
 def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
     text = explain(plan)
-    assert "Plain data parallelism (dp 16): does not fit (stage 0 lacks 43 GiB)" in text
+    short = "does not fit without host memory (offload was not looked at; stage 0 lacks 43 GiB)"
+    assert f"Plain data parallelism (dp 16): {short}" in " ".join(text.split())
+    fixed = plan.model_copy(update={"constraints": Constraints(offload=())})
+    assert "Plain data parallelism (dp 16): does not fit (stage 0 lacks 43 GiB)" in explain(fixed)
     assert "Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more; excluded by the constraints" in text
 
 

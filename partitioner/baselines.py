@@ -1,12 +1,12 @@
 """What every report compares a plan with: plain and fully sharded data parallelism, and Megatron-LM's layout.
 
 They are in the report whatever the user fixed, with what they cost or why they do not fit. Those that are no candidates
-of the search are planned beside it.
+of the search are planned beside it; without host memory where they fit so, as they would be tried first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,7 +22,9 @@ from partitioner.units import divisors
 from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
+_EXCLUDED = "excluded by the constraints"
 _MOST_TRIED = 12  # points of one layout
+_NONE: Mapping[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,23 @@ def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
 
 
 def compared(
-    found: Sequence[Standard], rows: Sequence[Candidate], evaluate: Callable[[Point], Evaluated]
+    found: Sequence[Standard],
+    rows: Sequence[Candidate],
+    evaluate: Callable[[Point], Evaluated],
+    offload: tuple[str, ...] = (),
+    unhosted: Mapping[str, Baseline] = _NONE,
 ) -> tuple[Baseline, ...]:
-    """Each of ``found`` with what became of it: its row of the search, or planned now if it has none.
+    """Each of ``found`` with what became of it: as it is without host memory (``unhosted``, by name) if it fits so, its
+    row of the search, or planned now if it has none; with ``offload`` in host memory.
 
     Where it does not fit as its bound says, smaller microbatches and more stages are tried.
     """
     made = []
     for standard in found:
+        plain = unhosted.get(standard.name)
+        if plain is not None and plain.candidate is not None and plain.candidate.step_time is not None:
+            made.append(plain)
+            continue
         tried: list[Candidate] = []
         for point in standard.points[:_MOST_TRIED]:
             row = None if standard.excluded else _row(point, rows)
@@ -97,8 +108,14 @@ def compared(
             if tried[-1].step_time is not None:
                 break
         shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
-        made.append(Baseline(name=standard.name, candidate=shortest, excluded=standard.excluded))
+        hosted = offload if shortest is not None else ()
+        made.append(Baseline(name=standard.name, candidate=shortest, excluded=standard.excluded, offload=hosted))
     return tuple(made)
+
+
+def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Standard]:
+    """Those of ``names``, which the constraints exclude."""
+    return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
 def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
@@ -150,7 +167,7 @@ def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
 
 def _why(point: Point, candidates: Sequence[Point]) -> str:
     """Why a point is no candidate of the search."""
-    return "" if point in candidates else "excluded by the constraints"
+    return "" if point in candidates else _EXCLUDED
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:

@@ -22,6 +22,7 @@ from partitioner.explain_tables import (
     fullest_rank,
     heading,
     host_kinds,
+    hosted,
     indented,
     line,
     microbatches_text,
@@ -288,8 +289,9 @@ def _baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
-    became = fate(baseline.candidate, chosen, unhosted)
-    return f"{baseline.name} ({candidate_text(baseline.candidate)}): {became}{excluded}"
+    became = fate(baseline.candidate, chosen, "" if baseline.offload else unhosted)
+    layout = ", ".join(filter(None, (candidate_text(baseline.candidate), hosted(baseline))))
+    return f"{baseline.name} ({layout}): {became}{excluded}"
 
 
 def _certificate(plan: Plan) -> Iterator[RenderableType]:

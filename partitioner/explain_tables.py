@@ -14,7 +14,7 @@ from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
 from partitioner.outline import Outline
-from partitioner.plan import OPEN, Candidate, Certificate, Plan
+from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan
 from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
@@ -137,11 +137,17 @@ def host_text(plan: Plan) -> str:
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
 
 
-def host_kinds(plan: Plan) -> list[str]:
+def host_kinds(plan: Plan | Baseline) -> list[str]:
     """What is kept in host memory, in words; of an optimizer whose states are on disk it is what it steps."""
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
     return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
+
+
+def hosted(plan: Plan | Baseline) -> str:
+    """``with optimizer and activations in host memory``."""
+    disk = ", its states on disk" if "disk" in plan.offload else ""
+    return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
 
 
 def unhosted(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from partitioner.alternatives import (
     evaluated,
     schedules_of_several,
 )
-from partitioner.baselines import compared, is_known, standards, unpinned
+from partitioner.baselines import compared, is_known, no_candidates, standards, unpinned
 from partitioner.context import check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
@@ -33,6 +33,7 @@ from partitioner.solve.points import Space, left_out, points
 from partitioner.solve.rows import Evaluated, Row, solved
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
+from passes.errors import PartitionError
 from runtime.offload import Offload
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
@@ -117,7 +118,8 @@ def explore(
             bounds = ModelBounds(asked, evaluator.placements)
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
-            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known)
+            hosts = asked is not job
+            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, hosts=hosts)
         except CapacityError as error:
             short = error if asked is job or short is None else short  # without offload, which is no less short
         finally:
@@ -156,7 +158,10 @@ def _explore(
     deadline: float,
     enough_s: float,
     before: Mapping[Point, Row],
+    *,
+    hosts: bool,
 ) -> Explored:
+    """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
     start = time.monotonic()
     space = space_of(job, bounds)
     candidates = points(space)
@@ -211,12 +216,29 @@ def _explore(
         fewer = without_laggards(
             job, found.estimate.step_time, space_of, lambda *asked: best(until - time.monotonic(), *asked)
         )
-        return compared(always, rows, lambda point: evaluated(beside.solve(point))) + fewer
+        offload = job.constraints.offload or ()
+        tried = {s.name for s in always if offload and (s.excluded or not hosts)}
+        alone = _unhosted(job, tried) if tried else {}
+        found_beside = compared(always, rows, lambda point: evaluated(beside.solve(point)), offload, alone)
+        return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
-    unknown = any(not is_known(standard, rows) for standard in always)
+    unknown = any(not is_known(standard, rows) for standard in always) or (bool(job.constraints.offload) and not hosts)
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
     return Explored(found, certificate, baselines, result.rows)
+
+
+def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
+    """The standard layouts of these names without host memory, by name."""
+    alone = replace(job, constraints=unpinned(job.constraints).model_copy(update={"offload": ()}))
+    evaluator = Evaluator(alone)
+    bounds = ModelBounds(alone, evaluator.placements)
+    space = space_of(alone, bounds)
+    try:
+        found = no_candidates(standards(space, points(space), bounds, bounds), names)
+    except PartitionError:
+        return {}
+    return {b.name: b for b in compared(found, (), lambda point: evaluated(evaluator.solve(point)))}
 
 
 def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:

@@ -85,11 +85,13 @@ class Candidate(Data):
 
 
 class Baseline(Data):
-    """A layout that every report has, for comparison. ``excluded``: why it is no candidate (empty: it is one)."""
+    """A layout that every report has, for comparison. ``excluded``: why it is no candidate (empty: it is one).
+    ``offload``: what it keeps in host memory."""
 
     name: str
     candidate: Candidate | None = None
     excluded: str = ""
+    offload: tuple[str, ...] = ()
 
 
 class Certificate(Data):

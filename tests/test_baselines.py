@@ -14,9 +14,10 @@ from tests.test_infeasible import Tower, cluster
 NAMES = ["Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"]
 
 
-def planned(memory: float = 64, batch: int = 64, **pins: Any) -> Plan:
+def planned(memory: float = 64, batch: int = 64, host: float | None = None, **pins: Any) -> Plan:
     with torch.device("meta"):
-        return partition(Tower(256, 4), cluster(memory), (torch.empty(batch, 256),), constraints=Constraints(**pins))
+        inputs = (torch.empty(batch, 256),)
+        return partition(Tower(256, 4), cluster(memory, host=host), inputs, constraints=Constraints(**pins))
 
 
 def by_name(plan: Plan) -> dict[str, Baseline]:
@@ -72,3 +73,27 @@ def test_what_cannot_be_trained_is_not_sharded():
     with torch.device("meta"):
         plan = partition(Tower(256, 4), cluster(64), (torch.empty(8, 256),), objective="infer")
     assert list(by_name(plan)) == [NAMES[0], NAMES[2]]
+
+
+@pytest.mark.parametrize("pins", [{"pp": 1, "tp": 1, "zero": 0}, {"offload": "optimizer", "zero": 0, "dp": 4}])
+def test_they_are_as_they_would_be_tried_first_where_the_plan_needs_host_memory(pins: dict[str, Any]):
+    """Of 3 MiB plain data parallelism lacks one; what shares states fits without host memory, and is faster."""
+    plan = planned(memory=3, host=64, **pins)
+    assert plan.offload == ("optimizer",)
+    plain, sharded, megatron = by_name(plan).values()
+    assert plain.offload == ("optimizer",)
+    assert "Plain data parallelism (dp 4, with optimizer in host memory): this is the plan" in plan.explain()
+    fitting = by_name(planned(memory=3))
+    for found in (sharded, megatron):
+        assert (found.offload, found.excluded) == ((), "excluded by the constraints")
+        alone = fitting[found.name].candidate
+        assert found.candidate is not None and alone is not None
+        assert (found.candidate.mesh, found.candidate.step_time) == (alone.mesh, alone.step_time)
+
+
+def test_what_does_not_fit_even_with_host_memory_is_marked():
+    plan = planned(memory=0.8, host=64, batch=8)
+    found = by_name(plan)[NAMES[1]]
+    assert found.candidate is not None and found.candidate.step_time is None
+    assert found.offload == plan.offload != ()
+    assert f"with {' and '.join(plan.offload)} in host memory): does not fit (stage" in " ".join(plan.explain().split())

@@ -18,11 +18,13 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
     """Seconds of ``op`` over ``group``; 0 in a group of one. Raises ``KeyError`` for an unknown collective."""
     if group.size == 1:
         return 0.0
+    if group.others:
+        return max(collective_time(op, num_bytes, each) for each in group.every)
     measured = None if op in ("all_reduce", "all_reduce_max") else group.measured(op)
     if measured is not None:
         return measured[0] + moved_share(op, group.size) * num_bytes / measured[1]
     if op == "all_to_all":
-        return group.exchange_start + _exchange(num_bytes, group)
+        return group.exchange_start + num_bytes * group.exchange_slope
     share = moved_share(op, group.size)
     if _ROUNDS[op] == 2:
         return group.all_reduce_start + share * num_bytes / group.all_reduce_bandwidth
@@ -32,18 +34,6 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
 def moved_share(op: str, size: int) -> float:
     """The part of the whole tensor that passes through each rank's links: what a bus bandwidth is measured by."""
     return _ROUNDS.get(op, 1 / size) * (size - 1) / size
-
-
-def _exchange(num_bytes: float, group: Group) -> float:
-    """Each rank holds an n-th and sends an n-th of that to every other; the levels work at the same time."""
-    piece = num_bytes / group.size**2
-    seconds, reached = 0.0, 1
-    for tier in group.tiers:
-        here = reached * tier.ways
-        rate = min(group.cap, tier.level.bandwidth * tier.level.efficiency)
-        seconds = max(seconds, (here - reached) * piece / rate)
-        reached = here
-    return seconds
 
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
@@ -56,6 +46,8 @@ def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
         return 0.0
     if copies <= 1:
         return collective_time("all_to_all", num_bytes, group)
+    if group.others:
+        return max(dispatch_time(num_bytes, each, copies) for each in group.every)
     own = num_bytes / group.size / copies
     seconds, reached = 0.0, 1
     for tier in group.tiers:
@@ -77,6 +69,6 @@ def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
     it (Narayanan et al. 2021, section 4.1). ``gathering``: the peers' group; ``None``: they gather at once."""
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
-        latency += gathering.one_way_start
+        latency += max(group.one_way_start for group in gathering.every)
         per_byte += moved_share("all_gather", size) / gathering.bus_bandwidth
     return link.model_copy(update={"bandwidth": 1 / per_byte, "latency": latency})

@@ -14,6 +14,7 @@ from partitioner.cost.spread import EXECUTED, NO_SPREAD, Software, Spread
 from partitioner.cost.states import Sharded
 from partitioner.emit_buckets import bucket_limit
 from partitioner.experts import split_of
+from partitioner.topology.group import slowest
 from partitioner.topology.groups import (
     Devices,
     Group,
@@ -96,7 +97,7 @@ class Machine:
         """The slowest group over ``axes`` on any stage."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
-        return min(self.stage_groups(*axes), key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
+        return slowest(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -199,7 +200,7 @@ class Machine:
             return NO_SPREAD
         sharded, apart = self.zero == 3, self.software.dispatch == "rows"
         return Spread(
-            experts=min(self._experts("cp"), key=lambda g: g.bus_bandwidth),
+            experts=slowest(self._experts("cp")),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
             expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
@@ -209,7 +210,7 @@ class Machine:
             fp8=self.precision == "fp8",
             whole_scatter=self.topology.whole_scatter,
             software=self.software,
-            sharers=Group(1) if apart else min(self._experts("tp"), key=lambda g: g.bus_bandwidth),
+            sharers=Group(1) if apart else slowest(self._experts("tp")),
         )
 
     @property

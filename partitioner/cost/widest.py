@@ -50,9 +50,13 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 def no_slower(group: Group, other: Group) -> bool:
     """Whether no collective takes longer over ``group`` than over ``other``, but for rounding."""
-    sizes = (0.0, _LARGE)
-    times = ((collective_time(op, size, group), collective_time(op, size, other)) for op in _OPS for size in sizes)
-    return all(own <= least * (1 + _ROUNDING) for own, least in times)
+    lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
+    return all(
+        collective_time(op, num_bytes, own) <= collective_time(op, num_bytes, least) * (1 + _ROUNDING)
+        for own, least in lines
+        for op in _OPS
+        for num_bytes in (0.0, _LARGE)
+    )
 
 
 def _least_of(groups: Sequence[Group], size: int) -> Group:

@@ -31,6 +31,7 @@ from partitioner.topology.fabric import (
     spans_nodes,
     storeys,
 )
+from partitioner.topology.group import Group
 from partitioner.topology.hosts import HostShare, host_shares
 from partitioner.topology.pairs import pair_links, routes
 from partitioner.topology.parts import (
@@ -47,6 +48,7 @@ from partitioner.topology.parts import (
     Pattern,
 )
 from partitioner.topology.roads import road_graph
+from partitioner.topology.single import Single, single_links
 from partitioner.topology.without import without
 from partitioner.topology.wording import explain
 
@@ -264,14 +266,19 @@ class Topology(Part):
         return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)
 
     @cached_property
+    def singles(self) -> dict[tuple[int, int], Single]:
+        """Links that single pairs of devices have, and what collectives make of them."""
+        return single_links(self)
+
+    @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
         """Links that single pairs of devices have, by (smaller, larger) index."""
-        return {
-            self._pair(*(self.index[name] for name in link.between)): Link(
-                name=" - ".join(link.between), bandwidth=link.bandwidth, latency=link.latency, level=-1
-            )
-            for link in self.links
-        }
+        return {pair: single.link for pair, single in self.singles.items()}
+
+    @cached_property
+    def linked_groups(self) -> dict[bytes, Group]:
+        """Groups that were found among devices with such links, by the devices in order."""
+        return {}
 
     def link(self, i: int, j: int) -> Link:
         """What devices ``i`` and ``j`` talk over; over others, where nothing joins them directly.

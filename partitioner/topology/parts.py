@@ -211,6 +211,10 @@ class Pattern(Part):
     efficiency: float = Field(default=1.0, gt=0, le=1)
     starts: Rising[tuple[tuple[Count, Seconds], ...]] = ()
 
+    @property
+    def step_s(self) -> float:
+        return self.latency if self.step is None else self.step
+
 
 class Host(Part):
     """What a node has beside its devices: memory and disk, in bytes per node.
@@ -303,11 +307,16 @@ class NodeOverride(Part):
 
 
 class LinkOverride(Part):
-    """A link between two devices, by name, in place of what the levels give; both directions."""
+    """A link between two devices, by name, in place of what the levels give; both directions.
+
+    ``latency``: seconds for one message; ``efficiency``: the fraction of the bandwidth that large collectives reach.
+    ``None``: as of what it stands for, where something else joins the two; else none, and all of it.
+    """
 
     between: tuple[str, str]
     bandwidth: Rate
-    latency: Seconds = 0.0
+    latency: Seconds | None = None
+    efficiency: float | None = Field(default=None, gt=0, le=1)
 
 
 class Link(Part):

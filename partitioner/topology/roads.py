@@ -33,6 +33,6 @@ def road_graph(topology: Topology) -> nx.Graph[str]:
         for i, j in np.argwhere(np.triu(matrix)).tolist():
             ends = topology.names[first + i], topology.names[first + j]
             graph.add_edge(*ends, bandwidth=float(matrix[i, j]), latency=topology.patterns[pattern].latency)
-    for link in topology.links:
-        graph.add_edge(*link.between, bandwidth=link.bandwidth, latency=link.latency)
+    for (i, j), own in topology.own_links.items():
+        graph.add_edge(topology.names[i], topology.names[j], bandwidth=own.bandwidth, latency=own.latency)
     return graph

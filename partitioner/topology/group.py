@@ -1,0 +1,186 @@
+"""A group of ranks that enter collectives together: what links it talks over, and how fast a ring over them is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from partitioner.topology.parts import Level, Measured
+from passes.hashing import hashed_once
+
+_POST_S = 1e-6  # to post one send and one receive
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One level of links inside a group: ``ways`` parts of ``below`` ranks each talk over ``level``."""
+
+    level: Level
+    ways: int
+    below: int
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Group:
+    """Ranks that enter collectives together. ``tiers`` from the inside out; ``cap``: bytes/s of a slow link inside;
+    ``ring``: of the slowest link of one ring, where an all-reduce has no more than one.
+
+    Of links that single pairs have: ``lag``: seconds that a round of a ring takes longer for them than the tiers say;
+    ``pair_cap`` and ``pair_lag``: bytes/s and more seconds of the slowest, which an all-to-all cannot go round.
+    ``others``: groups of the same axis, each slower than this one for some collective of some size; whoever waits for
+    all of them waits for the slowest each time.
+    """
+
+    size: int
+    tiers: tuple[Tier, ...] = ()
+    cap: float = math.inf
+    ring: float = math.inf
+    lag: float = 0.0
+    pair_cap: float = math.inf
+    pair_lag: float = 0.0
+    others: tuple[Group, ...] = ()
+
+    @cached_property
+    def every(self) -> tuple[Group, ...]:
+        """Itself and the ``others``, each as it is alone."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
+
+    @cached_property
+    def bus_bandwidth(self) -> float:
+        """Bytes/s at which a ring moves data through every rank.
+
+        Measured where the group stays inside one level that has measurements; else the least over the levels, where
+        each of the ranks of a part brings its own outward link: ``min(intra g / (g - 1), nic g)`` (NCCL's ring).
+        """
+        if self.size == 1:
+            return math.inf
+        first = self.tiers[0]
+        if len(self.tiers) == 1:
+            return min(self.cap, measured_ring(first.level, self.size)[1])
+        inner = measured_ring(first.level, first.ways)[1] * first.ways / max(1, first.ways - 1)
+        outer = [t.level.bandwidth * t.level.efficiency * t.below for t in self.tiers[1:]]
+        return min(self.cap, inner, *outer)
+
+    @property
+    def all_reduce_bandwidth(self) -> float:
+        """Bytes/s at which an all-reduce moves data through every rank."""
+        return min(self.bus_bandwidth, self.ring)
+
+    @cached_property
+    def all_reduce_start(self) -> float:
+        """Seconds of an all-reduce of nothing: measured, else the shorter of ring and tree."""
+        if self.size == 1:
+            return 0.0
+        if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
+            return measured_ring(self.tiers[0].level, self.size)[0] + 2 * self.lag
+        return self.base + min(self._ring_steps(2), self._tree_steps()) + 2 * self.lag
+
+    @cached_property
+    def one_way_start(self) -> float:
+        """Seconds of an all-gather or a reduce-scatter of nothing: half of an all-reduce's steps."""
+        if self.size == 1:
+            return 0.0
+        if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
+            return max(self.base + self.lag, (self.base + self.all_reduce_start) / 2)
+        return self.base + self._ring_steps(1) + self.lag
+
+    def measured(self, op: str) -> tuple[float, float] | None:
+        """(start-up seconds, bus bandwidth) of a collective that was measured on the one level that the group spans."""
+        table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
+        if not table:
+            return None
+        start, bandwidth = _interpolated(table, self.size, self.tiers[0].level.step_s)
+        if op == "all_to_all":  # of which one of ``size - 1`` pieces goes over the slowest pair's link
+            return start + self.pair_lag, min((self.size - 1) * self.pair_cap, bandwidth)
+        return start + self.lag, min(self.cap, bandwidth)
+
+    @cached_property
+    def exchange_slope(self) -> float:
+        """Seconds per byte that all ranks hold of an all-to-all: each has an n-th and sends an n-th of that to every
+        other; the levels work at the same time."""
+        slowest, reached = 1 / self.pair_cap, 1
+        for tier in self.tiers:
+            here = reached * tier.ways
+            slowest = max(slowest, (here - reached) / (tier.level.bandwidth * tier.level.efficiency))
+            reached = here
+        return slowest / self.size**2
+
+    @cached_property
+    def prices(self) -> tuple[float, ...]:
+        """Seconds of nothing and seconds per byte moved of each collective: where none is more, none is slower."""
+        found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
+        for op in ("all_gather", "reduce_scatter"):
+            start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
+            found += [start, 1 / bandwidth]
+        exchange = self.measured("all_to_all")
+        if exchange is not None:
+            return *found, exchange[0], (self.size - 1) / self.size**2 / exchange[1]
+        return *found, self.exchange_start, self.exchange_slope
+
+    @property
+    def exchange_start(self) -> float:
+        """Seconds of an all-to-all of nothing: one step of every level, and a message to each of the others."""
+        if self.size == 1:
+            return 0.0
+        return self.base + sum(t.level.step_s for t in self.tiers) + (self.size - 1) * _POST_S + self.pair_lag
+
+    @property
+    def base(self) -> float:
+        return max((t.level.base for t in self.tiers), default=0.0)
+
+    def _ring_steps(self, rounds: int) -> float:
+        """``(steps - outer steps) intra + outer steps net``, over any number of levels (NCCL's tuning model)."""
+        seconds, counted = 0.0, 0
+        for k in range(len(self.tiers) - 1, 0, -1):
+            parts = math.prod(t.ways for t in self.tiers[k:])
+            steps = max(0, rounds * parts - counted)
+            seconds += steps * self.tiers[k].level.step_s
+            counted += steps
+        inner = max(0, rounds * (self.size - 1) - counted)
+        return seconds + inner * self.tiers[0].level.step_s
+
+    def _tree_steps(self) -> float:
+        """``2 ((ranks inside - 1) intra + log2(parts) net)``: a chain inside, a tree between."""
+        inside, *outside = self.tiers
+        seconds = (inside.ways - 1) * inside.level.step_s
+        seconds += sum(math.log2(t.ways) * t.level.step_s for t in outside)
+        return 2 * seconds
+
+
+def slowest(groups: Iterable[Group]) -> Group:
+    """The slowest of ``groups`` that work at the same time: the narrowest, and beside it those that are slower where
+    little is sent."""
+    every = sorted(
+        dict.fromkeys(each for group in groups for each in group.every),
+        key=lambda g: (g.bus_bandwidth, -g.all_reduce_start),
+    )
+    kept: list[Group] = []
+    for group in every:
+        if not any(_no_faster(other, group) for other in kept):
+            kept.append(group)
+    return replace(kept[0], others=tuple(kept[1:])) if len(kept) > 1 else kept[0]
+
+
+def _no_faster(group: Group, other: Group) -> bool:
+    """Whether no collective over ``group`` is faster than over ``other``, but for rounding."""
+    return all(own * (1 + _ROUNDING) >= its for own, its in zip(group.prices, other.prices, strict=True))
+
+
+def measured_ring(level: Level, size: int) -> tuple[float, float]:
+    """(start-up seconds, bus bandwidth) of an all-reduce over ``size`` ranks inside one group of ``level``."""
+    if not level.all_reduce:
+        return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
+    return _interpolated(level.all_reduce, size, 2 * level.step_s)
+
+
+def _interpolated(table: Measured, size: int, step_s: float) -> tuple[float, float]:
+    """(start-up seconds, bus bandwidth) at ``size`` ranks; above the largest measured, ``step_s`` more per rank."""
+    sizes = [n for n, _, _ in table]
+    start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
+    return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))

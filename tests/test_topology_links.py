@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner.cost.collectives import collective_time
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
 from partitioner.topology.fabric import card_shares, least_cut, least_share
 from partitioner.topology.groups import group_of, rank_grid, stage_capacity, stage_paces, stage_ranks
+from partitioner.topology.parts import COLLECTIVES
 
 ISLANDS = """
 name: islands
@@ -109,6 +111,28 @@ def test_an_oversubscribed_level_is_divided():
     assert (spine.link(0, 8).bandwidth, spine.link(0, 16).bandwidth) == (50e9, 12.5e9)
     group = axis_group(spine, {"dp": 4, "tp": 8}, "dp")
     assert group.bus_bandwidth == pytest.approx(12.5e9 * 2 * 0.97)  # two ranks in each half bring a link
+
+
+MEASURED = """
+nodes: [{type: a100-80gb, count: 4}]
+levels:
+  - name: net
+    bandwidth: 25 GB/s
+    latency: 20 us
+    all_reduce: [[2, 40 us, 20 GB/s], [4, 80 us, 18 GB/s]]
+    all_gather: [[2, 30 us, 19 GB/s], [4, 60 us, 17 GB/s]]
+    reduce_scatter: [[2, 30 us, 19 GB/s], [4, 60 us, 17 GB/s]]
+    all_to_all: [[2, 50 us, 15 GB/s], [4, 90 us, 12 GB/s]]
+"""
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+@pytest.mark.parametrize("less", ["    oversubscription: 4\n", "node_overrides: {3: {network: 0.25}}\n"])
+def test_what_was_measured_is_shared_too(op: str, less: str):
+    plain, shared = (axis_group(loads(text), {"dp": 4}, "dp") for text in (MEASURED, MEASURED + less))
+    start = collective_time(op, 0.0, plain)
+    assert collective_time(op, 0.0, shared) == pytest.approx(start)
+    assert collective_time(op, 1e9, shared) - start == pytest.approx(4 * (collective_time(op, 1e9, plain) - start))
 
 
 def test_nodes_and_devices_that_differ_set_speed_and_memory():

@@ -19,9 +19,8 @@ from partitioner.cost.relaxed import most_share
 from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
 from partitioner.topology.groups import Group, Tier
 from partitioner.topology.model import Topology
-from partitioner.topology.parts import Level
+from partitioner.topology.parts import COLLECTIVES, Level
 
-_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _LARGE = 1e15  # bytes: what a collective takes is a start and a slope
 _ROUNDING = 1e-9
 _MOST_FORMS = 2000  # of a group that are gone through; of more, what no links allow is said
@@ -54,7 +53,7 @@ def no_slower(group: Group, other: Group) -> bool:
     return all(
         collective_time(op, num_bytes, own) <= collective_time(op, num_bytes, least) * (1 + _ROUNDING)
         for own, least in lines
-        for op in _OPS
+        for op in COLLECTIVES
         for num_bytes in (0.0, _LARGE)
     )
 
@@ -62,7 +61,7 @@ def no_slower(group: Group, other: Group) -> bool:
 def _least_of(groups: Sequence[Group], size: int) -> Group:
     """Of every collective the shortest start and the widest links that one of ``groups`` has."""
     tables: dict[str, Any] = {}
-    for op in _OPS:
+    for op in COLLECTIVES:
         starts = [collective_time(op, 0.0, group) for group in groups]
         large = [collective_time(op, _LARGE, group) - start for group, start in zip(groups, starts, strict=True)]
         tables[op] = ((size, min(starts), moved_share(op, size) * _LARGE / min(large)),)
@@ -152,7 +151,7 @@ def _links(topology: Topology, storey: Storey) -> list[Level]:
 def _rates(level: Level) -> Iterator[float]:
     """Bytes/s of a level's links, and what was measured over them."""
     yield level.bandwidth
-    for op in _OPS:
+    for op in COLLECTIVES:
         yield from (rate for _, _, rate in getattr(level, op))
 
 

@@ -23,9 +23,8 @@ from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
 from partitioner.profile.lines import fit_line, median_error
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
-from partitioner.topology.parts import DeviceType, Level
+from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
 _LEAST_SHARE = 0.05  # of a time: what may be left of it without launch and memory
 _ANY_PEAK = {"fp32": 1.0}  # until it is fitted

@@ -17,7 +17,6 @@ from partitioner.profile import ranks as on_ranks
 from partitioner.profile import transfers
 from partitioner.profile.cases import LAUNCH, ON_ROWS, SIZES, Case, attentions, on_rows, products
 from partitioner.profile.fit import (
-    COLLECTIVES,
     FitError,
     device_errors,
     fit_concurrent,
@@ -29,6 +28,7 @@ from partitioner.profile.samples import CollectiveSample, KernelSample, Measurem
 from partitioner.profile.text import machine_yaml
 from partitioner.topology import Topology
 from partitioner.topology.detect import num_cores, physical_memory
+from partitioner.topology.parts import COLLECTIVES
 from partitioner.units import divisors
 from runtime.files import write_text
 from runtime.pool import LocalRanks

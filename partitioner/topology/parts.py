@@ -134,6 +134,7 @@ def _is_whole(value: Any) -> bool:
 
 
 Measured = Rising[tuple[tuple[Count, Seconds, Rate], ...]]
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # that a level may have measurements of
 
 
 class Level(Part):
@@ -176,10 +177,11 @@ class Level(Part):
         share /= self.oversubscription
         if share == 1.0:
             return self
-        measured = tuple((ranks, start, bandwidth * share) for ranks, start, bandwidth in self.all_reduce)
-        return self.model_copy(
-            update={"bandwidth": self.bandwidth * share, "oversubscription": 1.0, "all_reduce": measured}
-        )
+        tables = {
+            op: tuple((ranks, start, bandwidth * share) for ranks, start, bandwidth in getattr(self, op))
+            for op in COLLECTIVES
+        }
+        return self.model_copy(update={"bandwidth": self.bandwidth * share, "oversubscription": 1.0, **tables})
 
 
 class PatternLink(Part):

@@ -79,7 +79,7 @@ def best_schedule(
             best = told.payload
     if best is not found:
         whole = evaluate(best.point)
-        proven = min(whole.least_s, last(best.point, whole.step_time)) if whole.partly else whole.least_s
+        proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
         rows = [_at_least(row, proven) if _same(row, candidate(best.point)) else row for row in rows]
     return best, _with(certificate, rows, best, found)
 

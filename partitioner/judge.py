@@ -99,7 +99,7 @@ class Judge:
         tried = {shares for _, shares in asked}
         while asked:
             floor, shares = asked.pop(0)
-            if best is not None and floor >= step:
+            if best is not None and floor >= min(step, self.enough_s):
                 least = min(least, floor)
                 continue
             try:
@@ -113,7 +113,8 @@ class Judge:
             if asked or best is None or not 1 < len(tried) < _SHARES:
                 continue
             if (other := self._sharing.of_stages(best.calls, machine)) not in tried:
-                asked, tried = [(0.0, other)], tried | {other}
+                floor = self._least_of(machine, other, 0.0) if self._has_floor else 0.0
+                asked, tried = [(floor, other)], tried | {other}
         if best is None:
             raise errors[0]
         self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
@@ -145,11 +146,12 @@ class Judge:
                 self.check(expected, machine)
             return expected.step_time, expected
 
+        behind = least_update(problem, held, machine)
         cut = cut_for_step(
             problem,
-            partial(split_of, point=point, proven=self.proven, enough_s=self.enough_s),
+            partial(split_of, point=point, proven=self.proven, enough_s=self.enough_s - behind),
             price,
-            least_update(problem, held, machine),
+            behind,
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
             self.enough_s if self.proven else 0.0,
         )

@@ -1,8 +1,9 @@
-"""Would fewer devices do more? A mesh uses all devices of its topology, and one that is slow, small or far may cost
-more than it adds: then the report says what the others do without it."""
+"""Would fewer devices do more? A mesh uses all devices of its topology. One that is slow, small or far may cost more
+than it adds, and links may be so slow that a part of the cluster is faster alone: the report says what is faster."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -42,6 +43,20 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
             continue
 
 
+def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
+    """A single node of an even ``topology``, a single device, and half of its nodes; those that have less than
+    ``most_times`` fewer devices."""
+    num_nodes, num_devices = topology.num_nodes, topology.num_devices
+    parts = {topology.devices_per_node, 1, num_nodes // 2 * topology.devices_per_node} - {0, num_devices}
+    for kept in sorted(parts, key=lambda kept: (kept != topology.devices_per_node, kept)):
+        if num_devices >= most_times * kept:
+            continue
+        try:
+            yield topology.without(*topology.names[kept:])
+        except PartitionError:  # what is left cannot be written down
+            continue
+
+
 def is_even(topology: Topology) -> bool:
     """Whether no device is slower, smaller or farther than another, and all nodes have as many."""
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
@@ -52,7 +67,7 @@ def is_even(topology: Topology) -> bool:
 def without_laggards(job: Job, best_s: float, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
     """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``)."""
     found = []
-    for topology in () if is_even(job.topology) else smaller_clusters(job.topology):
+    for topology in _smaller(job, best_s, space_of):
         fewer = replace(job, topology=topology)
         try:
             if _least(fewer, space_of) >= _WORTH * best_s:
@@ -61,9 +76,21 @@ def without_laggards(job: Job, best_s: float, space_of: SpaceOf, best: Best) -> 
         except PartitionError:
             continue
         if (candidate.step_time or best_s) < _WORTH * best_s:
-            gone = topology.name.removeprefix(f"{job.topology.name} without ")
-            found.append(Baseline(name=f"{WITHOUT} {gone}", candidate=candidate))
+            found.append(Baseline(name=f"{WITHOUT} {_gone(topology, job.topology)}", candidate=candidate))
     return tuple(found)
+
+
+def _gone(smaller: Topology, whole: Topology) -> str:
+    if is_even(whole):
+        return f"{whole.num_devices - smaller.num_devices} of the {whole.num_devices} devices"
+    return smaller.name.removeprefix(f"{whole.name} without ")
+
+
+def _smaller(job: Job, best_s: float, space_of: SpaceOf) -> Iterator[Topology]:
+    if not is_even(job.topology):
+        return smaller_clusters(job.topology)
+    least = _least(job, space_of)  # mostly what it computes, which takes a part of the cluster longer
+    return parts_alone(job.topology, best_s / least if least else math.inf)
 
 
 def _least(job: Job, space_of: SpaceOf) -> float:

@@ -134,6 +134,32 @@ def test_nothing_is_said_where_all_help():
     assert not any(name.startswith("Without") for name in names)
 
 
+def slow_network(bandwidth: str, devices: int = 4) -> Topology:
+    inside = "{name: inside, nodes: 1, like: nvlink4}"
+    across = f"{{name: across, bandwidth: {bandwidth}, latency: 10 us}}"
+    return loads(f"nodes: [{{type: h100-sxm, devices: {devices}, count: 4}}]\nlevels: [{inside}, {across}]")
+
+
+def test_a_node_that_is_faster_alone_than_over_a_slow_network_is_named():
+    plan = planned(slow_network("0.2 GB/s"))
+    rows = {b.name: b.candidate for b in plan.certificate.baselines if b.name.startswith("Without")}
+    alone = planned(slow_network("0.2 GB/s").without("node1", "node2", "node3")).estimate.step_time
+    assert alone < plan.estimate.step_time
+    row = rows["Without 12 of the 16 devices"]
+    assert row is not None
+    assert row.step_time == pytest.approx(alone, rel=0.02)
+
+
+@given(slower=st.sampled_from([0.01, 0.3, 1.0, 2.0, 3.0, 10.0]), times=st.sampled_from([1.2, 2.0, 10.0]))
+@settings(max_examples=12, deadline=None)
+def test_what_an_axis_divides_does_not_depend_on_how_slow_the_links_are(slower: float, times: float):
+    """Work that is left whole takes no time on the links: a faster network must not make a step longer."""
+    took = [
+        planned(slow_network(f"{rate:g} GB/s", devices=2), tp=8).estimate.step_time for rate in (slower, slower * times)
+    ]
+    assert took[1] <= took[0] * (1 + 1e-9)
+
+
 def test_a_device_that_is_too_small_may_be_left_out_for_there_to_be_a_plan():
     small = loads(MIXED.replace("memory: 16 GB", "memory: 20 MB").replace("left: {memory: 8 GB}", "left: {speed: 1}"))
     with pytest.raises(InfeasibleError) as caught:

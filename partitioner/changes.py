@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.evaluate import Evaluator
 from partitioner.explore import rooms, space_of
 from partitioner.finish import fits, planned_only
 from partitioner.job import Job
-from partitioner.pins import differs, distance, effort, instead, pins_of, shown, subsets, without
+from partitioner.pins import differs, distance, effort, fixed_of, instead, pins_of, shown, subsets, without
 from partitioner.requests import check_request
 from partitioner.solve.point import Point
 from partitioner.solve.points import points, several_stages
@@ -80,11 +80,13 @@ def advice(asked: Asked, short_of_memory: bool) -> Advice:
     return Advice(search.conflict(), search.changes())
 
 
-_Basis = tuple[Topology, int, tuple[str, ...]]  # what bounds and placements are of: topology, batch, offload
+_Basis = tuple[Hashable, ...]  # what bounds, or what is solved of points, is of, but for the points
+_OF_POINTS = (*OF_POINT, "stage_of", "recompute")
 
 
 def _basis(job: Job) -> _Basis:
-    return job.topology, job.global_batch, job.constraints.offload or ()
+    ways = (getattr(job.constraints, name) for name in Constraints.model_fields if name not in _OF_POINTS)
+    return job.topology, job.global_batch, job.remade, *ways
 
 
 @dataclass
@@ -96,16 +98,16 @@ class _Search:
     _lacking: list[tuple[Variant, tuple[str, ...], Point]] = field(default_factory=list)  # memory alone, nearest first
 
     def conflict(self) -> tuple[str, ...]:
-        """A least set of pins without a plan, by bounds; empty where the bounds allow one or none is needed."""
-        kept = pins_of(self.asked.constraints)
-        if self._possible(self.asked.constraints) or not self._possible(without(self.asked.constraints, kept)):
+        """A least set of constraints without a plan, by bounds; empty where the bounds allow one or none is needed."""
+        given = self.asked.constraints
+        every = kept = fixed_of(given)
+        if self._possible(given) or not self._possible(without(given, every)):
             return ()
-        for pin in list(kept):
+        for pin in every:
             rest = [p for p in kept if p != pin]
-            others = [p for p in pins_of(self.asked.constraints) if p not in rest]
-            if not self._possible(without(self.asked.constraints, others)):
+            if not self._possible(without(given, [p for p in every if p not in rest])):
                 kept = rest
-        return tuple(shown(self.asked.constraints, pin) for pin in kept)
+        return tuple(shown(given, pin) for pin in kept)
 
     def changes(self) -> tuple[Change, ...]:
         """The nearest changes with which there is a plan."""
@@ -186,7 +188,7 @@ class _Search:
         return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)
 
     def _bound(self, job: Job) -> ModelBounds:
-        key = _basis(job)
+        key = (*_basis(job), job.made_again)
         if key not in self._bounds:
             self._bounds[key] = ModelBounds(job)
         return self._bounds[key].with_job(job)
@@ -218,14 +220,19 @@ class _Search:
 
     def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
+        plainest = self._plainest(job, bounds, given_up)
+        least = min(point.zero for point in plainest)
+        return [p for p in plainest if self.short_of_memory or p.zero == least]
+
+    def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
+        """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
         space = space_of(job, bounds)
         choices = points(space)
         free = job.constraints.schedule is None and not job.constraints.ahead
         plain = [p for p in choices if p.schedule == "1f1b"] if free else []
         if "virtual_stages" in given_up and job.train:
             plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
-        least = min(point.zero for point in choices)
-        return [p for p in plain or choices if self.short_of_memory or p.zero == least]
+        return plain or choices
 
     def _allowed(self, variant: Variant, pins: tuple[str, ...], point: Point) -> bool:
         """Whether the bounds allow a plan at ``point``."""
@@ -241,9 +248,9 @@ class _Search:
     def _has_plan(self, variant: Variant, pins: Sequence[str], point: Point) -> bool:
         lacking: list[Evaluator] = []
         for job in rooms(self._job(variant, pins), lambda: any(e.host_lacks for e in lacking)):  # as partition does
-            key = _basis(job)
-            if point.zero in (1, 2) and "parameters" in key[-1]:
+            if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
                 continue  # which that keeps whole
+            key = _basis(job)
             if key not in self._evaluators:
                 self._evaluators[key] = Evaluator(job)
             try:
@@ -262,12 +269,13 @@ class _Search:
         """Whether the bounds allow a plan."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
+            _check(job)
             bounds = self._bound(_roomiest(job))
-            choices = self._choices(job, bounds, ())
+            choices = self._plainest(job, bounds, ())
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)
-        for point in choices:
+        for point in sorted(choices, key=lambda point: -point.zero if self.short_of_memory else point.zero):
             if bounds.state_bytes(point) > room:
                 continue
             try:

@@ -222,7 +222,8 @@ def _explore(
         found_beside = compared(always, rows, lambda point: evaluated(beside.solve(point)), offload, alone)
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
-    unknown = any(not is_known(standard, rows) for standard in always) or (bool(job.constraints.offload) and not hosts)
+    pinned = bool(job.constraints.offload) and not hosts
+    unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
     return Explored(found, certificate, baselines, result.rows)

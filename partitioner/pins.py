@@ -23,6 +23,14 @@ def pins_of(constraints: Constraints) -> list[str]:
     return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
 
 
+def fixed_of(constraints: Constraints) -> list[str]:
+    """All that the user fixed: :func:`pins_of`, and what of the rest says how, not what, is computed."""
+    pins = pins_of(constraints)
+    beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
+    defaults = ((name, field.default) for name, field in Constraints.model_fields.items() if name not in beside)
+    return pins + [name for name, default in defaults if getattr(constraints, name) != default]
+
+
 def subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
     few = len(pins) if len(pins) <= _FEW_PINS else 2
@@ -42,7 +50,7 @@ def effort(pins: Sequence[str]) -> float:
 def without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
     """``constraints`` with ``pins`` left free."""
     places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
-    freed: dict[str, Any] = {pin: None for pin in pins if ":" not in pin}
+    freed: dict[str, Any] = {pin: Constraints.model_fields[pin].default for pin in pins if ":" not in pin}
     return constraints.model_copy(update={**freed, "stage_of": places})
 
 
@@ -62,7 +70,15 @@ def distance(constraints: Constraints, pin: str, point: Point) -> float:
 def shown(constraints: Constraints, pin: str) -> str:
     """``pin`` as the user wrote it."""
     name, _, module = pin.partition(":")
-    return f"stage_of[{module!r}]={constraints.stage_of[module]}" if module else f"{name}={getattr(constraints, name)}"
+    if module:
+        return f"stage_of[{module!r}]={constraints.stage_of[module]}"
+    given = getattr(constraints, name)
+    return f"{name}={kinds_text(given)}" if name == "offload" else f"{name}={given}"
+
+
+def kinds_text(kinds: Sequence[str]) -> str:
+    """What is kept in host memory, as the user may write it."""
+    return "+".join(kinds) or "none"
 
 
 def instead(constraints: Constraints, pin: str, new: object) -> str:

@@ -12,6 +12,7 @@ from partitioner.constraints import Constraints
 from partitioner.explore import OFFLOAD_SETS
 from partitioner.job import Job
 from partitioner.laggards import is_even, smaller_clusters
+from partitioner.pins import kinds_text
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload, has_disks
 from partitioner.topology.resize import with_devices, with_memory, with_nodes
@@ -144,7 +145,7 @@ def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
         constraints = base.constraints.model_copy(update={"offload": kinds})
         if kinds == given or ("parameters" in kinds and constraints.zero in (1, 2)):
             continue
-        text = f"offload={_kinds_text(kinds)} instead of {_kinds_text(given)}"
+        text = f"offload={kinds_text(kinds)} instead of {kinds_text(given)}"
         cost = _OFFLOAD + 0.1 * len(set(kinds) ^ set(given))
         yield _and(base, cost, "offload", text, constraints=constraints)
 
@@ -192,10 +193,6 @@ def _larger(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
             least, now = (bytes_text(int(topology.usable.min())) for topology in (larger, base.topology))
             text = f"{times:g} times the memory on every device ({least} usable instead of {now} on the smallest)"
             yield _and(base, _MEMORY + math.log2(times), "memory", text, topology=larger)
-
-
-def _kinds_text(kinds: Sequence[str]) -> str:
-    return "+".join(kinds) or "none"
 
 
 def _local(topology: Topology) -> Topology:

@@ -316,6 +316,45 @@ def test_the_pins_that_conflict_are_named() -> None:
     assert "in conflict: pp=2, tp=1, zero=0" in str(caught.value)
 
 
+CONFLICTS: dict[str, tuple[Infeasible, set[str]]] = {
+    "host memory": (
+        Infeasible(PlanError, "", cluster(3, host=64), pins={"pp": 1, "tp": 1, "zero": 0, "offload": "none"}),
+        {"pp", "tp", "zero", "offload"},
+    ),
+    "host memory, and recomputation": (
+        Infeasible(
+            PlanError, "", cluster(12, 1, host=64), batch=1024,
+            pins={"microbatch_size": 1024, "recompute": "none", "offload": "none"},
+        ),
+        {"microbatch_size", "recompute", "offload"},
+    ),
+    "ways to reduce": (
+        Infeasible(PlanError, "", cluster(64, 2, 2), pins={"zero": 1, "hierarchical": True, "dp": 4}),
+        {"zero", "hierarchical"},
+    ),
+    "ways to send": (
+        Infeasible(PlanError, "", cluster(64), pins={"zero": 3, "grad_compression": "bf16", "recompute": "full"}),
+        {"zero", "grad_compression"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_what_conflicts_is_a_least_set(name: str) -> None:
+    """There is a plan as soon as any one of them is left free, of all that is fixed those alone."""
+    job, conflict = CONFLICTS[name]
+    with pytest.raises(InfeasibleError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    assert {text.partition("=")[0] for text in caught.value.conflict} == conflict
+    assert all(text in str(caught.value) for text in caught.value.conflict)
+    alone = {pin: given for pin, given in job.pins.items() if pin in conflict}
+    with pytest.raises(InfeasibleError):
+        job.plan(job.topology, Constraints(**alone))
+    for pin in conflict:
+        rest = {other: given for other, given in alone.items() if other != pin}
+        assert job.plan(job.topology, Constraints(**rest)).estimate.step_time > 0
+
+
 def test_changes_may_need_host_memory_as_plans_do() -> None:
     """Four layers of 1 MiB with their states, on devices of 3 MiB each: what dp=1 needs is in host memory in part."""
     job = Infeasible(PlanError, "dp=", cluster(3, 1, host=64), pins={"dp": 3})

@@ -23,6 +23,7 @@ or all of it; types, levels, patterns and hosts may start from the catalogue wit
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -37,7 +38,18 @@ from partitioner.topology.checks import MisplacedError
 from partitioner.topology.model import Topology
 from partitioner.topology.wording import explain, nearest
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_ODD_NUMBER = re.compile(r":|^[-+]?0[0-9_]+$")
 _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "links", "patterns")
+
+
+class _Decimal(yaml.SafeLoader):
+    """Numbers are decimal: YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010`` as 8. They stay text."""
+
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
+        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+        is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
+        return "tag:yaml.org,2002:str" if is_odd else tag
 
 
 @cache
@@ -105,9 +117,9 @@ def load(path: str | os.PathLike[str]) -> Topology:
 def loads(text: str, source: str = "topology") -> Topology:
     """Read YAML text; ``source`` names it in errors."""
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.compose(text, Loader=_Decimal)
         _refuse_odd(tree, source)
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Decimal)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise TopologyError(f"{source}{line}: not valid YAML: {error.problem or error}") from error

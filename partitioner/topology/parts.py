@@ -17,6 +17,7 @@ from partitioner.topology.quantities import (
     PowerOrNone,
     Price,
     Rate,
+    Ratio,
     Rising,
     Seconds,
     Size,
@@ -144,7 +145,7 @@ class Level(Part):
     the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
     bandwidth) as measured inside one group; so are ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which follow
     from ``all_reduce`` and the bandwidth where they are not given. ``oversubscription``: what the bandwidth is divided
-    by when all talk at once. ``only``: the islands of nodes that have these links; none given: all.
+    by when all talk at once (``4:1`` is 4). ``only``: the islands of nodes that have these links; none given: all.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Level(Part):
     step: Seconds | None = None
     base: Seconds = 0.0
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    oversubscription: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    oversubscription: Ratio = 1.0
     only: tuple[str, ...] = ()
     all_reduce: Measured = ()
     all_gather: Measured = ()

@@ -32,7 +32,8 @@ _DIMENSIONS: dict[str, tuple[dict[str, float], str]] = {
 }
 UNITS: dict[str, float] = {unit: scale for units, _ in _DIMENSIONS.values() for unit, scale in units.items()}
 _KINDS = {unit: kind for kind, (units, _) in _DIMENSIONS.items() for unit in units}
-_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s:]*)\s*")
+_RATIO = re.compile(r"\s*(\d+\.?\d*)\s*:\s*(\d+\.?\d*)\s*")
 _MOST_BYTES = 1 << 60  # sums over all devices stay within 64 bits
 
 
@@ -59,6 +60,17 @@ def quantity(value: Any, kind: str | None = None) -> Any:
         return float(Decimal(number) * Decimal(repr(UNITS[unit]))) if unit else float(number)  # 7.6 us is 7.6e-06
     except ArithmeticError as error:
         raise ValueError(f"{value!r} is too large or too small a number; write it like {like}") from error
+
+
+def ratio(value: Any) -> Any:
+    """``value`` as a number, where it is text like ``4:1``."""
+    match = _RATIO.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return quantity(value, "a number")
+    above, below = map(float, match.groups())
+    if not below:
+        raise ValueError(f"{value!r} divides by nothing; write it like 4 or 4:1")
+    return above / below
 
 
 def whole(value: Any) -> Any:
@@ -90,6 +102,7 @@ def _rising(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ..
 _POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 Number = Annotated[float, _of("a number"), _POSITIVE]
+Ratio = Annotated[float, BeforeValidator(ratio), Field(ge=1, allow_inf_nan=False)]
 Rate = Annotated[float, _of("bytes per second"), _POSITIVE]
 Flops = Annotated[float, _of("operations per second"), _POSITIVE]
 Seconds = Annotated[float, _of("time"), _NOT_NEGATIVE]

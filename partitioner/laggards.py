@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from partitioner.cost.bounds import ModelBounds
 from partitioner.job import Job
 from partitioner.plan import Baseline, Candidate
+from partitioner.solve.nesting import equal_levels
 from partitioner.solve.points import Space, points
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 
 WITHOUT = "Without"
 _MOST = 3  # smaller clusters that are looked at
+_NEARLY = 0.9  # of what computes alone, that a step on fewer devices may reach
 _WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
 
 SpaceOf = Callable[[Job, ModelBounds], Space]
@@ -44,12 +46,10 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
-    """A single node of an even ``topology``, a single device, and half of its nodes; those that have less than
+    """A group of each level of an even ``topology``, the largest first, and a single device; those that have less than
     ``most_times`` fewer devices."""
-    num_nodes, num_devices = topology.num_nodes, topology.num_devices
-    parts = {topology.devices_per_node, 1, num_nodes // 2 * topology.devices_per_node} - {0, num_devices}
-    for kept in sorted(parts, key=lambda kept: (kept != topology.devices_per_node, kept)):
-        if num_devices >= most_times * kept:
+    for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
+        if kept == topology.num_devices or topology.num_devices >= most_times * kept:
             continue
         try:
             yield topology.without(*topology.names[kept:])
@@ -64,10 +64,11 @@ def is_even(topology: Topology) -> bool:
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
 
 
-def without_laggards(job: Job, best_s: float, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
-    """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``)."""
+def without_laggards(job: Job, best_s: float, least_s: float, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
+    """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``); ``least_s``: what
+    no step takes less than on all devices."""
     found = []
-    for topology in _smaller(job, best_s, space_of):
+    for topology in _smaller(job.topology, _NEARLY * best_s / least_s if least_s else math.inf):
         fewer = replace(job, topology=topology)
         try:
             if _least(fewer, space_of) >= _WORTH * best_s:
@@ -86,11 +87,8 @@ def _gone(smaller: Topology, whole: Topology) -> str:
     return smaller.name.removeprefix(f"{whole.name} without ")
 
 
-def _smaller(job: Job, best_s: float, space_of: SpaceOf) -> Iterator[Topology]:
-    if not is_even(job.topology):
-        return smaller_clusters(job.topology)
-    least = _least(job, space_of)  # mostly what it computes, which takes a part of the cluster longer
-    return parts_alone(job.topology, best_s / least if least else math.inf)
+def _smaller(topology: Topology, most_times: float) -> Iterator[Topology]:
+    return parts_alone(topology, most_times) if is_even(topology) else smaller_clusters(topology)
 
 
 def _least(job: Job, space_of: SpaceOf) -> float:

@@ -14,6 +14,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology import Topology, axis_group, axis_groups, known_presets, loads, stage_links
 from partitioner.topology.groups import rank_grid, stage_capacity, stage_paces
 from partitioner.topology.quantities import quantity
+from partitioner.topology.resize import with_devices
 
 LAB = """
 name: lab
@@ -229,6 +230,14 @@ def test_quantities_that_cannot_be_are_refused(text: str, message: str):
             "nodes: [{type: l40s, devices: 2, count: 2}]\nlevels:\n  - {like: ib-ndr}\n  - {like: nvlink4, nodes: 1}",
             "line 4.*'nvlink4' is never used: 'ib-ndr', listed before it.*from the inside out",
         ),
+        (
+            "nodes: [{type: l40s, devices: 2, count: 4}]\nlevels:\n  - {like: nvlink4}\n  - {like: ib-ndr}",
+            "line 4.*'ib-ndr' is never used: 'nvlink4', listed before it.*nodes: 1 is inside each node",
+        ),
+        (
+            "nodes: [{type: l40s, devices: 8, count: 2}]\nlevels:\n  - {like: pcie4, devices: 16}\n  - {like: ib-ndr}",
+            "line 3.*'pcie4' joins every 16 devices of a node.*the largest has 8; expected at most 8, or nodes: 2",
+        ),
         ("nodes:\n  - {type: l40s, count: 100000000}", "100,000,000 devices; expected at most 1,048,576"),
         ("machine: dgx-h100\nnodes: 1000000", "8,000,000 devices; expected at most 1,048,576"),
         ("nodes: &x [*x]", "line 1: what stands here contains itself"),
@@ -272,6 +281,24 @@ def test_quantities_that_cannot_be_are_refused(text: str, message: str):
 def test_files_that_cannot_be_are_refused_in_plain_words(text: str, message: str):
     with pytest.raises(TopologyError, match="(?s)cluster.yaml.*" + message):
         loads(text, "cluster.yaml")
+
+
+def test_levels_of_the_same_extent_may_be_of_different_nodes():
+    text = """
+    nodes: [{type: l40s, devices: 2}, {type: l4, devices: 4}]
+    levels: [{like: pcie4, nodes: 1, only: [l40s]}, {like: pcie3, nodes: 1, only: [l4]}, {like: ib-ndr}]
+    """
+    assert [loads(text).link(*pair).name for pair in ((0, 1), (2, 3), (1, 2))] == ["pcie4", "pcie3", "ib-ndr"]
+
+
+def test_what_is_left_of_nodes_keeps_the_levels_that_it_has():
+    levels = "[{like: nvlink4, devices: 2}, {like: nvlink3, devices: 4}, {like: pcie4, nodes: 1}]"
+    whole = loads(f"nodes: [{{type: l40s, devices: 4}}]\nlevels: {levels}")
+    pair = whole.without("node0/2", "node0/3")
+    assert pair.link(0, 1).name == "nvlink4"
+    assert loads(pair.to_yaml()) == pair
+    smaller = with_devices(whole, 2)
+    assert smaller is not None and smaller.link(0, 1).name == "nvlink4"
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path):

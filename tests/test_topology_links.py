@@ -74,6 +74,12 @@ def test_islands_have_links_of_their_own():
     }
 
 
+def test_a_whole_island_may_be_left_out():
+    lab = loads(ISLANDS).without("node2")
+    assert [level.name for level in lab.levels] == ["nvlink4", "spine"]
+    assert lab.link(0, 4).bandwidth == loads(ISLANDS).link(0, 4).bandwidth
+
+
 def test_a_slow_node_slows_the_groups_it_is_in():
     slow = loads("machine: dgx-h100\nnodes: 4\nnode_overrides: {3: {network: 0.1}}")
     well = Topology.preset("dgx-h100", 4)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from partitioner.topology.fabric import MOST_PLACES
-from partitioner.topology.parts import Level, NodeGroup, NodeOverride, Pattern
+from partitioner.topology.fabric import MOST_PLACES, extent, largest_node
+from partitioner.topology.parts import NodeGroup, NodeOverride, Pattern
 
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
@@ -88,20 +87,19 @@ def _check_levels(topology: Topology) -> None:
                     "(their island, else their type)",
                     *("levels", i, "only"),
                 )
+        if level.devices is not None and level.devices > (most := largest_node(topology.nodes, level)):
+            raise MisplacedError(
+                f"level {level.name!r} joins every {level.devices} devices of a node, where the largest has {most}; "
+                f"expected at most {most}, or nodes: 2 for what joins the devices of every two nodes",
+                *("levels", i, "devices"),
+            )
         for outer in topology.levels[:i]:
-            if _extent(outer) > _extent(level) and set(level.only or islands) <= set(outer.only or islands):
+            if extent(outer) >= extent(level) and set(level.only or islands) <= set(outer.only or islands):
                 raise MisplacedError(
-                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins, "
-                    "and more; list levels from the inside out",
+                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins; "
+                    "list levels from the inside out, each with how far it reaches (nodes: 1 is inside each node)",
                     *("levels", i),
                 )
-
-
-def _extent(level: Level) -> tuple[float, float]:
-    """How far ``level`` reaches: nodes, and devices of one."""
-    if level.devices is not None:
-        return 0, level.devices
-    return level.nodes or math.inf, 0
 
 
 def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:

@@ -6,7 +6,8 @@ level; levels of different islands that stand side by side are one storey.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,35 @@ def level_groups(topology: Topology, level: Level) -> Ints:
 def spans_nodes(level: Level) -> bool:
     """Whether ``level`` leaves the node, over its network cards."""
     return level.devices is None and level.nodes != 1
+
+
+def extent(level: Level) -> tuple[float, float]:
+    """How far ``level`` reaches: nodes, and devices of one."""
+    if level.devices is not None:
+        return 0, level.devices
+    return level.nodes or math.inf, 0
+
+
+def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
+    """The most devices of a node that may have ``level``; 0 where none does."""
+    return max((g.devices for g in nodes if not level.only or g.island_name in level.only), default=0)
+
+
+def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
+    """By number what is left of ``levels`` where nodes became ``nodes``: none reaches farther than a node has devices,
+    and those go that then join no more than the one before, or are of islands that are gone."""
+    islands = {group.island_name for group in nodes}
+    fitting: dict[int, Level] = {}
+    for number, level in enumerate(levels):
+        most = largest_node(nodes, level)
+        if not most:
+            continue
+        devices = level.devices and min(level.devices, most)
+        only = tuple(name for name in level.only if name in islands)
+        level = level.model_copy(update={"devices": devices, "only": only})
+        if not any(extent(inner) >= extent(level) and inner.only == level.only for inner in fitting.values()):
+            fitting[number] = level
+    return fitting
 
 
 def storeys(topology: Topology) -> tuple[Storey, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partitioner.errors import TopologyError
+from partitioner.topology.fabric import fitting_levels
 from partitioner.topology.files import known_presets, preset
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import Part
@@ -38,7 +39,8 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
     if topology == _local(topology.num_devices):
         return _local(num_devices)
     node = group.model_copy(update={"devices": num_devices})
-    return _made(topology, nodes=(node,), name=f"{topology.name}, {num_devices} devices")
+    levels = tuple(fitting_levels(topology.levels, (node,)).values())
+    return _made(topology, nodes=(node,), levels=levels, name=f"{topology.name}, {num_devices} devices")
 
 
 def with_memory(topology: Topology, times: float) -> Topology | None:

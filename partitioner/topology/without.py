@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
-from partitioner.topology.fabric import Ints
+from partitioner.topology.fabric import Ints, fitting_levels
 from partitioner.topology.parts import NodeGroup, Pattern, PatternLink
 
 if TYPE_CHECKING:
@@ -45,17 +45,18 @@ def without(topology: Topology, names: Collection[str]) -> Topology:
         nodes.append(group.model_copy(update={**changed, "nics": group.nics if whole else _cards(group, places)}))
     left = np.unique(topology.node_of[kept])
     numbers = {int(node): number for number, node in enumerate(left)}
+    levels = fitting_levels(topology.levels, nodes)
     smaller = type(topology)(
         name=f"{topology.name} without {_named(topology, ~kept)}",
         nodes=tuple(nodes),
         types=topology.types,
-        levels=topology.levels,
+        levels=tuple(levels.values()),
         overrides={name: own for name, own in topology.overrides.items() if name in alive},
         links=tuple(link for link in topology.links if alive.issuperset(link.between)),
         patterns={name: pattern for name, pattern in patterns.items() if any(g.pattern == name for g in nodes)},
         node_overrides={numbers[n]: own for n, own in topology.node_overrides.items() if n in numbers},
     )
-    _check(topology, smaller, np.flatnonzero(kept))
+    _check(topology, smaller, tuple(levels), np.flatnonzero(kept))
     return smaller
 
 
@@ -108,9 +109,10 @@ def _among(pattern: Pattern, places: Places) -> Pattern:
     return pattern.model_copy(update={"links": tuple(links)})
 
 
-def _check(topology: Topology, smaller: Topology, kept: Ints) -> None:
-    """Raise :class:`TopologyError` where what is left is joined otherwise than before."""
-    for level, old, new in zip(topology.levels, topology.groups, smaller.groups, strict=True):
+def _check(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
+    """Raise :class:`TopologyError` where what is left is joined otherwise than before; ``numbers``: of its levels."""
+    before = [topology.groups[number] for number in numbers]
+    for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
         pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
         if not pairs == len(set(old[kept].tolist())) == len(set(new.tolist())):
             raise TopologyError(

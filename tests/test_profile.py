@@ -21,12 +21,12 @@ from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
 from partitioner.profile import profile, transfers
 from partitioner.profile.cases import SIZES, attentions, build, on_rows, products
-from partitioner.profile.fit import COLLECTIVES, fit_concurrent, fit_device, fit_level, fit_overlap
+from partitioner.profile.fit import FitError, fit_concurrent, fit_device, fit_level, fit_overlap
 from partitioner.profile.lines import fit_line
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
-from partitioner.profile.text import machine_yaml
+from partitioner.profile.text import machine_yaml, profile_parts
 from partitioner.topology import axis_group
-from partitioner.topology.parts import DeviceType, Level
+from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
 from runtime.groups import SoloGroup
 from runtime.pool import LocalRanks
 
@@ -136,6 +136,19 @@ def test_a_level_is_found_from_its_own_times(latency: float, bandwidth: float, s
         for n, mesh in ((2, {"dp": 2, "tp": 2}), (4, {"tp": 4})):
             expected = n * start + moved_share(op, n) * 1e6 / bus
             assert collective_time(op, 1e6, axis_group(topology, mesh, "tp")) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(0.8, 1.2), min_size=3, max_size=3), st.sampled_from(COLLECTIVES))
+def test_times_that_do_not_grow_say_nothing_of_a_bandwidth(noise: list[float], op: str):
+    sizes = (2.0**14, 2.0**18, 2.0**21)
+    samples = [CollectiveSample("send", 2, int(b), 1e-4 + b / 3e9) for b in sizes]
+    samples += [CollectiveSample(op, 2, int(b), 1.3e-3 * n) for b, n in zip(sizes, sorted(noise)[::-1], strict=True)]
+    level = fit_level(samples, "wire")
+    ((_, start, bandwidth),) = getattr(level, op)
+    assert bandwidth <= level.bandwidth * (1 + 1e-9) == pytest.approx(3e9 * (1 + 1e-9))
+    assert 0 <= start <= 1.6e-3
+    late = fit_level([CollectiveSample("send", 2, int(b), 1e-3) for b in sizes], "wire")
+    assert late.bandwidth == pytest.approx(2**21 / 1e-3)  # what was seen to pass
 
 
 def test_what_was_not_measured_follows_from_all_reduce():
@@ -286,6 +299,15 @@ def test_a_file_says_what_was_measured_and_keeps_every_figure(tmp_path: Path):
     (tmp_path / "machine.yaml").write_text(text)
     assert text.startswith("# Measured by `partitioner profile` on a machine.")
     assert Topology.load(tmp_path / "machine.yaml") == topology
+
+
+def test_fits_that_are_far_off_are_said():
+    errors = [FitError("softmax", 6, 5.42), FitError("norm", 6, 0.05)]
+    parts = [str(part) for part in profile_parts(_four(1.5), errors)]
+    warning = next(part for part in parts if part.startswith("Warning"))
+    assert "softmax (542%)" in warning and "norm" not in warning and "without --quick" in warning
+    assert "# Warning: " in machine_yaml(_four(1.5), errors, "a machine")
+    assert "Warning" not in machine_yaml(_four(1.5), errors[1:], "a machine")
 
 
 def test_an_interrupted_profile_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

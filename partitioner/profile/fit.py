@@ -27,6 +27,8 @@ from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
 
 _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
 _LEAST_SHARE = 0.05  # of a time: what may be left of it without launch and memory
+_LARGE_ERROR = 0.25
+_TOLD = 0.05  # of the time of the largest transfer: a slope that makes less of it is not told from noise
 _ANY_PEAK = {"fp32": 1.0}  # until it is fitted
 _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: what memory itself bounds
 
@@ -38,6 +40,11 @@ class FitError:
     what: str
     num_samples: int
     median: float
+
+    @property
+    def is_large(self) -> bool:
+        """Whether what is planned with the fit may well be wrong."""
+        return self.median > _LARGE_ERROR
 
 
 def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = (), **given: Any) -> DeviceType:
@@ -193,25 +200,55 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
-    """One level of links. Raises :class:`TopologyError` without times of messages."""
-    messages = [s for s in samples if s.op == "send"]
-    if not messages:
+    """One level of links. Raises :class:`TopologyError` without times of messages.
+
+    Times that do not grow with size say nothing of a bandwidth: it is then at most what others of the level reach.
+    """
+    lines = {("send", 2): _Line.of(s for s in samples if s.op == "send")}
+    if not lines["send", 2].seconds:
         raise TopologyError("a level of links needs times of messages between two ranks; measure 'send'")
-    latency, per_byte = fit_line([s.num_bytes for s in messages], [s.seconds for s in messages])
-    tables: dict[str, tuple[tuple[int, float, float], ...]] = {}
     for op in COLLECTIVES:
-        rows = []
         for size in sorted({s.num_ranks for s in samples if s.op == op}):
-            found = [s for s in samples if s.op == op and s.num_ranks == size]
-            moved = [moved_share(op, size) * s.num_bytes for s in found]
-            start, per = fit_line(moved, [s.seconds for s in found])
-            rows.append((size, start, _rate(per)))
-        tables[op] = tuple(rows)
-    return Level.model_validate({"name": name, "bandwidth": _rate(per_byte), "latency": latency, **tables})
+            lines[op, size] = _Line.of(s for s in samples if s.op == op and s.num_ranks == size)
+    slopes = [line.slope for line in lines.values()]
+    told = [slope for slope in slopes if slope is not None]
+    least = min(told or [line.least_slope for line in lines.values()])
+    fitted = {key: fit_line(line.moved, line.seconds, least) for key, line in lines.items()}
+    latency, per_byte = fitted.pop(("send", 2))
+    tables = {
+        op: tuple((size, start, 1 / per) for (of, size), (start, per) in fitted.items() if of == op)
+        for op in COLLECTIVES
+    }
+    return Level.model_validate({"name": name, "bandwidth": 1 / per_byte, "latency": latency, **tables})
 
 
-def _rate(per_byte: float) -> float:
-    return 1 / max(per_byte, 1e-15)
+@dataclass(frozen=True)
+class _Line:
+    """Bytes that pass through each rank's links, and seconds."""
+
+    moved: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Iterable[CollectiveSample]) -> _Line:
+        every = list(samples)
+        shares = [1.0 if s.op == "send" else moved_share(s.op, s.num_ranks) for s in every]
+        return cls(
+            tuple(share * s.num_bytes for share, s in zip(shares, every, strict=True)),
+            tuple(s.seconds for s in every),
+        )
+
+    @property
+    def slope(self) -> float | None:
+        """Seconds per byte; ``None`` where size makes so little difference that the times do not say."""
+        start, per = fit_line(self.moved, self.seconds)
+        most = per * max(self.moved)
+        return per if most > _TOLD * (start + most) else None
+
+    @property
+    def least_slope(self) -> float:
+        """Seconds per byte, if starting took no time."""
+        return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:

@@ -9,8 +9,9 @@ from itertools import combinations
 import numpy as np
 
 
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """``(start, per)`` of ``seconds = start + per * size``, neither negative, with the least sum of relative errors.
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """``(start, per)`` of ``seconds = start + per * size`` with the least sum of relative errors; ``start`` is not
+    negative and ``per`` at ``least`` what is said.
 
     An optimum of least absolute errors passes through two of the points, or through one where a bound holds, so that
     trying all of them is exact; up to a good third of the points may be far off without moving it.
@@ -21,12 +22,13 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     assert len(x) == len(y) > 0, (x, y)
     assert (y > 0).all(), y
-    found = [(float(b), 0.0) for b in y] + [(0.0, float(b / a)) for a, b in zip(x, y, strict=True) if a > 0]
+    found = [(max(0.0, float(b - least * a)), least) for a, b in zip(x, y, strict=True)]
+    found += [(0.0, float(b / a)) for a, b in zip(x, y, strict=True) if a > 0 and b / a >= least]
     for i, j in combinations(range(len(x)), 2):
         if x[i] != x[j]:
             per = (y[j] - y[i]) / (x[j] - x[i])
             start = y[i] - per * x[i]
-            if per >= 0 and start >= 0:
+            if per >= least and start >= 0:
                 found.append((float(start), float(per)))
     return min(found, key=lambda line: float(np.abs((line[0] + line[1] * x) / y - 1).sum()))
 

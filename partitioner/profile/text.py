@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -21,9 +22,22 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
+    if warning := large_errors(errors):
+        lines += ["#", *(f"# {line}" for line in wrap(warning, 110))]
     data = _rounded(topology.model_dump(mode="json", exclude_defaults=True))
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join(lines) + "\n\n" + text
+
+
+def large_errors(errors: Sequence[FitError]) -> str:
+    """A warning of fits that are far from what was measured, and what to do; empty where there are none."""
+    far = [f"{e.what} ({e.median:.0%})" for e in errors if e.is_large]
+    if not far:
+        return ""
+    return (
+        f"Warning: the fitted figures are far from the measured times of {', '.join(far)}. Measure again on an idle "
+        "machine, without --quick, before plans are made with them."
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -52,6 +66,8 @@ def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[Re
     for error in errors:
         table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")
     yield table
+    if warning := large_errors(errors):
+        yield Text(warning, style="yellow")
     concurrent = topology.nodes[0].concurrent
     if concurrent is not None:
         yield Text(f"{topology.num_devices} ranks share the cores: {concurrent:g} of them compute at a time.")

@@ -9,8 +9,8 @@ what was lacking its program is made and fits.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,8 +27,9 @@ from partitioner.job import Job
 from partitioner.pins import differs, distance, effort, fixed_of, instead, pins_of, shown, subsets, without
 from partitioner.requests import check_request
 from partitioner.solve.point import Point
-from partitioner.solve.points import points, several_stages
+from partitioner.solve.points import Space, points, several_stages
 from partitioner.topology import Topology
+from partitioner.units import divisors
 from partitioner.variants import Asked, Variant, far_variants, variants
 from passes.errors import PartitionError
 
@@ -128,6 +129,7 @@ class _Search:
         done: list[frozenset[str]] = []
         found: list[Change] = []
         solved: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
+        values: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], set[tuple[Any, ...]]] = defaultdict(set)
         for _ in range(_MOST_TRIED):
             if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED:
                 break
@@ -138,10 +140,13 @@ class _Search:
             if point is None:
                 for more, seconds, choice in self._points(variant, pins):
                     heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
-            elif solved[variant.texts, pins] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE) and self._allowed(
-                variant, pins, point
-            ):
-                solved[variant.texts, pins] += 1
+                continue
+            key, value = (variant.texts, pins), tuple(_new(pins, point).values())
+            few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
+            other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # which the nearer ones hide
+            if (few or other) and self._allowed(variant, pins, point):
+                solved[key] += 1
+                values[key].add(value)
                 if self._has_plan(variant, pins, point):
                     done.append(given_up)
                     found.append(self._change(variant, pins, point))
@@ -227,7 +232,8 @@ class _Search:
     def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
         """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
         space = space_of(job, bounds)
-        choices = points(space)
+        asked = self.asked.constraints
+        choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
         free = job.constraints.schedule is None and not job.constraints.ahead
         plain = [p for p in choices if p.schedule == "1f1b"] if free else []
         if "virtual_stages" in given_up and job.train:
@@ -296,6 +302,26 @@ class _Search:
         beyond = [what for what in found if what not in self.asked.constraints.planned_only]
         marked = " (planned, not executed by this version)" if beyond else ""
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+def _with_wider(space: Space, given_up: Mapping[str, Any]) -> list[Point]:
+    """The points that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too, which
+    are tried only where they are fixed."""
+    sizes = divisors(space.world_size)[1:]
+    shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
+    wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
+    wider += [{"cp": size} for size in shared] if given_up.get("cp", 1) > 1 else []
+    found: dict[Point, None] = {}
+    lacking: PartitionError | None = None
+    for pinned in ({}, *wider):
+        try:
+            asked = space.constraints.model_copy(update=pinned)
+            found |= dict.fromkeys(points(replace(space, constraints=asked)))
+        except PartitionError as error:
+            lacking = lacking or error
+    if not found and lacking is not None:
+        raise lacking
+    return list(found)
 
 
 def _and_then(text: str, search: _Search) -> tuple[Change, ...]:

@@ -365,6 +365,44 @@ def test_changes_may_need_host_memory_as_plans_do() -> None:
     assert job.plan(change.topology, change.constraints, change.global_batch).offload == ("optimizer",)
 
 
+def test_the_nearest_values_that_have_no_plan_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a nearer value no point fits, though bounds allow many: as when its hosts lack memory."""
+    job = Infeasible(CapacityError, "", cluster(3), pins={"dp": 4, "zero": 0})
+    has_plan = _Search._has_plan
+    monkeypatch.setattr(_Search, "_has_plan", lambda self, *asked: asked[-1].dp != 2 and has_plan(self, *asked))
+    with pytest.raises(CapacityError) as caught:
+        job.plan(job.topology, Constraints(**job.pins))
+    assert "dp=1 instead of 4" in [change.text for change in caught.value.changes]
+
+
+class Attends(nn.Module):
+    """Causal attention, without which there is no sequence to share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)]
+        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize(("asked", "nearest"), [({"cp": 3}, "cp=4 instead of 3"), ({"tp": 12}, "tp=16 instead of 12")])
+def test_who_asks_for_an_axis_is_told_what_is_tried_for_those_who_ask(asked: dict[str, int], nearest: str) -> None:
+    """The search itself shares no sequence of 128 tokens, and has no groups of more than eight ranks."""
+    topology = cluster(64, 8) if "cp" in asked else cluster(64, 4, nodes=4)
+
+    def plan(**pins: Any) -> Plan:
+        with torch.device("meta"):
+            return partition(Attends(64), topology, (torch.empty(16, 128, 64),), constraints=Constraints(**pins))
+
+    with pytest.raises(ConstraintError) as caught:
+        plan(**asked)
+    assert caught.value.changes[0].text == nearest
+    axis, size = nearest.split(" ")[0].split("=")
+    assert plan(**{axis: int(size)}).mesh[axis] == int(size)
+
+
 def test_of_too_many_virtual_stages_the_nearest_number_is_told() -> None:
     """Four layers and what is around them cannot be 2 x 9 stages, but 2 x 2."""
     job = Infeasible(PlanError, "v=9", cluster(64), pins={"pp": 2, "virtual_stages": 9})

@@ -115,12 +115,13 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 
 
 def _slower(
-    plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), *, planned: bool = False
+    plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
+    """``other``: what was planned now, of which ``best`` is the candidate."""
     assert best.step_time is not None
     chosen = plan.estimate
     slower = best.step_time >= chosen.step_time
-    which = "that was tried" if not planned and _is_beside(plan, asked) else "plan"
+    which = "that was tried" if other is None and _is_beside(plan, asked) else "plan"
     lines = [
         f"The best {which} with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
         f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
@@ -130,13 +131,22 @@ def _slower(
         changes = list(time_changes(chosen.breakdown, best.breakdown))
         where = "Where the extra time goes:" if slower else "Where it saves time:"
         lines += [where, *(f"  {line}" for line in changes)] if changes else []
-    if best.memory is not None and chosen.memory:
-        lines.append(f"Its fullest rank holds {bytes_text(best.memory)}; the plan's {bytes_text(max(chosen.memory))}.")
+    its, the_plans = _fullest(plan, best, other)
+    if its is not None and the_plans is not None:
+        lines.append(f"Its fullest rank holds {bytes_text(its)}; the plan's {bytes_text(the_plans)}.")
     lines += marks
     if not slower:
         fixed = shown(plan.constraints.given)
         lines.append(f"It is not the plan because you fixed {fixed}." if fixed else "The search did not look at it.")
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
+
+
+def _fullest(plan: Plan, best: Candidate, other: Plan | None) -> tuple[int | None, int | None]:
+    """Bytes on the fullest rank of what was asked for, and of the plan: by their programs, where both have one, or both
+    by the search's tables, which say a little more."""
+    if other is not None and plan.written is not None and other.written is not None:
+        return max(other.estimate.memory, default=None), max(plan.estimate.memory, default=None)
+    return best.memory, plan.chosen.memory
 
 
 def _bounded(
@@ -223,7 +233,7 @@ def _planned(
     if other.constraints.group_size != plan.constraints.group_size:
         marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
-    return _slower(plan, asked, best, marks, planned=True)
+    return _slower(plan, asked, best, marks, other)
 
 
 def _different(plan: Plan, other: Plan) -> list[str]:

@@ -15,8 +15,9 @@ from partitioner.cli import app
 from partitioner.compare import in_words, relative
 from partitioner.errors import ConstraintError
 from partitioner.plan import Candidate
+from partitioner.units import bytes_text
 from tests.sample_programs import llama, plan_of
-from tests.test_infeasible import cluster
+from tests.test_infeasible import Headed, cluster
 
 MODEL = """
 import torch
@@ -107,6 +108,23 @@ def test_the_difference_of_the_breakdowns_is_that_of_the_times(plan: Plan):
     assert best.breakdown is not None
     extra = sum(best.breakdown.values()) - sum(plan.estimate.breakdown.values())
     assert extra == pytest.approx((best.step_time or 0.0) - plan.estimate.step_time)
+
+
+def test_memory_is_compared_as_it_was_found():
+    """By programs, or both by the search's tables, which say more."""
+    with torch.device("meta"):
+        model, inputs = Headed(512, 24, 30000), (torch.empty(4, 128, dtype=torch.long),) * 2
+        plan = partition(model, cluster(500), inputs, constraints=Constraints(pp=1, tp=1, zero=2))
+    table, own = plan.chosen.memory, max(plan.estimate.memory)
+    assert table is not None and bytes_text(table) != bytes_text(own)
+    same = plan.why_not(overlap=True, model=model, inputs=inputs)
+    assert f"Its fullest rank holds {bytes_text(own)}; the plan's {bytes_text(own)}." in same.lines
+    rows = [row.model_copy(update={"status": "solved"}) for row in plan.certificate.candidates[:1]]
+    rows = [*plan.certificate.candidates, rows[0].model_copy(update={"schedule": "gpipe"})]
+    known = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": tuple(rows)})})
+    assert f"Its fullest rank holds {bytes_text(table)}; the plan's {bytes_text(table)}." in str(
+        known.why_not(schedule="gpipe")
+    )
 
 
 def test_what_cannot_be_says_what_conflicts(plan: Plan):

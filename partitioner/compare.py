@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
-from partitioner.explain import KINDS, MEMORY_KINDS
+from partitioner.explain import KINDS, MEMORY_KINDS, memory_words
 from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, plain, table
 from partitioner.outline import outline
 from partitioner.plan import Plan
@@ -165,7 +165,8 @@ def _memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableT
             return []
         stage = fullest_rank(each) // (each.world_size // each.num_stages)
         parts.append(each.estimate.stages[stage].memory)
-    return [_amounts(names, parts[0], parts[1], MEMORY_KINDS, bytes_text)]
+    words = memory_words(plan) if plan.objective == other.objective else MEMORY_KINDS
+    return [_amounts(names, parts[0], parts[1], words, bytes_text)]
 
 
 def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:

@@ -66,7 +66,13 @@ MEMORY_KINDS = {
     "residuals": "what compressing gradients lost, to be sent with the next",
     "buffers": "buffers for what passes between stages",
 }
+_OF_INFERENCE = {"saved": "outputs, kept to the end of the step", "gathered": "weights while they are gathered"}
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
+
+
+def memory_words(plan: Plan) -> dict[str, str]:
+    """What kinds of memory are called; without a backward, nothing is saved for one."""
+    return MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
 
 
 def summary(plan: Plan) -> str:
@@ -155,7 +161,8 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
         yield line(f"Its peak consists of, on stage {stage}:" if plan.num_stages > 1 else "Its peak consists of:")
-        yield bars([(MEMORY_KINDS.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
+        words = memory_words(plan)
+        yield bars([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
 def _binding(plan: Plan) -> Iterator[RenderableType]:

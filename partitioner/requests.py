@@ -36,6 +36,11 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
     constraints.check_reduction(topology.num_nodes, train)
+    if not train and constraints.recompute not in (None, "none"):
+        raise ConstraintError(
+            f"recompute={constraints.recompute} without training, which has no backward to make anything again for; "
+            "leave it out"
+        )
     if constraints.offload and None in topology.different_host_shares:
         raise ConstraintError(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "

@@ -17,6 +17,7 @@ from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.explain_tables import cut_off, disk_text, host_text, unhosted
 from partitioner.plan import Candidate, Plan
+from partitioner.requests import check_request
 from partitioner.solve.points import SEARCHED, widest_searched
 from partitioner.units import bytes_text, plural, seconds_text
 from passes.errors import InputsError, PartitionError
@@ -249,9 +250,11 @@ def _different(plan: Plan, other: Plan) -> list[str]:
 
 def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """What can be said of what the search did not look at, without the model."""
+    merged = _merged(plan, asked)
     try:
-        _merged(plan, asked).check(plan.world_size, plan.global_batch or None)
-    except ConstraintError as error:
+        check_request(plan.topology, merged, plan.optimizer, plan.objective == "train")
+        merged.check(plan.world_size, plan.global_batch or None)
+    except PartitionError as error:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
     calls = sum(stage.num_calls for stage in plan.estimate.stages)
     if calls and asked.get("pp", 1) > calls:
@@ -277,6 +280,8 @@ def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
     if against:
         return f"you fixed {shown(against)}"
     if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
+        if plan.objective != "train":
+            return "for inference, which has no backward, it has 1f1b alone, others where they are fixed"
         searched = " and ".join(SEARCHED)
         return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
     if beyond and not plan.constraints.ahead:

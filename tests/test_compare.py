@@ -157,6 +157,20 @@ def test_a_schedule_that_is_not_searched_is_called_so(plan: Plan):
     assert "it has 1f1b and zb-1p, others where they are fixed" in str(answer)
 
 
+def test_a_plan_for_inference_has_no_words_of_a_backward():
+    with torch.device("meta"):
+        model, inputs = Tower(), (torch.empty(64, 256),)
+        plan = partition(model, Topology.preset("dgx-h100"), inputs, objective="infer", constraints=Constraints(dp=8))
+        other = partition(model, Topology.preset("dgx-h100"), inputs, objective="infer", constraints=Constraints(tp=8))
+    assert "outputs, kept to the end of the step" in plan.explain()
+    assert "backward" not in plan.explain()
+    assert "outputs, kept to the end of the step" in plan.diff(other)
+    assert "for inference, which has no backward, it has 1f1b alone" in str(plan.why_not(schedule="zb-1p"))
+    for answer in (plan.why_not(recompute="full"), plan.why_not(recompute="full", model=model, inputs=inputs)):
+        assert answer.verdict == "infeasible"
+        assert "recompute=full without training" in str(answer)
+
+
 def test_a_plan_that_was_fixed_may_be_slower_than_what_is_asked_for():
     slow = planned(Topology.preset("dgx-h100"), pp=4, tp=1, schedule="1f1b")
     assert "you fixed pp=4" in str(slow.why_not(pp=1))

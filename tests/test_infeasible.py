@@ -355,6 +355,15 @@ def test_what_conflicts_is_a_least_set(name: str) -> None:
         assert job.plan(job.topology, Constraints(**rest)).estimate.step_time > 0
 
 
+def test_what_inference_has_nothing_of_is_refused() -> None:
+    with torch.device("meta"), pytest.raises(ConstraintError, match="recompute=full without training") as caught:
+        partition(
+            Tower(256, 4), cluster(64), (torch.empty(64, 256),), objective="infer",
+            constraints=Constraints(recompute="full", pp=2),
+        )  # fmt: skip
+    assert [change.text for change in caught.value.changes] == ["recompute left free instead of full"]
+
+
 def test_changes_may_need_host_memory_as_plans_do() -> None:
     """Four layers of 1 MiB with their states, on devices of 3 MiB each: what dp=1 needs is in host memory in part."""
     job = Infeasible(PlanError, "dp=", cluster(3, 1, host=64), pins={"dp": 3})

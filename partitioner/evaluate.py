@@ -252,7 +252,8 @@ class Evaluator:
 
     def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on every kind of device, over the best groups that there could be."""
-        best = partial(self.placements.best_group, everywhere=point.pp == 1)
+        all_wait = point.pp == 1 and not self.job.goes_apart(point)
+        best = partial(self.placements.best_group, everywhere=all_wait)
         machine = self.job.dressed(Machine(self.job.topology, point.grid), point)
         sizes = {axis: size for axis, size in {**point.grid, "ep": point.ep}.items() if axis != "pp" and size > 1}
         groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread

@@ -17,6 +17,7 @@ import numpy as np
 from partitioner.cost.collectives import collective_time, moved_share
 from partitioner.cost.relaxed import most_share
 from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
+from partitioner.topology.group import slowest
 from partitioner.topology.groups import Group, Tier
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import COLLECTIVES, Level
@@ -31,20 +32,26 @@ _Range = tuple[int, int]
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
     """A group in which no collective takes longer than over any ``size`` devices; ``everywhere``: than over the slowest
-    of groups that all devices are in."""
+    of groups that all devices are in, of which some may have to be in two nodes."""
     if size == 1:
         return Group(1)
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
         return _over_all_links(topology, size)
-    made: list[Group] = []
-    farthest = np.sort(topology.network_share)[0 if everywhere else -size]  # of the network, that some device has
-    for group in _forms(topology, storeys, size, float(farthest)):
-        made.append(group)
-        if len(made) > _MOST_FORMS:
-            return _over_all_links(topology, size)
-    return _least_of(made, size)
+    shares = np.sort(topology.network_share)
+    asked = [(float(shares[0 if everywhere else -size]), False)]
+    if everywhere:  # which may be two groups: that of the farthest device, and one that is in more parts than it need
+        asked += [(float(shares[-size]), True)] * any(_must_part(storey, size) for storey in storeys)
+    found: list[Group] = []
+    for farthest, parted in asked:
+        made: list[Group] = []
+        for group in _forms(topology, storeys, size, farthest, parted):
+            made.append(group)
+            if len(made) > _MOST_FORMS:
+                return _over_all_links(topology, size)
+        found.append(_least_of(made, size))
+    return slowest(found)
 
 
 def no_slower(group: Group, other: Group) -> bool:
@@ -66,16 +73,17 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
         large = [collective_time(op, _LARGE, group) - start for group, start in zip(groups, starts, strict=True)]
         tables[op] = ((size, min(starts), moved_share(op, size) * _LARGE / min(large)),)
     widest = max(bandwidth for ((_, _, bandwidth),) in tables.values())
-    return Group(size, (Tier(Level(name="best", bandwidth=widest, **tables), size, 1),))
+    return Group(size, (Tier(Level.model_construct(name="best", bandwidth=widest, **tables), size, 1),))
 
 
-def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float) -> Iterator[Group]:
+def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool) -> Iterator[Group]:
     """A group for all ways in which ``size`` devices may be parted by ``storeys``, with as many in each part as can
     be; one device at least has no more of the network than ``farthest``, and the others of its part of the group share
-    what that has, so that it matters how few there are in the smallest part."""
+    what that has, so that it matters how few there are in the smallest part. ``parted``: and the group is one of those
+    that have to be in two parts where not all groups fit into one."""
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
-    fewest = [_fewest_parts(storey, size) for storey in storeys]
+    fewest = [max(_fewest_parts(storey, size), 1 + (parted and _must_part(storey, size))) for storey in storeys]
     most = [len(np.unique(storey.joined)) for storey in storeys]
     largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in storeys]
     ways = [_most_ways(*pair) for pair in pairwise(parts_below)]
@@ -131,6 +139,12 @@ def _fewest_parts(storey: Storey, size: int) -> int:
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
+def _must_part(storey: Storey, size: int) -> bool:
+    """Whether some of the groups of ``size`` that all devices are in are in several parts of ``storey``."""
+    sizes = np.unique(storey.joined, return_counts=True)[1]
+    return bool((sizes // size).sum() * size < sizes.sum())
+
+
 def _most_ways(below: Ints, joined: Ints) -> int:
     """How many parts of the storey ``below`` are at most in one of that which has ``joined`` them."""
     parts = np.unique(np.stack([joined, below]), axis=1)
@@ -145,7 +159,7 @@ def _links(topology: Topology, storey: Storey) -> list[Level]:
     rates = [float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds]
     inside = [level for level in topology.levels if not spans_nodes(level)]
     rates += [rate for level in inside for rate in _rates(level)]
-    return [Level(name="direct", bandwidth=max(rates), latency=0.0)]
+    return [Level.model_construct(name="direct", bandwidth=max(rates), latency=0.0)]
 
 
 def _rates(level: Level) -> Iterator[float]:
@@ -165,4 +179,4 @@ def _over_all_links(topology: Topology, size: int) -> Group:
         for i in pair:
             of_device[i] = of_device.get(i, 0.0) + link.bandwidth
     rate = max([inside, *of_device.values()])
-    return Group(size, (Tier(Level(name="best", bandwidth=rate, latency=0.0), size, 1),))
+    return Group(size, (Tier(Level.model_construct(name="best", bandwidth=rate, latency=0.0), size, 1),))

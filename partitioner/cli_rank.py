@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from pydantic import BaseModel
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -93,13 +94,7 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
             *("" if price is None else f"{price:.2f}", _watts(entry)),
         )
     yield indented(devices)
-    hosts = _table("nodes", "device and host", "host memory", "disk", "disk bandwidth")
-    for group in topology.nodes:
-        if (host := group.host) is not None:
-            disk = (bytes_text(host.disk), _rate(host.disk_bandwidth)) if host.disk_bandwidth else ("", "")
-            hosts.add_row(f"{group.count} x {group.island_name}", _rate(host.bandwidth), bytes_text(host.memory), *disk)
-    if hosts.row_count:
-        yield from ("", indented(hosts))
+    yield from ("", indented(_nodes(topology)))
     links = _table("link", "joins", "bandwidth", "latency")
     for row in link_rows(topology):
         links.add_row(*row)
@@ -108,6 +103,21 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
     different = _differences(topology)
     if different:
         yield from ("", indented(Text("\n".join(different))))
+
+
+def _nodes(topology: Topology) -> Table:
+    """The kinds of nodes, in order, with as much of their hosts as is described."""
+    hosts = [group.host for group in topology.nodes]
+    titles = ["nodes", "devices in each"]
+    titles += ["device and host", "host memory"] if any(hosts) else []
+    titles += ["disk", "disk bandwidth"] if any(host and host.disk_bandwidth for host in hosts) else []
+    table = _table(*titles)
+    for group, host in zip(topology.nodes, hosts, strict=True):
+        row = [f"{group.count} x {group.island_name}", str(group.devices)]
+        row += [_rate(host.bandwidth), bytes_text(host.memory)] if host else []
+        row += [bytes_text(host.disk), _rate(host.disk_bandwidth)] if host and host.disk_bandwidth else []
+        table.add_row(*row)
+    return table
 
 
 def _table(*titles: str) -> Table:
@@ -131,12 +141,14 @@ def _watts(entry: DeviceType) -> str:
 
 def _differences(topology: Topology) -> list[str]:
     """What nodes and devices have of their own, a line each."""
-    lines = []
-    for node, own in list(topology.node_overrides.items())[:_MOST_DIFFERENT]:
-        given = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in own.model_dump(exclude_defaults=True).items())
-        lines.append(f"node {node}: {given}")
-    for name, override in list(topology.overrides.items())[:_MOST_DIFFERENT]:
-        given = ", ".join(f"{k} {v}" for k, v in override.model_dump(exclude_defaults=True).items())
-        lines.append(f"{name}: {given}")
+    nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
+    every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]
+    lines = [f"{name}: {', '.join(_given(own))}" for name, own in every]
     rest = len(topology.node_overrides) + len(topology.overrides) - len(lines)
     return lines + ([f"and {rest} more"] if rest else [])
+
+
+def _given(own: BaseModel) -> Iterator[str]:
+    for key, value in own.model_dump(exclude_defaults=True).items():
+        shown = bytes_text(value) if key == "memory" else digits(value) if isinstance(value, float) else str(value)
+        yield f"{key.replace('_', ' ')} {shown}"

@@ -62,13 +62,14 @@ def detect() -> Topology:
     are what ``nvidia-smi`` says; without it, those of the machine that such devices are commonly built into. The
     network between nodes cannot be seen from here and is always that machine's.
 
-    Raises :class:`TopologyError` for a device that the catalogue does not know, and for more ranks than devices.
+    Raises :class:`TopologyError` for a device that the catalogue does not know, for more ranks than devices, and where
+    the launcher's variables are no numbers.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _from_launcher("WORLD_SIZE", 1)
     if not torch.cuda.is_available():
         return local(world)
     present = torch.cuda.device_count()
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", str(present)))
+    devices = _from_launcher("LOCAL_WORLD_SIZE", present)
     if devices > present:
         raise TopologyError(
             f"{devices} ranks on this node, which has {present} CUDA devices; start at most one rank per device"
@@ -77,6 +78,17 @@ def detect() -> Topology:
     kinds = [_kind(each.name) for each in seen]
     nodes = max(1, world // devices)
     return describe(kinds, [each.total_memory for each in seen], nodes, _visible(wiring(), seen))
+
+
+def _from_launcher(name: str, otherwise: int) -> int:
+    """The number that the environment has under ``name``; ``otherwise`` where it has none."""
+    given = os.environ.get(name, str(otherwise)).strip()
+    if not given.isdecimal() or int(given) < 1:
+        raise TopologyError(
+            f"the environment has {name}={given!r}; expected a number of ranks from 1 on, as torchrun sets it: "
+            "correct or unset it"
+        )
+    return int(given)
 
 
 def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None) -> Topology:

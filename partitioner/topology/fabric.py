@@ -212,7 +212,9 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
         return levels[0]
     if not cut:
         bandwidth, latency = topology.links_between(devices)
-        return Level(name=name, bandwidth=float(bandwidth.min()), latency=float(latency.max()), base=pattern.base)
+        return Level.model_construct(
+            name=name, bandwidth=float(bandwidth.min()), latency=float(latency.max()), base=pattern.base
+        )
     measured: tuple[tuple[int, float, float], ...] = ()
     if pattern.starts:
         seconds = np.interp(len(places), [n for n, _ in pattern.starts], [start for _, start in pattern.starts])

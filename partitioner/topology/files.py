@@ -159,10 +159,11 @@ def parse(text: str) -> Topology:
     whole, fewer, names = text.partition(" without ")
     if fewer:
         return parse(whole.strip()).without(*(name.strip() for name in names.split(",")))
-    head, _, tail = text.partition(":")
+    head, colon, tail = text.partition(":")
     if head in known_presets() or head in ("local", "detect"):
-        if tail and not tail.isdecimal():
-            raise TopologyError(f"{text!r}: expected a number after the colon, got {tail!r}")
+        if colon and not tail.isdecimal():
+            got = repr(tail) if tail else "nothing"
+            raise TopologyError(f"{text!r}: expected a number after the colon, got {got}; write it like {head}:2")
         if head == "detect":
             return Topology.detect()
         return Topology.local(int(tail or 1)) if head == "local" else preset(head, int(tail or 1))

@@ -78,7 +78,7 @@ def _over_singles(plain: Group, singles: Mapping[Pair, Single]) -> Group:
     else:
         rate = least_cut(matrix_of({pair: own.reached for pair, own in singles.items()}, size))
         base = max(own.base for own in every)
-        level = Level(name="own", bandwidth=rate, latency=latency, step=step, base=base)
+        level = Level.model_construct(name="own", bandwidth=rate, latency=latency, step=step, base=base)
     more = matrix_of({pair: max(0.0, own.step - level.step_s) for pair, own in singles.items()}, size)
     allowed = matrix_of(dict.fromkeys(singles, 1.0), size) > 0
     return Group(
@@ -126,7 +126,9 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
         bandwidth, latency = topology.links_between(devices)
         for (i, j), own in singles_among(topology, devices.tolist()).items():
             bandwidth[i, j] = bandwidth[j, i] = own.reached
-        routed = Level(name="routed", bandwidth=narrowest_needed(bandwidth), latency=float(latency.max()))
+        routed = Level.model_construct(
+            name="routed", bandwidth=narrowest_needed(bandwidth), latency=float(latency.max())
+        )
         tiers.append(Tier(routed, parts, below))
     return Group(size, tuple(tiers), ring=ring)
 

@@ -11,6 +11,7 @@ from partitioner.topology.quantities import (
     Bytes,
     BytesOrNone,
     Count,
+    Factor,
     Flops,
     Number,
     Power,
@@ -279,7 +280,7 @@ class DeviceOverride(Part):
 
     type: str | None = None
     memory: Bytes | None = None
-    speed: Number = 1.0
+    speed: Factor = 1.0
 
 
 class NodeOverride(Part):
@@ -289,10 +290,10 @@ class NodeOverride(Part):
     nearest living one. ``memory`` and ``speed``: of each of its devices.
     """
 
-    network: Number = Field(default=1.0, le=1)
+    network: Factor = Field(default=1.0, le=1)
     dead_nics: int | tuple[int, ...] = 0
     memory: Bytes | None = None
-    speed: Number = 1.0
+    speed: Factor = 1.0
 
     @field_validator("dead_nics", mode="before")
     @classmethod

@@ -27,7 +27,7 @@ _DIMENSIONS: dict[str, tuple[dict[str, float], str]] = {
     "operations per second": ({f"{prefix}FLOP/s": s for prefix, s in _PREFIXES.items()}, "989 TFLOP/s"),
     "watts": ({"W": 1.0, "kW": 1e3}, "700 W or 0.7 kW"),
     "dollars per hour": ({"USD/h": 1.0}, "2.80 USD/h, the one unit of money"),
-    "time": ({"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}, "5 us or 2 ms"),
+    "time": ({"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}, "5 us or 2 ms"),
     "a number": ({}, "0.9, without a unit"),
 }
 UNITS: dict[str, float] = {unit: scale for units, _ in _DIMENSIONS.values() for unit, scale in units.items()}
@@ -99,13 +99,30 @@ def _rising(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ..
     return table
 
 
+def _between(least: float, most: float, unit: str, like: str) -> AfterValidator:
+    """Refuses what nothing has: a slip of the pen, or of a unit."""
+
+    def check(value: float) -> float:
+        if not least <= value <= most:
+            limits = f"{least:g} to {most:g}{unit}"
+            raise ValueError(f"{value:g}{unit} is too {_far(value, least)} to be meant; expected {limits}, like {like}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _far(value: float, least: float) -> str:
+    return "small" if value < least else "large"
+
+
 _POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 Number = Annotated[float, _of("a number"), _POSITIVE]
 Ratio = Annotated[float, BeforeValidator(ratio), Field(ge=1, allow_inf_nan=False)]
-Rate = Annotated[float, _of("bytes per second"), _POSITIVE]
-Flops = Annotated[float, _of("operations per second"), _POSITIVE]
-Seconds = Annotated[float, _of("time"), _NOT_NEGATIVE]
+Factor = Annotated[float, _of("a number"), _POSITIVE, _between(1e-6, 1e6, "", "0.5")]
+Rate = Annotated[float, _of("bytes per second"), _POSITIVE, _between(1.0, 1e18, " B/s", "50 GB/s")]
+Flops = Annotated[float, _of("operations per second"), _POSITIVE, _between(1.0, 1e24, " FLOP/s", "989 TFLOP/s")]
+Seconds = Annotated[float, _of("time"), _NOT_NEGATIVE, _between(0.0, 1e6, " s", "5 us")]
 Price = Annotated[float, _of("dollars per hour"), _NOT_NEGATIVE]
 Power = Annotated[float, _of("watts"), _POSITIVE]
 PowerOrNone = Annotated[float, _of("watts"), _NOT_NEGATIVE]

@@ -91,4 +91,5 @@ def partition(
         global_batch=job.global_batch,
         planned_only=found.beyond,
         in_host=chosen.offload,
+        of_replicas=chosen.data_shares,
     )

@@ -160,7 +160,9 @@ class Plan(Data):
     objective: Literal["train", "infer"] = "train"
     global_batch: int = 0
     planned_only: tuple[str, ...] = ()
-    in_host: tuple[str, ...] = ()  # kinds of what is kept in host memory, of a plan without a program
+    # of a plan without a program: kinds of what is kept in host memory, and microbatches of ranks of dp that differ
+    in_host: tuple[str, ...] = ()
+    of_replicas: tuple[int, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -199,12 +201,13 @@ class Plan(Data):
         """Microbatches of one step, the most that a rank has."""
         if self.written is not None:
             return self.written.num_microbatches
-        return -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
+        each = -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
+        return max(self.of_replicas, default=each)
 
     @property
     def data_shares(self) -> tuple[int, ...]:
         """The microbatches of each rank of ``dp``; empty where all have :attr:`num_microbatches`."""
-        return () if self.written is None else self.written.data_shares
+        return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
     def schedule(self) -> str:

@@ -362,3 +362,15 @@ def test_a_device_that_is_faster_makes_no_step_longer(schedule: str):
             model, x = Wide(), torch.empty(16, 1024, 4096)
         steps.append(partition(model, loads(cluster), (x,), constraints=pins).estimate.step_time)
     assert steps[1] <= steps[0] * (1 + SLACK)
+
+
+def test_an_estimate_says_how_many_microbatches_each_has(tmp_path: Path):
+    model, plan = planned(3, dp=3)
+    alone = partition(model, Topology.local(3), batch(), constraints=Constraints(dp=3), estimate_only=True)
+    assert alone.data_shares == plan.data_shares == (2, 2, 1)
+    assert alone.num_microbatches == plan.num_microbatches
+    assert Plan.load(alone.save(tmp_path / "plan.json")).data_shares == plan.data_shares
+    (said,) = {
+        line.split(None, 1)[1] for p in (alone, plan) for line in p.summary().splitlines() if "global batch" in line
+    }
+    assert said.startswith("2 on 2 ranks of dp, 1 on 1 of 2 samples")

@@ -39,11 +39,11 @@ class Standard:
 def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
     """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
-    own = best = baselines(space, candidates, bounds.times, _fits(bounds))
+    own = best = _textbook(space, candidates, bounds)
     known = set(candidates)
     if wide.constraints != space.constraints:
         others = _points(wide)
-        best = baselines(wide, others, free.times, _fits(free))
+        best = _textbook(wide, others, free)
         known |= set(others)
     plain = own["data parallel"] or best["data parallel"]
     megatron = best["megatron"] or own["megatron"]
@@ -60,6 +60,13 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
         else Standard(name, excluded=none[name])
         for name, point in found
     ]
+
+
+def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
+    """See :func:`partitioner.solve.points.baselines`; where experts are spread nothing is plain."""
+    found = baselines(space, candidates, bounds.times, _fits(bounds))
+    plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
+    return {**found, "data parallel": least(plain, bounds.times, _fits(bounds))}
 
 
 def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:

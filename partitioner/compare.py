@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
-from partitioner.explain import KINDS, MEMORY_KINDS, memory_words
+from partitioner.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
 from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, plain, table
 from partitioner.outline import outline
 from partitioner.plan import Plan
@@ -32,7 +32,7 @@ def diff_parts(plan: Plan, other: Plan, names: tuple[str, str] = ("this plan", "
     for title, body in (
         ("In short", [_item(line) for line in in_words(plan, other)]),
         ("The plans", [_two(names, list(_figures(plan, other)))]),
-        ("Time by kind", [_amounts(names, plan.estimate.breakdown, other.estimate.breakdown, KINDS, seconds_text)]),
+        ("Time by kind", [_times(names, plan, other)]),
         ("Memory of the fullest rank by kind", _memory(names, plan, other)),
         ("Stages", list(_stages(names, plan, other))),
         ("Layouts of weights", list(_layouts(plan, other))),
@@ -56,7 +56,7 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
     yield from time_changes(mine.breakdown, yours.breakdown)
     if mine.memory and yours.memory:
         a, b = max(mine.memory), max(yours.memory)
-        yield f"Its fullest rank holds {bytes_text(b)}, {relative(a, b)} {bytes_text(a)}."
+        yield f"Its fullest rank holds {bytes_text(b)}, {relative(a, b, bytes_text)} {bytes_text(a)}."
     if plan.mesh != other.mesh:
         yield f"Its mesh is {mesh_text(other.mesh)} instead of {mesh_text(plan.mesh)}."
     if plan.planned_only != other.planned_only:
@@ -65,9 +65,9 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
                 yield f"{which} is planned, not executed by this version: {', '.join(only)}."
 
 
-def relative(old: float, new: float) -> str:
-    """How ``new`` stands to ``old``: ``22% more than``, ``3.1 times``, ``the same as``."""
-    if not old or abs(new - old) <= _SAME * abs(old):
+def relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
+    """How ``new`` stands to ``old``, both written by ``text``: ``22% more than``, ``3.1 times``, ``the same as``."""
+    if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
     ratio = new / old
     if ratio >= 2:
@@ -78,6 +78,7 @@ def relative(old: float, new: float) -> str:
 def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
     """Where the difference between two breakdowns lies: the kinds that changed, the largest change first."""
     total = sum(old.values())
+    old, new = without_residue(old), without_residue(new)
     changes = {kind: new.get(kind, 0.0) - old.get(kind, 0.0) for kind in {**old, **new}}
     for kind, change in sorted(changes.items(), key=lambda item: -abs(item[1]))[:most]:
         if abs(change) > _SAME * total:
@@ -156,6 +157,11 @@ def _amounts(
             sign = "" if a == b else "+" if b > a else "−"
             made.add_row(Text(words.get(kind, kind)), text(a), text(b), f"{sign}{text(abs(b - a))}" if sign else "")
     return indented(made)
+
+
+def _times(names: tuple[str, str], plan: Plan, other: Plan) -> RenderableType:
+    one, two = (without_residue(each.estimate.breakdown) for each in (plan, other))
+    return _amounts(names, one, two, KINDS, seconds_text)
 
 
 def _memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:

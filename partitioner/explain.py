@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -67,6 +67,7 @@ MEMORY_KINDS = {
     "buffers": "buffers for what passes between stages",
 }
 _OF_INFERENCE = {"saved": "outputs, kept to the end of the step", "gathered": "weights while they are gathered"}
+_RESIDUE = 1e-9  # of a step: differences of sums, no time
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -198,8 +199,14 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     yield line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
+def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by kind, without what is left of others' rounding where there is none of a kind."""
+    total = sum(breakdown.values())
+    return {kind: seconds for kind, seconds in breakdown.items() if seconds > _RESIDUE * total}
+
+
 def _breakdown(plan: Plan) -> list[RenderableType]:
-    kinds = sorted(((k, s) for k, s in plan.estimate.breakdown.items() if s > 0), key=lambda item: -item[1])
+    kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
         return []

@@ -190,8 +190,8 @@ def _larger(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
     for times in several:
         larger = with_memory(base.topology, times)
         if larger is not None:
-            least, now = (bytes_text(int(topology.usable.min())) for topology in (larger, base.topology))
-            text = f"{times:g} times the memory on every device ({least} usable instead of {now} on the smallest)"
+            least, now = (bytes_text(min(d.memory for d in each.devices)) for each in (larger, base.topology))
+            text = f"{times:g} times the memory on every device ({least} instead of {now} on the smallest)"
             yield _and(base, _MEMORY + math.log2(times), "memory", text, topology=larger)
 
 

@@ -9,6 +9,8 @@ import torch
 
 from partitioner import CapacityError, Constraints, Plan, partition
 from partitioner.plan import Baseline
+from tests.experts_zoo import plain as experts
+from tests.experts_zoo import plain_inputs as expert_inputs
 from tests.test_infeasible import Tower, cluster
 
 NAMES = ["Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"]
@@ -97,3 +99,11 @@ def test_what_does_not_fit_even_with_host_memory_is_marked():
     assert found.candidate is not None and found.candidate.step_time is None
     assert found.offload == plan.offload != ()
     assert f"with {' and '.join(plan.offload)} in host memory): does not fit (stage" in " ".join(plan.explain().split())
+
+
+def test_where_experts_are_spread_nothing_is_plain():
+    plan = partition(experts(), cluster(64), expert_inputs(8), constraints=Constraints(ep=4))
+    plain = by_name(plan)[NAMES[0]]
+    assert plain.candidate is not None
+    assert (plain.candidate.mesh["dp"], plain.candidate.mesh["ep"]) == (4, 1)
+    assert plain.excluded == "excluded by the constraints"

@@ -247,10 +247,26 @@ def test_plans_without_a_program_are_compared(plan: Plan):
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
-    [(1.0, 1.0, "the same as"), (1.0, 1.22, "22% more than"), (1.0, 0.5, "50% less than"), (1.0, 3.1, "3.1 times")],
-)
+    [(1.0, 1.0, "the same as"), (1.0, 1.22, "22% more than"), (1.0, 0.5, "50% less than"), (1.0, 3.1, "3.1 times"),
+     (0.07144, 0.07143, "the same as"), (0.07144, 0.07146, "<0.1% more than"), (0.07146, 0.07144, "<0.1% less than")],
+)  # fmt: skip
 def test_how_figures_stand_to_each_other(old: float, new: float, words: str):
+    """What is written with other digits is not called the same."""
     assert relative(old, new) == words
+
+
+def test_bytes_are_the_same_where_they_are_written_so():
+    assert relative(2**30, 1.0004 * 2**30, bytes_text) == "the same as"
+    assert relative(1000 * 2**20, 1000.4 * 2**20, bytes_text) == "the same as"
+
+
+def test_what_rounding_left_is_no_time(plan: Plan):
+    step = {"compute": 1.0, "bubble": 8.67e-19, "tp_communication": -1e-18}
+    residue = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"breakdown": step})})
+    some = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"breakdown": {**step, "bubble": 1.0}})})
+    assert "bubble" not in residue.explain()
+    assert "pipeline bubble: +1 s (0 s → 1 s)" in residue.diff(some)
+    assert "0.00000" not in residue.diff(some)
 
 
 def test_the_command_line_answers(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

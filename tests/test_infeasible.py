@@ -364,6 +364,16 @@ def test_what_inference_has_nothing_of_is_refused() -> None:
     assert [change.text for change in caught.value.changes] == ["recompute left free instead of full"]
 
 
+def test_several_times_the_memory_is_that_of_the_device() -> None:
+    """What is usable of it also depends on the mesh, and is what the message is about."""
+    job = JOBS["memory: a hundred times too little"]
+    with pytest.raises(CapacityError) as caught:
+        job.plan(job.topology, Constraints())
+    (now,) = re.findall(r"times .* \([\d.]+ .iB instead of ([\d.]+) KiB", str(caught.value))
+    assert float(now) == pytest.approx(10.24, rel=1e-2)
+    assert "usable instead" not in str(caught.value)
+
+
 def test_changes_may_need_host_memory_as_plans_do() -> None:
     """Four layers of 1 MiB with their states, on devices of 3 MiB each: what dp=1 needs is in host memory in part."""
     job = Infeasible(PlanError, "dp=", cluster(3, 1, host=64), pins={"dp": 3})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from partitioner import Constraints, partition, prepare
+from partitioner import Constraints, PreparedModel, partition, prepare
 from partitioner.cost.collectives import collective_time
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
 from partitioner.topology.files import catalogue
@@ -164,13 +166,29 @@ class Mlp(nn.Module):
         return self.down(torch.relu(self.up(x))).float().pow(2).mean()
 
 
+@cache
+def mlp() -> PreparedModel:
+    with torch.device("meta"):
+        return prepare(Mlp(), (torch.empty(4096, 1024),))
+
+
+@settings(max_examples=15, deadline=None)
+@given(linked(4), st.permutations(range(4)))
+def test_the_best_placement_takes_as_long_whatever_the_devices_are_called(links: Links, numbers: list[int]):
+    renamed = {tuple(sorted((numbers[i], numbers[j]))): own for (i, j), own in links.items()}
+    pinned = Constraints(tp=2, dp=2, pp=1)
+    one, other = (
+        partition(mlp(), cluster(own), estimate_only=True, constraints=pinned).estimate.step_time
+        for own in (links, renamed)  # type: ignore[arg-type]
+    )
+    assert one == pytest.approx(other)
+
+
 @pytest.mark.parametrize("placement", ["in_order", None])
 def test_a_plan_takes_as_long_whichever_pair_is_late(placement: str | None):
-    with torch.device("meta"):
-        prepared = prepare(Mlp(), (torch.empty(4096, 1024),))
     asked = {"tp": 2, "dp": 2, "pp": 1} | ({"placement": placement} if placement else {})
     steps = [
-        partition(prepared, pairs(*latencies), estimate_only=True, constraints=Constraints(**asked)).estimate.step_time
+        partition(mlp(), pairs(*latencies), estimate_only=True, constraints=Constraints(**asked)).estimate.step_time
         for latencies in (("5 us", "5 us"), ("5 us", "5 ms"), ("5 ms", "5 us"))
     ]
     assert steps[1] == pytest.approx(steps[2])

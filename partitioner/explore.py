@@ -25,7 +25,7 @@ from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.laggards import is_even, without_laggards
-from partitioner.plan import Baseline, Candidate, Certificate
+from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
@@ -227,7 +227,20 @@ def _explore(
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
+    certificate = certificate.model_copy(update={"limits": _limits(space)})
     return Explored(found, certificate, baselines, result.rows)
+
+
+def _limits(space: Space) -> Limits:
+    dims = tuple(sorted(space.dims))
+    return Limits(
+        calls=space.num_calls,
+        dims=dims,
+        experts=space.experts,
+        length=space.length,
+        repeated=space.repeated,
+        even=space.even,
+    )
 
 
 def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:

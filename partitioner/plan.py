@@ -94,11 +94,25 @@ class Baseline(Data):
     offload: tuple[str, ...] = ()
 
 
+class Limits(Data):
+    """What of a model limits the candidates. ``calls``: that stages can hold; ``dims``: sizes of weights' dims;
+    ``experts``: ranks that share them are a divisor of it; ``length``: a sample's tokens, 0 without attention;
+    ``repeated``, ``even``: see :class:`partitioner.solve.points.Space`."""
+
+    calls: int
+    dims: tuple[int, ...]
+    experts: int = 0
+    length: int = 0
+    repeated: int = 0
+    even: bool = False
+
+
 class Certificate(Data):
     """``objective`` is the plan's cost in seconds under the model, ``bound`` what no plan can go below.
 
     ``left``: by status, the candidates that are counted and have no row, the worst of many; ``open``: bounded, with a
-    bound below the objective. ``cut_off``: what ended the search before it was done.
+    bound below the objective. ``cut_off``: what ended the search before it was done. ``limits``: of what
+    candidates there could be.
     """
 
     objective: float
@@ -108,6 +122,7 @@ class Certificate(Data):
     baselines: tuple[Baseline, ...] = ()
     left: dict[str, int] = Field(default_factory=dict)
     cut_off: Literal["time limit", "interruption"] | None = None
+    limits: Limits | None = None
 
     def is_open(self, candidate: Candidate) -> bool:
         """Whether a candidate was not solved, though its bound does not say that it takes as long as the plan."""

@@ -16,10 +16,10 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.explain_tables import cut_off, disk_text, host_text, unhosted
-from partitioner.plan import Candidate, Plan
-from partitioner.requests import check_request
-from partitioner.solve.points import SEARCHED, widest_searched
+from partitioner.plan import OPEN, Candidate, Plan
+from partitioner.solve.points import SEARCHED
 from partitioner.units import bytes_text, plural, seconds_text
+from partitioner.unseen import check_asked, shown, why_unseen, without_row
 from passes.errors import InputsError, PartitionError
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ def why_not(
     if model is not None:
         return _planned(plan, asked, model, inputs, loss)
     return _unseen(plan, asked)
-
-
-def shown(asked: Mapping[str, Any]) -> str:
-    """``tp=8, pp=2``."""
-    return ", ".join(f"{name}={value}" for name, value in asked.items())
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
@@ -248,19 +243,27 @@ def _different(plan: Plan, other: Plan) -> list[str]:
     return sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
 
+def _counted(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+    """What can be said of candidates without a row: they come behind all that have one."""
+    left = plan.certificate.left
+    count = f"{sum(left.values()):,}"
+    worst = f"Candidates with {shown(asked)} are among the {count} that the report only counts, the worst"
+    if left.get(OPEN):
+        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not solved and may be faster.",))
+    lines = (f"{worst}: none of these can be faster than the plan, or fits.",)
+    return WhyNot(asked, "bounded", lines, bound=plan.certificate.objective)
+
+
 def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """What can be said of what the search did not look at, without the model."""
     merged = _merged(plan, asked)
     try:
-        check_request(plan.topology, merged, plan.optimizer, plan.objective == "train")
-        merged.check(plan.world_size, plan.global_batch or None)
+        check_asked(plan, merged)
     except PartitionError as error:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
-    calls = sum(stage.num_calls for stage in plan.estimate.stages)
-    if calls and asked.get("pp", 1) > calls:
-        why = f"the model has {calls} calls that stages can hold, each at least one"
-        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {why}.",))
-    lines = [f"The search did not look at {shown(asked)}: {_reason(plan, asked)}."]
+    if without_row(plan, asked):
+        return _counted(plan, asked)
+    lines = [f"The search did not look at {shown(asked)}: {why_unseen(plan, asked, merged)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
         if best is not None and set(asked) <= set(OF_POINT) and _is(best, asked) and best.step_time is not None:
@@ -268,25 +271,3 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
     lines.append("To plan it, give the model: why_not(model=..., ...).")
     return WhyNot(asked, "unknown", tuple(lines))
-
-
-def _reason(plan: Plan, asked: Mapping[str, Any]) -> str:
-    fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
-    against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
-    beyond = _merged(plan, asked).planned_only
-    widest = widest_searched(plan.topology, plan.constraints)
-    if plan.constraints.tp is None and asked.get("tp", 1) > widest:
-        return f"tp of more than {widest} ranks is tried only where it is fixed"
-    if against:
-        return f"you fixed {shown(against)}"
-    if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
-        if plan.objective != "train":
-            return "for inference, which has no backward, it has 1f1b alone, others where they are fixed"
-        searched = " and ".join(SEARCHED)
-        return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
-    if beyond and not plan.constraints.ahead:
-        return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
-    beside = {n: v for n, v in asked.items() if n not in OF_POINT}
-    if beside:
-        return f"its candidates do not differ in {', '.join(beside)}; each has what is best, or what you fixed"
-    return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "no candidate is so"

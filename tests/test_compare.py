@@ -16,8 +16,11 @@ from partitioner.compare import in_words, relative
 from partitioner.errors import ConstraintError
 from partitioner.plan import Candidate
 from partitioner.units import bytes_text
+from passes.errors import PartitionError
+from tests.experts_zoo import plain as experts
+from tests.experts_zoo import plain_inputs as expert_inputs
 from tests.sample_programs import llama, plan_of
-from tests.test_infeasible import Headed, cluster
+from tests.test_infeasible import Attends, Headed, cluster
 
 MODEL = """
 import torch
@@ -151,6 +154,38 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
     assert "planned, not executed by this version: overlap=False" in str(answer)
 
 
+def test_what_partition_would_say_is_said_without_the_model(plan: Plan):
+    for asked in ({"ep": 2}, {"dp": 4, "dp_shard": 8}, {"hierarchical": True}, {"tp": 8, "zero": 1, "dp_shard": 8}):
+        with pytest.raises(PartitionError) as caught:
+            planned(Topology.preset("dgx-h100"), **asked)
+        answer = plan.why_not(**asked)
+        assert answer.verdict == "infeasible"
+        assert str(answer).startswith(f"There is no plan with {', '.join(f'{n}={v}' for n, v in asked.items())}: ")
+        assert getattr(caught.value, "message", str(caught.value)).partition(":")[0] in str(answer)
+    with torch.device("meta"):
+        mixture = partition(experts(), Topology.preset("dgx-h100"), expert_inputs(8))
+    assert "does not divide the model's 4 experts" in str(mixture.why_not(ep=8))
+
+
+def test_what_is_tried_only_where_it_is_fixed_is_said_so(plan: Plan):
+    assert "no attention was found in the model's graph" in str(plan.why_not(cp=2))
+    with torch.device("meta"):
+        attends = partition(Attends(64), cluster(64, 8), (torch.empty(8, 128, 64),))
+    assert "for sequences of 128 tokens cp=2 is tried only where it is fixed" in str(attends.why_not(cp=2))
+    assert "others only where dp_shard is fixed" in str(plan.why_not(dp_shard=2))
+
+
+def test_candidates_that_are_only_counted_are_not_said_to_be_unseen(plan: Plan):
+    rows = tuple(c for c in plan.certificate.candidates if c.mesh["pp"] != 4)
+    counted = len(plan.certificate.candidates) - len(rows)
+    for left, verdict in (({"bounded": counted}, "bounded"), ({"bounded": 1, "open": counted - 1}, "unknown")):
+        update = {"candidates": rows, "left": left}
+        few = plan.model_copy(update={"certificate": plan.certificate.model_copy(update=update)})
+        answer = few.why_not(pp=4)
+        assert answer.verdict == verdict
+        assert f"Candidates with pp=4 are among the {counted} that the report only counts" in str(answer)
+
+
 def test_a_schedule_that_is_not_searched_is_called_so(plan: Plan):
     answer = plan.why_not(schedule="gpipe")
     assert answer.verdict == "unknown"
@@ -165,7 +200,8 @@ def test_a_plan_for_inference_has_no_words_of_a_backward():
     assert "outputs, kept to the end of the step" in plan.explain()
     assert "backward" not in plan.explain()
     assert "outputs, kept to the end of the step" in plan.diff(other)
-    assert "for inference, which has no backward, it has 1f1b alone" in str(plan.why_not(schedule="zb-1p"))
+    free = other.model_copy(update={"constraints": Constraints()})
+    assert "for inference, which has no backward, it has 1f1b alone" in str(free.why_not(schedule="zb-1p"))
     for answer in (plan.why_not(recompute="full"), plan.why_not(recompute="full", model=model, inputs=inputs)):
         assert answer.verdict == "infeasible"
         assert "recompute=full without training" in str(answer)

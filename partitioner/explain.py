@@ -318,8 +318,10 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
     if c.cut_off is not None:
         yield line(f"The search was {cut_off(c)}: with more time there may be a better plan.")
     elif c.num_open:
-        some, least = plural(c.num_open, "candidate"), percent(c.gap)
-        yield line(f"{some} may be faster, by {least} at most: no faster plan of them was found, and none was solved.")
+        were = "candidate was" if c.num_open == 1 else "candidates were"
+        nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
+        most = percent((c.objective - nearest) / c.objective)
+        yield line(f"{c.num_open} {were} not solved and may be faster, by {most} at most: no faster plan was found.")
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)

@@ -53,30 +53,36 @@ def best_schedule(
     certificate: Certificate,
     deadline: float,
 ) -> tuple[Solved, Certificate]:
-    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline``.
+    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline`` or
+    ``KeyboardInterrupt``.
 
     ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own;
     ``last``: as :func:`partitioner.solve.bestfirst.search` has it.
     """
-    best, rows = found, []
-    for point in several:
-        enough = best.estimate.step_time * (1 - _ROUNDING)
-        if time.monotonic() > deadline:
-            break
-        least = float(bounds.times([point])[0])
-        if least >= enough:
-            continue
-        try:
-            least = max([least, *(bound([point], enough) for bound in bounds.together)])
+    best, rows, cut_off = found, [], certificate.cut_off
+    try:
+        for point in several:
+            enough = best.estimate.step_time * (1 - _ROUNDING)
+            if time.monotonic() > deadline:
+                cut_off = "time limit"
+                break
+            least = float(bounds.times([point])[0])
             if least >= enough:
                 continue
-            told = attempt(point)
-        except PartitionError as error:
-            rows.append(refused(point, error))
-            continue
-        rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
-        if told.step_time < enough:
-            best = told.payload
+            try:
+                least = max([least, *(bound([point], enough) for bound in bounds.together)])
+                if least >= enough:
+                    continue
+                told = attempt(point)
+            except PartitionError as error:
+                rows.append(refused(point, error))
+                continue
+            rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
+            if told.step_time < enough:
+                best = told.payload
+    except KeyboardInterrupt:  # the best so far is a plan
+        cut_off = "interruption"
+    certificate = certificate.model_copy(update={"cut_off": cut_off})
     if best is not found:
         whole = evaluate(best.point)
         proven = last(best.point, whole.step_time) if whole.partly else whole.least_s

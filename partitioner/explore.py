@@ -204,8 +204,6 @@ def _explore(
         found, certificate = best_schedule(
             evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
         )
-        if several and time.monotonic() > deadline:
-            certificate = certificate.model_copy(update={"cut_off": "time limit"})
 
     as_long_s = max(_LEAST_S, time.monotonic() - start)
 

@@ -169,3 +169,10 @@ def test_scores_are_kept_where_the_planned_devices_kernels_keep_them(masked: boo
             plan = partition(model, topology, (torch.empty(ranks, length, 64),), constraints=one_row)
         saved[name] = plan.estimate.stages[0].memory["saved"]
     assert saved["cpu"] > scores > 2 * saved["dgx-h100"]
+
+
+def test_an_inference_plan_saves_nothing_for_backward():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.zeros(8, 64)
+    drawn = draw(partition(model, Topology.local(2), (x,), objective="infer"), "memory")
+    assert "outputs, kept to the end of the step" in drawn
+    assert "for backward" not in drawn

@@ -12,11 +12,13 @@ from torch import nn
 
 from partitioner import Topology, partition
 from partitioner.constraints import Constraints
+from partitioner.evaluate import Evaluator
 from partitioner.explain import explain, summary
 from partitioner.explain_tables import candidate_counts, fate
 from partitioner.outline import outline
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.prepared import prepare
+from partitioner.solve.point import Point
 from partitioner.timing import plan_timeline, stage_seconds
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 from passes.errors import InputsError
@@ -244,3 +246,20 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
     assert "Each rank has 2 of 4 experts of a layer" in text
     assert "Without spreading them" not in text
     assert "How are the experts spread?" not in explained(ep=1)
+
+
+def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch):
+    """While schedules of several virtual stages are tried, there is one already."""
+    solve = Evaluator.solve
+
+    def interrupted(self: Evaluator, point: Point, *args: Any, **named: Any) -> Any:
+        if point.virtual_stages > 1:
+            raise KeyboardInterrupt
+        return solve(self, point, *args, **named)
+
+    monkeypatch.setattr(Evaluator, "solve", interrupted)
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.empty(8, 512)
+    plan = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=Constraints(pp=2))
+    assert plan.certificate.cut_off == "interruption"
+    assert plan.prove()

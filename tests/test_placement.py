@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations, product
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -358,6 +359,14 @@ levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 
 """
 
 
+def own_links(text: str, names: Sequence[int] = range(8)) -> str:
+    """Pairs of devices that have links of their own, each with its GB/s; ``names``: of the devices."""
+    words = text.split()
+    pairs = [(*map(int, pair.split("-")), rate) for pair, rate in zip(words[::2], words[1::2], strict=True)]
+    each = (f"{{between: [node0/{names[a]}, node0/{names[b]}], bandwidth: {rate} GB/s}}" for a, b, rate in pairs)
+    return f"links: [{', '.join(each)}]"
+
+
 @pytest.mark.parametrize(
     ("cluster", "mesh"),
     [
@@ -373,6 +382,7 @@ levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 
         (grid(3, 2) + "overrides: {node1/0: {speed: 0.5}, node2/1: {speed: 0.5}}", (3, 2, 1)),
         (grid(3, 2) + "overrides: {node1/0: {speed: 0.5}}", (3, 1, 2)),
         (grid(1, 6) + "overrides: {node0/3: {memory: 2 GB}}", (6, 1, 1)),
+        (grid(1, 6) + own_links("0-1 5 0-2 50 3-4 1 2-5 9 1-4 20"), (1, 3, 2)),
     ],
 )
 def test_no_placement_is_better_and_none_is_below_the_bounds(cluster: str, mesh: tuple[int, int, int]):
@@ -547,3 +557,17 @@ def test_groups_have_the_widest_links_there_can_be(links: list[int], size: int):
 
     found = linked_groups(topology, list(range(6)), size, [0] * 6)
     assert worth(found) == max(worth(cut) for cut in cuts(tuple(range(6))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_devices_with_links_of_their_own_are_grouped_alike_whatever_their_names(seed: int):
+    random = Random(seed)
+    pairs = [pair for pair in combinations(range(8), 2) if random.random() < 0.35]
+    links = " ".join(f"{a}-{b} {random.choice([1, 2, 20, 100])}" for a, b in pairs)
+    took = []
+    for names in (range(8), *(random.sample(range(8), 8) for _ in range(3))):
+        topology = loads(
+            grid(1, 8).replace("nvlink, like: nvlink3", "pcie, bandwidth: 10 GB/s") + own_links(links, names)
+        )
+        took.append(Evaluator(job(topology, 8)).solve(Point(1, 4, 2, 1)).estimate.step_time)
+    assert took == pytest.approx([min(took)] * len(took), rel=0.05)

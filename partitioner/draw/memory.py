@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "recomputed": ("send", "activations while they are recomputed"),
     "working": ("long_edge", "what operators work with"),
 }  # from the ground up: kind -> (colour, meaning)
+_INFERRING = {"saved": ("all_gather", "outputs, kept to the end of the step")}
 
 _MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
 _TALL, _LOW, _MANY = (
@@ -130,6 +131,7 @@ class _Chart:
         self.scale = 1.15 * (peak if self.far else max(peak, *self.rooms))
         self.height, self.gap = _TALL if len(stages) <= _MANY else _LOW
         self.left = _MARGIN + 118.0
+        self.kinds = KINDS if plan.objective == "train" else KINDS | _INFERRING
 
     def ranks(self, stage: int) -> range:
         return range(stage * self.per_stage, (stage + 1) * self.per_stage)
@@ -137,7 +139,7 @@ class _Chart:
     def draw(self) -> ET.Element:
         width = self.left + _WIDTH + _RIGHT
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
-        legend = [KINDS[kind] for kind in used]
+        legend = [self.kinds[kind] for kind in used]
         legend += [] if self.far else [("tied", "what a program may use of the device")]
         note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
@@ -214,7 +216,7 @@ class _Chart:
     def area(
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        colour, meaning = KINDS[kind]
+        colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
         path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
         shape = group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
@@ -259,7 +261,7 @@ class _Chart:
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
-            parts = [f"{KINDS[k][1]}: {bytes_text(size)}" for k, size in reversed(level.sizes.items()) if size]
+            parts = [f"{self.kinds[k][1]}: {bytes_text(size)}" for k, size in reversed(level.sizes.items()) if size]
             tip = "\n".join([f"{bytes_text(level.total)} at {seconds_text(level.start)}", *parts])
             count = min(wide, len(columns) - start)
             shape = rect(

@@ -16,13 +16,14 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.cost.collectives import collective_time
 from partitioner.cost.machine import Machine
 from partitioner.cost.widest import best_group
 from partitioner.errors import CapacityError
 from partitioner.solve.arrangement import arrangements, complete, group_size
 from partitioner.solve.attempts import nearest
 from partitioner.solve.nesting import equal_levels, fits, nestings
-from partitioner.topology.groups import Group
+from partitioner.topology.groups import Group, kinds_of, rank_grid
 from partitioner.topology.model import Topology
 from passes.errors import PartitionError
 from runtime.meshes import AXES
@@ -34,10 +35,12 @@ Key = tuple[int, ...]
 _BETTER = 1e-9  # of a cost: what rounding may differ by
 EXCHANGES = 60  # placements that exchanges may judge for one mesh
 _LOOKS = 400  # and look at
-_NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most
+_NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most,
+_NEAR_INSIDE = 2.5  # and a half where pairs of devices have links of their own
 _AS_LIKELY = 1.01  # times the likely cost of the best placement, those that are judged
 _KEPT = 4  # placements of a mesh that are judged again for every microbatch
-_MOST_GROUPS = 64  # that are exchanged
+_SENT = 1e6  # bytes, by which groups are told apart
+_MOST_GROUPS = 64  # or devices, that are exchanged
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ class Placements:
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
+
+    @property
+    def _differ_inside(self) -> bool:
+        """Whether pairs of devices have links of their own, so that who is in a group with whom matters."""
+        return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
         """What no collective over ``size`` devices can beat, wherever they are; ``everywhere``: the slowest of those
@@ -166,7 +174,7 @@ class Placements:
             self._narrowed.add(key)
             kept = sorted({0, *(number for _, number in sorted(costs)[:_KEPT])})
             self._candidates[key] = [self._candidates[key][number] for number in kept]
-        if key in self._exchanged or best.cost >= enough * _NEAR:
+        if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
             return best
         self._exchanged.add(key)
         improved = self._exchange(best, judge, least, errors, enough, exchanges)
@@ -185,14 +193,14 @@ class Placements:
     ) -> Found[Result]:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
-        seen = {signature(machine) for machine in self.candidates(mesh)}
+        seen = {self._mark(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
         improved = True
         while improved and left > 0 and looks > 0:
             improved = False
-            for devices in _neighbours(np.asarray(best.machine.devices), mesh):
+            for devices in _neighbours(np.asarray(best.machine.devices), mesh, self._differ_inside):
                 machine = Machine(self.topology, mesh, self.precision, devices)
-                mark = signature(machine)
+                mark = self._mark(machine)
                 looks -= 1
                 if left <= 0 or looks <= 0:
                     break
@@ -203,10 +211,21 @@ class Placements:
                     continue
                 left -= 1
                 found = _judged(machine, judge, errors)
-                if found is not None and found.cost < best.cost * (1 - _BETTER):
+                if found is not None and self._is_better(found, best):
                     best, improved = found, True
                     break
         return best
+
+    def _is_better(self, found: Found[Result], best: Found[Result]) -> bool:
+        """Whether ``found`` costs less, or as much over faster groups: of several that are slow, one is fewer."""
+        if found.cost < best.cost * (1 - _BETTER):
+            return True
+        alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
+        return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
+
+    def _mark(self, machine: Machine) -> Hashable:
+        """Equal for placements of which one is enough."""
+        return signature(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
 def signature(machine: Machine) -> Hashable:
@@ -218,8 +237,19 @@ def signature(machine: Machine) -> Hashable:
     return machine.seats, machine.pipelines, machine.capacity, links, tuple(together), across
 
 
-def _neighbours(devices: Ints, mesh: Mapping[str, int]) -> Iterator[Ints]:
-    """Two stages exchanged, then two groups of different stages."""
+def _in_groups(machine: Machine) -> float:
+    """Seconds of a collective over each group of every axis, added up."""
+    total, rows_of = 0.0, np.asarray(machine.devices)
+    for axis in AXES:
+        if axis != "pp" and machine.mesh.get(axis, 1) > 1:
+            numbers, groups = kinds_of(machine.topology, rows_of[rank_grid(machine.mesh, axis)])
+            seconds = np.array([collective_time("all_reduce", _SENT, group) for group in groups])
+            total += float(seconds[numbers].sum())
+    return total
+
+
+def _neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
+    """Two stages exchanged, then two groups of different stages; ``inside``: then two devices of any groups."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):
@@ -227,14 +257,16 @@ def _neighbours(devices: Ints, mesh: Mapping[str, int]) -> Iterator[Ints]:
         order[a], order[b] = b, a
         yield by_stage[order].reshape(-1)
     groups = devices.reshape(-1, group_size(mesh))
-    if len(groups) > _MOST_GROUPS:
-        return
     per_stage = len(groups) // stages
-    for a, b in combinations(range(len(groups)), 2):
+    for a, b in combinations(range(len(groups) if len(groups) <= _MOST_GROUPS else 0), 2):
         if a // per_stage != b // per_stage:
             order = list(range(len(groups)))
             order[a], order[b] = b, a
             yield groups[order].reshape(-1)
+    for a, b in combinations(range(len(devices) if inside and len(devices) <= _MOST_GROUPS else 0), 2):
+        changed = devices.copy()
+        changed[[a, b]] = changed[[b, a]]
+        yield changed
 
 
 def _judged(

@@ -65,7 +65,7 @@ def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
     """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
-    return list(dict.fromkeys(_kinds_of(topology, rows)[1]))
+    return list(dict.fromkeys(kinds_of(topology, rows)[1]))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
@@ -77,14 +77,14 @@ def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, device
     """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them."""
     assert "pp" not in axes, axes
     rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
-    kinds, groups = _kinds_of(topology, rows)
+    kinds, groups = kinds_of(topology, rows)
     # groups of one stage follow each other, since pp is the outermost axis
     if len(groups) == 1:
         return (groups[0],) * mesh.get("pp", 1)
     return tuple(slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
 
 
-def _kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
+def kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
     """For each row of devices the number of its kind, and a group of each kind."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]

@@ -344,7 +344,7 @@ def test_a_slow_link_is_nobodys_fault(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_slow_host_is_told(tmp_path: Path):
-    run = Run(tmp_path, pp=1, pause=0.0)
+    run = Run(tmp_path, pp=1, pause=0.2)  # long enough for ten looks, a second apart
     with Hosts(tmp_path, 2) as hosts:
         quick, slow = hosts.hosts
         started = [run.start(quick), run.start(slow, SLOW="1")]

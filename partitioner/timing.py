@@ -14,6 +14,7 @@ from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
 from partitioner.cost.machine import Machine, Seats
 from partitioner.cost.reducer import coding_time
+from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.topology.groups import Group, stage_ranks
@@ -145,7 +146,20 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """By stage and block. A placeholder needs a gradient if it does in any of the block's calls."""
+        """By stage and block."""
+        program = self.plan.program
+        costs = SeatCosts(self.blocks, self.plan.topology, program.objective == "train", partial(_again, program))
+        return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
+
+    @cached_property
+    def passing(self) -> dict[str, int]:
+        """By block, the bytes that its operators work with, besides what the program holds."""
+        train = self.plan.program.objective == "train"
+        return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """The program's. A placeholder needs a gradient if it does in any of the block's calls."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}
@@ -157,8 +171,7 @@ class PlanDurations:
         for name, data in program.blocks.items():
             blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             mark_block(blocks[name], needing[name])
-        costs = SeatCosts(blocks, self.plan.topology, train, partial(_again, program))
-        return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
+        return blocks
 
 
 def _again(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:

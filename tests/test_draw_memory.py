@@ -173,6 +173,10 @@ def test_scores_are_kept_where_the_planned_devices_kernels_keep_them(masked: boo
 
 def test_an_inference_plan_saves_nothing_for_backward():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.zeros(8, 64)
-    drawn = draw(partition(model, Topology.local(2), (x,), objective="infer"), "memory")
+    plan = partition(model, Topology.local(2), (x,), objective="infer")
+    facts, durations = ProgramFacts(plan.program), PlanDurations(plan)
+    (levels,) = stage_levels(plan, simulate(plan.program, durations, facts=facts), durations, facts)
+    assert max(level.total for level in levels) == plan.estimate.memory[0]
+    drawn = draw(plan, "memory")
     assert "outputs, kept to the end of the step" in drawn
     assert "for backward" not in drawn

@@ -93,7 +93,7 @@ def stage_levels(
 def _working(plan: Plan, durations: PlanDurations, stage: int, moment: Moment) -> int:
     if moment.call is None:
         return 0
-    return round(durations.costs[stage][plan.program.stages[stage].calls[moment.call].block].working_bytes)
+    return durations.passing[plan.program.stages[stage].calls[moment.call].block]
 
 
 def _in_time(

@@ -12,6 +12,7 @@ from typing import Any
 
 from partitioner.context import ContextModel, shard_context
 from partitioner.cost.axes import TensorCosts
+from partitioner.cost.collectives import collective_time
 from partitioner.cost.divided import divided_costs
 from partitioner.cost.machine import Seat
 from partitioner.experts import Split, allowed_strategies, split_of
@@ -22,11 +23,13 @@ from partitioner.solve.helper import can_help
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
 from partitioner.solve.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
-from partitioner.topology.groups import reference_type
+from partitioner.topology.groups import Group, reference_type
+from partitioner.topology.parts import COLLECTIVES
 from passes.blocks import Block, FoldedModel
 from passes.errors import PartitionError
 from passes.microbatch import couples_samples, split_batch
 
+_SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
 _LEAST_ROUNDS = 2
 _WORTH_S = 0.25  # of sharding, after which another process helps
 
@@ -124,7 +127,7 @@ class LocalModels:
             grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
             machines = self.placements.candidates(grid)
             axes = ("tp", "cp") if cp > 1 else ("tp",)
-            best = max(machines, key=lambda m: [(m.group(a).bus_bandwidth, -m.group(a).all_reduce_start) for a in axes])
+            best = min(machines, key=lambda machine: [_slowness(machine.group(axis)) for axis in axes])
             groups = tuple((axis, best.group(axis)) for axis in axes)
             self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
         return self._seats[tp, cp]
@@ -250,3 +253,9 @@ class LocalModels:
             sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
             short_gradients=bool(pinned.short_gradients),
         )
+
+
+def _slowness(group: Group) -> tuple[float, ...]:
+    """The narrowest comes last, then what starts latest; of those alike what is slower at something."""
+    times = (collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT)
+    return (-group.bus_bandwidth, group.all_reduce_start, *times)

@@ -129,7 +129,7 @@ LEVELS = st.sampled_from(["{like: pcie4}", "{like: nvlink4}", "{name: x, bandwid
 MESHES = st.sampled_from([{"tp": 2, "dp": 3}, {"tp": 3, "dp": 2}, {"tp": 6}, {"pp": 2, "dp": 3}, {"pp": 3, "tp": 2}])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(linked(), LEVELS, MESHES, st.permutations(range(6)))
 def test_other_numbers_for_the_devices_change_nothing(
     links: Links, level: str, mesh: dict[str, int], numbers: list[int]

@@ -211,9 +211,12 @@ def _explore(
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)
-        least_s = float(bounds.times(candidates).min())
         fewer = without_laggards(
-            job, found.estimate.step_time, least_s, space_of, lambda *asked: best(until - time.monotonic(), *asked)
+            job,
+            found.estimate.step_time,
+            lambda: float(bounds.times(candidates).min()),
+            space_of,
+            lambda *asked: best(until - time.monotonic(), *asked),
         )
         offload = job.constraints.offload or ()
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}

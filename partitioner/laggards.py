@@ -64,11 +64,13 @@ def is_even(topology: Topology) -> bool:
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
 
 
-def without_laggards(job: Job, best_s: float, least_s: float, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
+def without_laggards(
+    job: Job, best_s: float, least_s: Callable[[], float], space_of: SpaceOf, best: Best
+) -> tuple[Baseline, ...]:
     """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``); ``least_s``: what
-    no step takes less than on all devices."""
+    no step takes less than on all devices, asked for where these are even."""
     found = []
-    for topology in _smaller(job.topology, _NEARLY * best_s / least_s if least_s else math.inf):
+    for topology in _smaller(job.topology, best_s, least_s):
         fewer = replace(job, topology=topology)
         try:
             if _least(fewer, space_of) >= _WORTH * best_s:
@@ -87,8 +89,11 @@ def _gone(smaller: Topology, whole: Topology) -> str:
     return smaller.name.removeprefix(f"{whole.name} without ")
 
 
-def _smaller(topology: Topology, most_times: float) -> Iterator[Topology]:
-    return parts_alone(topology, most_times) if is_even(topology) else smaller_clusters(topology)
+def _smaller(topology: Topology, best_s: float, least_s: Callable[[], float]) -> Iterator[Topology]:
+    if not is_even(topology):
+        return smaller_clusters(topology)
+    least = least_s()
+    return parts_alone(topology, _NEARLY * best_s / least if least else math.inf)
 
 
 def _least(job: Job, space_of: SpaceOf) -> float:

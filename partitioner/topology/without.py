@@ -46,10 +46,9 @@ def without(topology: Topology, names: Collection[str]) -> Topology:
     left = np.unique(topology.node_of[kept])
     numbers = {int(node): number for number, node in enumerate(left)}
     levels = fitting_levels(topology.levels, nodes)
-    smaller = type(topology)(
+    smaller = topology.changed(
         name=f"{topology.name} without {_named(topology, ~kept)}",
         nodes=tuple(nodes),
-        types=topology.types,
         levels=tuple(levels.values()),
         overrides={name: own for name, own in topology.overrides.items() if name in alive},
         links=tuple(link for link in topology.links if alive.issuperset(link.between)),

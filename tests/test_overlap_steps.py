@@ -18,9 +18,10 @@ from partitioner import Constraints, Topology, partition
 from partitioner.actions import Timetable
 from partitioner.schedules import ranks_of, timetable
 from partitioner.solve import cuts as cutting
+from partitioner.solve import longest
 from partitioner.solve.cuts import better_cuts
 from partitioner.solve.least import least_time
-from partitioner.solve.longest import Phases, follow, longest_path
+from partitioner.solve.longest import Phases, follow, follow_all, longest_path
 from partitioner.solve.pipelines import is_formula, is_split, least_fill, pipeline_seconds
 from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import StageTables
@@ -133,7 +134,7 @@ def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int,
         taken.append(follow(table, phases, overlap_steps=True))
     with pytest.MonkeyPatch.context() as patch:
         if not tried:
-            patch.setattr(cutting, "_ACTIONS", 0)
+            patch.setattr(cutting, "_ALL", 0)
         result = better_cuts(tables, table, every[len(every) // 2])
         split = solve_virtual(whole, schedule, p, v)
     assert result.bound <= min(taken) * (1 + 1e-9)
@@ -145,6 +146,22 @@ def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int,
     if schedule in ("zb-1p", "zb-2p"):
         assert least_time(whole).pipeline_s(schedule, p, m, True) <= min(taken) * (1 + 1e-9)
     assert ranks_of(schedule, p, v) == table.ranks
+
+
+@given(st.sampled_from(EVERY), st.integers(2, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_many_at_once_take_what_each_takes(
+    kind: tuple[str, int], p: int, rounds: int, train: bool, overlap: bool, seed: int
+):
+    (schedule, v), m = kind, rounds * p
+    table = timetable(schedule, p, m, v)
+    every = [random_phases(seed + k, p * v) for k in range(7)]
+    sizes = np.array([[(x.forward, x.inputs, x.weights) for x in phases] for phases in every])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(longest, "_AT_ONCE", 300)  # a few at a time
+        found = follow_all(table, sizes, train, overlap_steps=overlap)
+    alone = [follow(table, phases, train, overlap_steps=overlap) for phases in every]
+    assert found.tolist() == pytest.approx(alone)
 
 
 class Layers(nn.Module):

@@ -14,20 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
-from partitioner.solve.longest import Phases, follow, longest_path
+from partitioner.solve.longest import Phases, follow, follow_all, longest_path
 from partitioner.solve.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
+Places = NDArray[np.int64]
 _CLOSE = 0.005  # of what the cuts take: near enough
 _MOST_TURNS = 40
 _ACTIONS = 200_000  # to follow, in all turns
-_MOVED = 50_000  # to follow where cuts are moved besides
+_MOVED, _ALL = 500_000, 2_000_000  # where cuts are moved besides, and where all are tried: many at once take less
+_KEPT = 1000  # cuts that are told, where all are tried
 _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 
@@ -51,7 +54,7 @@ def better_cuts(
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
-    if math.comb(calls - 1, stages - 1) * actions <= _ACTIONS:
+    if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _best_of_all(costs, timetable, how, calls, stages)
     bands = costs.bands(follow(timetable, costs.phases(cuts), **how) / _microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
@@ -64,7 +67,7 @@ def better_cuts(
         if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
             break
     else:
-        _moved(costs, timetable, how, seen, min(4 * turns, _MOVED // actions))
+        _moved(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
     order = sorted((taken, found) for found, taken in seen.items())
     return Found(tuple(order), min(bound, order[0][0]))
 
@@ -72,21 +75,14 @@ def better_cuts(
 def _moved(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Move single cuts, and neighbours together, of the best of ``seen`` as long as that helps; ``left``: how often a
-    schedule may be followed for it."""
-    best, improved = min(seen, key=lambda cuts: seen[cuts]), True
-    while improved:
-        improved = False
-        for cuts in _near(best):
-            if cuts in seen or not costs.fit(cuts):
-                continue
-            if left <= 0:
-                return
-            left -= 1
-            seen[cuts] = follow(timetable, costs.phases(cuts), **how)
-            if seen[cuts] < seen[best]:
-                best, improved = cuts, True
-                break
+    """Move single cuts, and neighbours together, of the best of ``seen``, the best of them each time, as long as that
+    helps; ``left``: how often a schedule may be followed for it."""
+    best, before = min(seen, key=lambda cuts: seen[cuts]), None
+    while best != before and left > 0:
+        near = [cuts for cuts in _near(best) if cuts not in seen][:left]
+        seen |= costs.taken(timetable, np.array(near, dtype=np.int64).reshape(-1, len(best)), how)
+        left -= len(near)
+        best, before = min(seen, key=lambda cuts: seen[cuts]), best
 
 
 def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -102,9 +98,15 @@ def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
     """Where there are few cuts, all of them."""
-    every = ((0, *inner, calls) for inner in combinations(range(1, calls), stages - 1))
-    taken = sorted((follow(timetable, costs.phases(cuts), **how), cuts) for cuts in every if costs.fit(cuts))
-    return Found(tuple(taken), taken[0][0])
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)
+    order = tuple((seconds, cuts) for cuts, seconds in taken.items())
+    return Found(order, order[0][0])
+
+
+@lru_cache(maxsize=16)
+def _all_cuts(calls: int, stages: int) -> Places:
+    inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
+    return np.pad(inner.reshape(-1, stages - 1), ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
 
 
 class _Costs:
@@ -128,9 +130,18 @@ class _Costs:
             for k, table in enumerate(self.of_stage)
         ]
 
-    def fit(self, cuts: Sequence[int]) -> bool:
-        """Whether each stage fits on its rank."""
-        return all(np.isfinite(table[1, cuts[k], cuts[k + 1]]) for k, table in enumerate(self.of_stage))
+    def taken(
+        self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
+    ) -> dict[tuple[int, ...], float]:
+        """Those of ``cuts``, one set in a row, whose stages each fit on their rank, with the seconds of a step, the
+        fastest first; ``most``: so many."""
+        if not len(cuts):
+            return {}
+        each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
+        fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
+        seconds = follow_all(timetable, each[:, :, fit].transpose(2, 0, 1), **how)
+        order = np.argsort(seconds, kind="stable")[:most]
+        return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
         """The runs that take at most ``most`` seconds."""

@@ -22,6 +22,7 @@ from partitioner.actions import Timetable
 PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
 _KINDS = tuple(PARTS)
 _MOST_STEPS, _SAME_PACE = 8, 1e-9  # that are followed until all ranks take as long for one, to such a share
+_AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,27 @@ def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, ov
         return max(_steady(waits, seconds))
     done = _ends(waits, seconds)
     return max(done[place] for place in waits.last)
+
+
+def follow_all(
+    table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
+) -> NDArray[np.float64]:
+    """:func:`follow` of many at once, ``[n]`` seconds; ``phases``: ``[n, stages, 3]``, as :class:`Phases` has them."""
+    waits = _waits(_Same(table), train)
+    kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
+    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`_seconds`
+    most = max(1, _AT_ONCE // len(waits.before))
+    taken = np.empty(len(phases))
+    for first in range(0, len(phases), most):
+        some = of_kinds[:, first : first + most]
+        begun = np.zeros((len(waits.last), some.shape[1]))
+        for _ in range(_MOST_STEPS if overlap_steps else 1):
+            ended = _ends_of_all(waits, some, begun)[waits.last]
+            paces, begun = ended - begun, ended
+            if np.ptp(paces, axis=0).max() <= _SAME_PACE * paces.max():
+                break
+        taken[first : first + most] = paces.max(axis=0)
+    return taken
 
 
 def longest_path(
@@ -145,6 +167,19 @@ def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None
     for before, needed, what in zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True):
         now, there = done[before], done[needed]
         done.append((now if now >= there else there) + seconds[what])
+    return done
+
+
+def _ends_of_all(waits: _Waits, seconds: NDArray[np.float64], begun: NDArray[np.float64]) -> NDArray[np.float64]:
+    """:func:`_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank are alike."""
+    first = len(waits.last)
+    done = np.empty((len(waits.before), seconds.shape[1]))
+    done[:first] = begun
+    for place, (before, needed, what) in enumerate(
+        zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True), first
+    ):
+        np.maximum(done[before], done[needed], out=done[place])
+        done[place] += seconds[what]
     return done
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from partitioner.emit_levels import AT_ONCE, Reducing
 from partitioner.errors import CapacityError, PlanError
 from partitioner.experts import spreads
 from partitioner.job import Job
-from partitioner.judge import Judge
+from partitioner.judge import Judge, Record
 from partitioner.local_models import LocalKey, LocalModels, Reading, Wanted
 from partitioner.localize import LocalModel
 from partitioner.plan import Estimate
@@ -71,6 +72,7 @@ class Evaluator:
     _floors: dict[Hashable, Floor | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], States] = field(default_factory=dict)
     _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
+    _records: dict[Point, Record] = field(default_factory=lambda: defaultdict(Record))  # by point without ZeRO
 
     def solve(
         self,
@@ -156,7 +158,8 @@ class Evaluator:
         self._check_experts(point)
         local, costs, states = self.own(point)
         reference = self.locals.reference_seat(point.tp, point.cp)
-        return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s)
+        record = self._records[point.sharing(0)]
+        return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s, record)
 
     def floor(self, point: Point, size: int) -> Floor | None:
         """Seconds that each block takes a microbatch of ``point`` at least, forward and backward, wherever its ranks

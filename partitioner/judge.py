@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from partitioner.solve.virtual import followed, solve_virtual
 
 _SHARES = 6  # of the batch that are tried on one placement
 _GAINED = 0.1  # of a step, by shares that follow the stages: 6 % have been seen
+_POOR, _SEEN = 1.03, 2  # times the step of the best shares; on so many placements, others are not tried further
 
 
 class Judged(NamedTuple):
@@ -63,10 +65,29 @@ def split_of(problem: StageProblem, point: Point, *, proven: bool = True, enough
 
 
 @dataclass
+class Record:
+    """What shares of the batch came to on the placements of one mesh, by the numbers of microbatches that there are."""
+
+    _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def tell(self, steps: Mapping[Shares, float]) -> None:
+        """Seconds of a step with the shares that were tried on one placement."""
+        best = min(steps.values(), default=math.inf)
+        for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
+            self._ratios[kind].append(step / best)
+
+    def is_poor(self, shares: Shares) -> bool:
+        """Whether others were clearly better wherever these were tried."""
+        found = self._ratios.get(tuple(sorted(shares)), [])
+        return len(found) >= _SEEN and min(found) > _POOR
+
+
+@dataclass
 class Judge:
     """Prices placements of ``point``. ``local``, ``costs``, ``states``: what a rank runs, what that takes, what it
     holds; ``reference``: the seat that the sharding is chosen for; ``check``: raises where hosts lack memory for what
-    is offloaded. ``proven``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`.
+    is offloaded. ``proven``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`; ``record``: of the shares
+    that points of the same pipelines were tried with.
 
     ``leasts``: for each placement that was judged, what no plan on it goes below; ``asked``: which these are, by
     identity.
@@ -81,6 +102,7 @@ class Judge:
     check: Callable[[Estimate, Machine], None]
     proven: bool = True
     enough_s: float = math.inf
+    record: Record = field(default_factory=Record)
     leasts: list[float] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
@@ -97,9 +119,11 @@ class Judge:
         errors: list[PlanError] = []
         asked = self._by_least(machine)
         tried = {shares for _, shares in asked}
+        steps: dict[Shares, float] = {}
+        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # the others first
         while asked:
             floor, shares = asked.pop(0)
-            if best is not None and floor >= min(step, self.enough_s):
+            if best is not None and (floor >= min(step, self.enough_s) or self.record.is_poor(shares)):
                 least = min(least, floor)
                 continue
             try:
@@ -108,6 +132,7 @@ class Judge:
                 errors.append(error)
                 continue
             least = min(least, least_told)
+            steps[shares] = told
             if told < step:
                 step, best = told, judged
             if asked or best is None or not 1 < len(tried) < _SHARES:
@@ -117,6 +142,7 @@ class Judge:
                 asked, tried = [(floor, other)], tried | {other}
         if best is None:
             raise errors[0]
+        self.record.tell(steps)
         self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
         return step, best
 

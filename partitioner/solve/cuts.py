@@ -98,7 +98,7 @@ def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
     """Where there are few cuts, all of them."""
-    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # those of the start do fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return Found(order, order[0][0])
 
@@ -135,10 +135,10 @@ class _Costs:
     ) -> dict[tuple[int, ...], float]:
         """Those of ``cuts``, one set in a row, whose stages each fit on their rank, with the seconds of a step, the
         fastest first; ``most``: so many."""
-        if not len(cuts):
-            return {}
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
+        if not len(fit):
+            return {}
         seconds = follow_all(timetable, each[:, :, fit].transpose(2, 0, 1), **how)
         order = np.argsort(seconds, kind="stable")[:most]
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))

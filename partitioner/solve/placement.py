@@ -38,7 +38,7 @@ _LOOKS = 400  # and look at
 _NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most,
 _NEAR_INSIDE = 2.5  # and a half where pairs of devices have links of their own
 _AS_LIKELY = 1.01  # times the likely cost of the best placement, those that are judged
-_KEPT = 4  # placements of a mesh that are judged again for every microbatch
+_KEPT, _AS_GOOD = 4, 1.05  # placements of a mesh that are judged again for every microbatch, times the best one's cost
 _SENT = 1e6  # bytes, by which groups are told apart
 _MOST_GROUPS = 64  # or devices, that are exchanged
 
@@ -172,7 +172,8 @@ class Placements:
         key = _key(mesh)
         if key not in self._narrowed:
             self._narrowed.add(key)
-            kept = sorted({0, *(number for _, number in sorted(costs)[:_KEPT])})
+            near = min(costs)[0] * _AS_GOOD
+            kept = sorted({0, *(number for cost, number in sorted(costs)[:_KEPT] if cost <= near)})
             self._candidates[key] = [self._candidates[key][number] for number in kept]
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
             return best

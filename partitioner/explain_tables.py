@@ -12,7 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.draw.figures import COLLECTIVE_NAMES, candidate_text, capacities, memory_text, mesh_text
+from partitioner.draw.figures import (
+    COLLECTIVE_NAMES,
+    candidate_text,
+    capacities,
+    memory_text,
+    mesh_text,
+    schedule_text,
+)
 from partitioner.outline import Outline
 from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan
 from partitioner.topology.hosts import can_offload
@@ -114,7 +121,7 @@ def figures(plan: Plan) -> Padding:
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),
-        ("schedule", _schedule(plan) if plan.num_stages > 1 else "one stage"),
+        ("schedule", schedule_text(plan)),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),
         ("step time", seconds_text(estimate.step_time)),
@@ -327,11 +334,6 @@ def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
     for name, share, value in shares:
         grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
     return indented(grid)
-
-
-def _schedule(plan: Plan) -> str:
-    chunks = plan.chosen.virtual_stages
-    return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")
 
 
 def line(text: str) -> RenderableType:

@@ -37,6 +37,19 @@ def tooltips(svg: str) -> list[str]:
     return [t.text or "" for t in parsed(svg).iter(f"{SVG}title")]
 
 
+def assert_coloured(root: ET.Element) -> None:
+    """By the rules that a viewer without media queries follows, no shape is black, which is what none gives."""
+    style = next(root.iter(f"{SVG}style")).text or ""
+    light, _, dark = style.partition("@media")
+    rules, of_dark = (dict(re.findall(r"\.([fs]-\w+)\{\w+:(#[0-9a-f]{6})\}", part)) for part in (light, dark))
+    assert rules.keys() == of_dark.keys()
+    for shape in (e for tag in ("rect", "path", "polygon", "circle", "text") for e in root.iter(SVG + tag)):
+        fill, names = shape.get("fill", "black"), (shape.get("class") or "").split()
+        found = [rules[name] for name in names if name.startswith("f-")]
+        assert fill not in ("black", "#000000"), shape.attrib
+        assert fill in ("none", "url(#pt-idle)") or found == [fill], shape.attrib
+
+
 @pytest.fixture(scope="module")
 def graph() -> str:
     return draw(plan_of(llama(pp=4, dp=2, tp=2, tied=True, skip=True)), "graph")
@@ -59,6 +72,8 @@ def test_pictures_are_valid_and_fit_both_schemes(view: str, mesh: tuple[int, int
     svg = draw(plan_of(llama(pp=pp, dp=dp, tp=tp, layers=16)), view)
     root = parsed(svg)
     assert "prefers-color-scheme:dark" in svg
+    assert "var(" not in svg, "what is no browser draws colours by variables in black"
+    assert_coloured(root)
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
     assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
     assert 300 < width < 4300
@@ -138,6 +153,39 @@ def test_the_timeline_stays_inside_its_axis(timeline: str):
 
 def bar(start: float, end: float, op: str = "F", microbatch: int = 0, calls: tuple[int, int] = (0, 4)) -> Bar:
     return Bar(0, start, end, Instruction(op=op, stage=0, microbatch=microbatch, calls=calls))  # type: ignore[arg-type]
+
+
+def test_kinds_of_backward_can_be_told_apart():
+    def shade(name: str) -> list[int]:
+        return [int(PALETTE[name].light[i : i + 2], 16) for i in (1, 3, 5)]
+
+    for one, other in combinations(("forward", "backward", "backward_input", "backward_weight"), 2):
+        assert sum(abs(a - b) for a, b in zip(shade(one), shade(other), strict=True)) > 60, (one, other)
+
+
+def test_a_second_virtual_stage_is_paler_opaque_and_in_the_legend():
+    model, inputs = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), (torch.randn(8, 8),)
+    pins = Constraints(pp=2, schedule="interleaved", virtual_stages=2, microbatch_size=2)
+    plan = partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins)
+    svg = draw(plan, "timeline")
+    used = {name for e in parsed(svg).iter() for name in (e.get("class") or "").split()}
+    assert {"f-forward", "f-forward_1", "f-backward", "f-backward_1"} <= used
+    assert "fill-opacity" not in svg
+    assert "paler: a rank's second virtual stage" in texts(svg)
+    assert "interleaved, 2 virtual stages on each rank" in texts(svg)
+
+
+def test_pictures_say_what_bubble_and_idle_are():
+    svg = draw(plan_of(llama(pp=2, layers=4)), "timeline")
+    said = " ".join(texts(svg))
+    assert "Idle is all time without computation" in said
+    assert "what the slowest stage waits for other stages" in said
+
+
+def test_one_stage_has_no_schedule():
+    shown = texts(draw(plan_of(llama(pp=1, dp=1, tp=1, layers=1)), "timeline"))
+    assert "one stage" in shown
+    assert "1f1b" not in shown
 
 
 def test_idle_is_what_is_not_computed():

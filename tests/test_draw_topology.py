@@ -93,6 +93,22 @@ def test_what_differs_is_said():
     assert len(chords) == 16
 
 
+def test_names_and_memory_of_single_devices_are_shown():
+    topology = loads(
+        "name: lab\nnodes: [{type: a100-80gb, devices: 2, names: [left, right]}]\n"
+        "levels: [{like: nvlink3}]\noverrides: {left: {memory: 40 GiB}}\n"
+    )
+    plan = placed(topology, 1, 1, 2)
+    for svg, labels in (
+        (draw_topology(topology), {"left", "right"}),
+        (draw(plan, "topology"), {"left: 0", "right: 1"}),
+    ):
+        assert labels <= set(texts(svg))
+        assert "1 device with 40 GiB" in texts(svg)
+        assert any("40 GiB of memory, where its kind has" in t for t in tooltips(svg))
+    assert not any(":" in t for t in texts(draw(placed(Topology.preset("dgx-h100"), 1, 1, 8), "topology"))[-8:])
+
+
 def test_large_nodes_are_drawn_in_runs():
     svg = draw(placed(Topology.local(256), 4, 8, 8), "topology")
     assert len(boxes(svg)) == 4

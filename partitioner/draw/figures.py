@@ -47,6 +47,14 @@ def _microbatches(plan: Plan) -> str:
     return f"{few}{plan.num_microbatches:,}"
 
 
+def schedule_text(plan: Plan) -> str:
+    """Its name and how many virtual stages a rank has; of one stage, which no schedule orders, that it is one."""
+    chunks = plan.chosen.virtual_stages
+    if plan.num_stages == 1:
+        return "one stage"
+    return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")
+
+
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
     estimate = plan.estimate
@@ -54,7 +62,7 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
         ("mesh", mesh_text(plan.mesh)),
         ("ranks", f"{plan.world_size:,}"),
         ("microbatches", _microbatches(plan)),
-        ("schedule", plan.schedule),
+        ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),

@@ -1,13 +1,14 @@
 """What all pictures share: one palette for light and dark viewers, a few SVG elements, the header with its legend.
 
 Colours are named. An element carries its light colour as a plain attribute, for viewers without style sheets, and a
-class by which the style sheet gives it the reader's scheme.
+class by which the style sheet gives it the reader's scheme. Its colours are literal: viewers other than browsers know
+no variables, and draw what is of one in black.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
@@ -20,9 +21,18 @@ class Colour:
     light: str
     dark: str
 
+    def towards(self, other: Colour, share: float) -> Colour:
+        """This colour with ``share`` of another in it: paler than itself, and opaque."""
+        return Colour(_mixed(self.light, other.light, share), _mixed(self.dark, other.dark, share))
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    parts = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in parts)
+
 
 # The hues are Paul Tol's colour-blind safe sets (https://sronpersonalpages.nl/~pault/): no two kinds that stand side by
-# side differ by red against green only. Light values are all different: Graphviz output is matched by them.
+# side differ by red against green only. Light values are all different: a picture's colours can be named by them.
 PALETTE: dict[str, Colour] = {
     "canvas": Colour("#ffffff", "#0d1117"),
     "ink": Colour("#1b1f24", "#e6edf3"),
@@ -36,7 +46,7 @@ PALETTE: dict[str, Colour] = {
     "forward": Colour("#4477aa", "#6ea6dc"),
     "on_forward": Colour("#fdfdfd", "#0b1016"),
     "backward": Colour("#ddaa33", "#e0b04a"),
-    "backward_input": Colour("#ddaa34", "#e0b04b"),
+    "backward_input": Colour("#b8651b", "#c97a35"),
     "backward_weight": Colour("#eed48a", "#a98a3f"),
     "on_backward": Colour("#22262b", "#0c1117"),
     "total": Colour("#999933", "#b9b94d"),
@@ -69,21 +79,40 @@ PALETTE: dict[str, Colour] = {
 }
 NUM_STAGE_COLOURS = 8  # further stages take them again
 
+# Of a rank's second virtual stage, and of those after it.
+_LATER = {1: 0.4, 2: 0.62}
+_COMPUTED = ("forward", "backward", "backward_input", "backward_weight")
+PALETTE |= {
+    f"{name}_{k}": PALETTE[name].towards(PALETTE["canvas"], share) for name in _COMPUTED for k, share in _LATER.items()
+}
+
+
+def later(colour: str, chunk: int) -> str:
+    """The name of ``colour`` on virtual stage ``chunk`` of a rank, the first of which has it as it is."""
+    return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
+
 
 def style_sheet() -> str:
-    """Variables for both schemes, a fill and a stroke class per colour, and fonts."""
-    light = ";".join(f"--{name}:{c.light}" for name, c in PALETTE.items())
-    dark = ";".join(f"--{name}:{c.dark}" for name, c in PALETTE.items())
-    lines = [
-        f"svg.{ROOT_CLASS}{{color-scheme:light dark;background:var(--canvas);{light}}}",
-        f"@media (prefers-color-scheme:dark){{svg.{ROOT_CLASS}{{{dark}}}}}",
-        f".{ROOT_CLASS} text{{font-family:{FONT}}}",
-        f".{ROOT_CLASS} .num{{font-variant-numeric:tabular-nums}}",
-        f".{ROOT_CLASS} g.hit:hover>rect{{stroke:var(--ink);stroke-width:1.5}}",
-        *(f".{ROOT_CLASS} .f-{name}{{fill:var(--{name})}}" for name in PALETTE),
-        *(f".{ROOT_CLASS} .s-{name}{{stroke:var(--{name})}}" for name in PALETTE),
-    ]
-    return "\n".join(lines)
+    """A fill and a stroke class per colour in the light scheme, the same in the dark one, and fonts."""
+    return "\n".join(
+        [
+            f"svg.{ROOT_CLASS}{{color-scheme:light dark}}",
+            f".{ROOT_CLASS} text{{font-family:{FONT}}}",
+            f".{ROOT_CLASS} .num{{font-variant-numeric:tabular-nums}}",
+            f".{ROOT_CLASS} g.hit:hover>rect{{stroke-width:1.5}}",
+            *_rules({name: c.light for name, c in PALETTE.items()}),
+            "@media (prefers-color-scheme:dark){",
+            *_rules({name: c.dark for name, c in PALETTE.items()}),
+            "}",
+        ]
+    )
+
+
+def _rules(colours: Mapping[str, str]) -> Iterator[str]:
+    yield f"svg.{ROOT_CLASS}{{background:{colours['canvas']}}}"
+    yield from (f".{ROOT_CLASS} .f-{name}{{fill:{colour}}}" for name, colour in colours.items())
+    yield from (f".{ROOT_CLASS} .s-{name}{{stroke:{colour}}}" for name, colour in colours.items())
+    yield f".{ROOT_CLASS} g.hit:hover>rect{{stroke:{colours['ink']}}}"
 
 
 def number(value: float) -> str:

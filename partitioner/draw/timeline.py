@@ -16,7 +16,7 @@ from typing import Literal
 from xml.etree import ElementTree as ET
 
 from partitioner.draw.figures import key_figures, picture_title
-from partitioner.draw.svg import Header, draw_header, group, line, picture, rect, text, text_width, to_text
+from partitioner.draw.svg import Header, draw_header, group, later, line, picture, rect, text, text_width, to_text
 from partitioner.outline import chunk_starts
 from partitioner.plan import Plan
 from partitioner.timing import plan_timeline
@@ -43,7 +43,7 @@ class Look:
 LOOKS: dict[str, Look] = {
     "F": Look("compute", "forward", "on_forward", "forward", "forward"),
     "B": Look("compute", "backward", "on_backward", "backward", "backward"),
-    "I": Look("compute", "backward_input", "on_backward", "backward, inputs", "backward to inputs"),
+    "I": Look("compute", "backward_input", "on_forward", "backward, inputs", "backward to inputs"),
     "W": Look("compute", "backward_weight", "on_backward", "backward, weights", "backward to weights"),
     "TOTAL_F": Look("compute", "total", "on_backward", "totals over the batch", "totals"),
     "TOTAL": Look("reduce", "total", "on_backward", "totals over the batch", "all-reduce of totals"),
@@ -158,7 +158,9 @@ class _Chart:
         right = 84.0
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
-        note = f"One row per stage: {alike}."
+        note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
+        if any(name == "bubble" for name, _ in self.figures):
+            note += " The bubble is less: what the slowest stage waits for other stages, transfers not counted."
         note += " The optimizer's update is not drawn." if self.program.objective == "train" else ""
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())
@@ -173,8 +175,17 @@ class _Chart:
 
     def legend(self) -> list[tuple[str, str]]:
         used = {self.look(b) for b in self.bars if self.look(b).lane in self.lanes}
-        entries = dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)
+        entries = [*dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)]
+        chunks = {self.chunk(b) for b in self.bars if self.look(b).lane == "compute"} - {0}
+        if chunks:
+            which = "second virtual stage" if chunks == {1} else "further virtual stages"
+            entries.append((later(LOOKS["F"].colour, 1), f"paler: a rank's {which}"))
         return [*entries, ("hatched", "idle")]
+
+    def chunk(self, bar: Bar) -> int:
+        """Which of its rank's virtual stages an instruction is of."""
+        calls = bar.instruction.calls
+        return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
     def x(self, seconds: float) -> float:
         return self.left + self.width * seconds / self.total
@@ -209,15 +220,14 @@ class _Chart:
         x, width = self.x(bar.start), max(0.8, self.x(bar.end) - self.x(bar.start))
         outer = group(root, self.tooltip(bar), "hit")
         inset = 0.5 if width > 3 else 0.0
-        shape = rect(outer, x + inset, y, width - 2 * inset, height, look.colour, radius=2 if width > 8 else 0)
-        chunk = bisect_right(self.chunks[bar.stage], bar.instruction.calls[0]) - 1 if bar.instruction.calls else 0
-        if chunk > 0:
-            shape.set("fill-opacity", f"{max(0.45, 1 - 0.3 * chunk):g}")
+        colour = later(look.colour, self.chunk(bar))
+        rect(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
         label = self.label(bar)
         size = next((s for s in (11.0, 9.0) if s < height * 0.8 and text_width(label, s) < width - 1), None)
         if label and size:
             base = y + height / 2 + size * 0.36
-            text(outer, x + width / 2, base, label, size=size, fill=look.on, anchor="middle")
+            on = look.on if colour == look.colour else "ink"
+            text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
     def label(self, bar: Bar) -> str:
         if bar.merged > 1 or self.look(bar).lane == "exchange":

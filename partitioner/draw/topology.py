@@ -34,6 +34,7 @@ from partitioner.draw.svg import (
 )
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.model import Topology
+from partitioner.topology.parts import Device
 from partitioner.units import bytes_text, digits, percent, plural, ranges, seconds_text
 
 if TYPE_CHECKING:
@@ -165,6 +166,8 @@ class _Scene:
 
     def subtitle(self, clusters: Sequence[Cluster]) -> str:
         numbers = " Numbers are ranks." if self.plan is not None else ""
+        if self.named and self.plan is not None:
+            numbers = " Numbers are ranks, behind the names that devices have of their own."
         if any(len(c.nodes) > 1 for c in clusters):
             numbers += " Nodes that are alike are drawn once, as the first of them."
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
@@ -255,7 +258,13 @@ class _Scene:
             found.append(f"network at {percent(float(shares.mean()))}")
         speeds = Counter(d.speed for d in self.topology.devices[start:stop])
         found += [f"{plural(n, 'device')} at {digits(s)} × speed" for s, n in sorted(speeds.items()) if s != 1.0]
+        memories = Counter(d.memory for d in self.topology.devices[start:stop] if self.is_other_memory(d))
+        found += [f"{plural(n, 'device')} with {bytes_text(size)}" for size, n in sorted(memories.items())]
         return found[:_MOST_NOTES]
+
+    def is_other_memory(self, device: Device) -> bool:
+        """Whether a device has other than its kind."""
+        return device.memory != self.topology.types[device.kind].memory
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         one_by_one = stop - start <= _MOST_DEVICES
@@ -271,9 +280,18 @@ class _Scene:
         return self.colour(int(self.stage_of[device])) if self.stage_of[device] >= 0 else "idle"
 
     def label(self, start: int, stop: int) -> str:
+        named = [d.name for d in self.topology.devices[start:stop] if d.index in self.named]
+        name = _short(" – ".join(dict.fromkeys((named[0], named[-1])))) if named else ""
         if self.plan is not None:
-            return _short(ranges([r for r in self.rank_of[start:stop].tolist() if r >= 0]) or "")
-        return ranges(self.topology.place_of[start:stop].tolist())
+            of_ranks = _short(ranges([r for r in self.rank_of[start:stop].tolist() if r >= 0]) or "")
+            return f"{name}: {of_ranks}" if name and of_ranks else name or of_ranks
+        return name or ranges(self.topology.place_of[start:stop].tolist())
+
+    @cached_property
+    def named(self) -> frozenset[int]:
+        """The devices to which the topology gives names of their own."""
+        sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
+        return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 
     def chords(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
         """The direct links of a node, where its pattern is not alike for all pairs."""
@@ -303,7 +321,8 @@ class _Scene:
             rect(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
             ink = "muted" if box.colour == "idle" else "on_stage"
             text(drawn, cx, cy + 4, box.label, size=11, fill=ink, anchor="middle")
-            if box.colour != "idle" and self.topology.devices[box.start].speed != 1.0:
+            device = self.topology.devices[box.start]
+            if box.colour != "idle" and (device.speed != 1.0 or self.is_other_memory(device)):
                 line(
                     drawn,
                     left + 3,
@@ -324,6 +343,9 @@ class _Scene:
             lines[0] = f"{device.name} to {self.topology.devices[box.stop - 1].name}: {device.kind}"
         if device.speed != 1.0:
             lines.append(f"{digits(device.speed)} × the speed of its kind")
+        if self.is_other_memory(device):
+            whole = bytes_text(self.topology.types[device.kind].memory)
+            lines.append(f"{bytes_text(device.memory)} of memory, where its kind has {whole}")
         share = float(self.topology.network_share[box.start])
         if share < 1:
             lines.append(f"{percent(share)} of the bandwidth between nodes")

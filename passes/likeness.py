@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
+_EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among those of a type, if their repr is
 
 
 _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
@@ -129,6 +130,7 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}
+    frozen = _Frozen(inside)
     rows = []
     for path, part in parts:
         attributes = []
@@ -140,7 +142,7 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
                 texts[path, name] = value
                 attributes.append((name, type(value)))
             else:
-                attributes.append((name, _frozen(value, inside)))
+                attributes.append((name, frozen.of(value)))
         held = [*part._parameters.items(), *part._buffers.items()]
         states = [
             (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors))))
@@ -184,32 +186,47 @@ def told(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     return type(value), id(value)
 
 
-def _frozen(value: Any, inside: dict[int, str]) -> Any:
-    """A hashable value, equal for what is equal; what cannot be looked into is equal to itself only."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, repr(value)
-    if (kind is dict or kind is OrderedDict) and not value:  # most of what a module holds
-        return kind, ()
-    if isinstance(value, nn.Module):
-        return ("part", inside[id(value)]) if id(value) in inside else ("other", id(value))
-    if kind in (tuple, list, torch.Size):
-        return kind, tuple([_frozen(v, inside) for v in value])
-    if kind in (set, frozenset):
-        return kind, frozenset([_frozen(v, inside) for v in value])
-    if isinstance(value, dict):
-        items = [(_frozen(k, inside), _frozen(v, inside)) for k, v in value.items()]
-        return kind, tuple(items)
-    if isinstance(value, types.MethodType):
-        return "method", value.__func__, _frozen(value.__self__, inside)
-    if kind is functools.partial:
-        return "partial", *(_frozen(v, inside) for v in (value.func, value.args, value.keywords))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return kind, _frozen(tuple([_field(value, f.name) for f in dataclasses.fields(value)]), inside)
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
-        return kind, id(value), tuple([(k, id(v)) for k, v in held.items()])
-    return kind, id(value)
+class _Frozen:
+    """Hashable values, equal for what is equal; what cannot be looked into is equal to itself only. ``inside``: the
+    names of a module's parts, by identity."""
+
+    def __init__(self, inside: dict[int, str]) -> None:
+        self._inside = inside
+        self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, repr(value)
+        if (kind is dict or kind is OrderedDict) and not value:  # most of what a module holds
+            return kind, ()
+        if isinstance(value, nn.Module):
+            return ("part", self._inside[id(value)]) if id(value) in self._inside else ("other", id(value))
+        if kind in (tuple, list, torch.Size):
+            return kind, tuple([self.of(v) for v in value])
+        if kind in (set, frozenset):
+            return kind, frozenset([self.of(v) for v in value])
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self.of(value.__self__)
+        if kind is functools.partial:
+            return "partial", *(self.of(v) for v in (value.func, value.args, value.keywords))
+        if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, self._items(value) if isinstance(value, dict) else self._fields(value)
+            return self._known[id(value)][1]
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
+            return kind, id(value), tuple([(k, id(v)) for k, v in held.items()])
+        return kind, id(value)
+
+    def _items(self, value: dict[Any, Any]) -> Any:
+        columns = tuple(value), tuple(value.values())
+        if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
+            return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
+        return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
+
+    def _fields(self, value: Any) -> Any:
+        return type(value), self.of(tuple([_field(value, f.name) for f in dataclasses.fields(value)]))
 
 
 def _field(value: Any, name: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from passes import capture as capturing
 from passes.blocks import FoldedModel
 from passes.journal import Journal
-from passes.likeness import alike
+from passes.likeness import alike, state_of
 from passes.repeats import Repeats
 from tests.folding import folded
 from tests.models import CASES, Case
@@ -461,3 +462,47 @@ def test_experts_in_lists(monkeypatch: pytest.MonkeyPatch):
 
     _, traces = both(monkeypatch, Stack(make, num=6), (torch.ones(4, 8),))
     assert traces.exports == 1
+
+
+class _Configured(nn.Module):
+    def __init__(self, labels: dict[Any, Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.labels = labels
+
+
+def test_dictionaries_are_told_apart_by_types_values_and_order():
+    same = [{1: "a", 2: "b"}, {1: "a", 2: "b"}]
+    others = [{1: "a", 2: "c"}, {True: "a", 2: "b"}, {2: "b", 1: "a"}, {1: "a"}, {1: "a", 2: ["b"]}, {1: "a", 2.0: "b"}]
+    states = [state_of(_Configured(labels)) for labels in (*same, *others)]
+    assert states[0] == states[1] and hash(states[0]) == hash(states[1])
+    assert len(set(states[1:])) == len(states) - 1
+
+
+def test_a_dictionary_that_changes_between_calls_is_seen():
+    labels: dict[Any, Any] = {"a": 1}
+    module = _Configured(labels)
+    before = state_of(module)
+    labels["a"] = True
+    assert state_of(module) != before
+    labels["a"] = 1
+    assert state_of(module) == before
+
+
+def test_a_configuration_that_all_parts_hold_is_looked_into_once():
+    @dataclass
+    class Config:
+        labels: list[float]
+        reads: ClassVar[int] = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            Config.reads += name == "__dict__"
+            return super().__getattribute__(name)
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    config = Config([1.0, 2.0])
+    for part in model:
+        part.config = config
+    Config.reads = 0
+    state_of(model)
+    assert Config.reads < 10

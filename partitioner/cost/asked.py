@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from partitioner.cost.eight_bits import in_fp8, products_in_fp8
 from partitioner.cost.operators import (
     Kernel,
     Operand,
@@ -21,7 +22,7 @@ from partitioner.cost.operators import (
     is_view,
 )
 from partitioner.cost.saved import gathered
-from partitioner.cost.spread import ExpertRegion, expert_region, in_fp8
+from partitioner.cost.spread import ExpertRegion, expert_region
 from partitioner.cost.states import gradient_bytes
 from passes.blocks import Block, TensorSpec
 from passes.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
@@ -178,10 +179,11 @@ class _Reader:
     """Goes through a block's operators."""
 
     def __init__(self, block: Block, train: bool, fp8: bool, again: Container[fx.Node]) -> None:
-        self.block, self.train, self.fp8, self.again = block, train, fp8, again
+        self.block, self.train, self.again = block, train, again
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
+        self.short = products_in_fp8(block, fp8, self.region)
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
@@ -213,13 +215,15 @@ class _Reader:
         if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
             self.rings.append((node, backward))
-        self._add(0, node, in_fp8(kernels, operands, results, False) if self.fp8 else kernels, operands, place)
+        self._add(
+            0, node, in_fp8(kernels, operands, results, False) if node in self.short else kernels, operands, place
+        )
         self._exchange(node, backward)
         name = collective_name(node.target)
         self.issued[0] += name != "copy"  # which does nothing on its way forward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
-            kernels = in_fp8(kernels, operands, results, True) if self.fp8 else kernels
+            kernels = in_fp8(kernels, operands, results, True) if node in self.short else kernels
             self._add(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
             besides = not kernels if name is None else _transposed(node) is not None

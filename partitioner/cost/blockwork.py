@@ -18,6 +18,7 @@ from partitioner.cost.asked import fan_out, learned_nodes, node_operands, operan
 from partitioner.cost.calls import CallCost
 from partitioner.cost.carried import carried_bytes
 from partitioner.cost.compute import memory_rate, product_rate
+from partitioner.cost.eight_bits import least_in_fp8, products_in_fp8
 from partitioner.cost.operators import (
     VIEWS,
     Kernel,
@@ -29,7 +30,7 @@ from partitioner.cost.operators import (
 )
 from partitioner.cost.remade import Remade, remade
 from partitioner.cost.saved import Kept, kept_by
-from partitioner.cost.spread import in_fp8
+from partitioner.cost.spread import expert_region
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
@@ -127,6 +128,7 @@ def block_work(
     block = _copy(block)
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
+    short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
     ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
     for node in fused.graph.nodes:
         if node.op != "call_function":
@@ -134,10 +136,11 @@ def block_work(
         is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states, learned)
         kernels = forward_kernels(node, operands, results)
-        (spared_ahead if is_view else ahead).extend(in_fp8(kernels, operands, results, False) if fp8 else kernels)
+        kernels = least_in_fp8(kernels, operands, results, False, device) if node in short else kernels
+        (spared_ahead if is_view else ahead).extend(kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
-            kernels = in_fp8(kernels, operands, results, True) if fp8 else kernels
+            kernels = least_in_fp8(kernels, operands, results, True, device) if node in short else kernels
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += fan_out(node)

@@ -148,7 +148,7 @@ def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
 
 # Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
 _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul"), (0, 1, _contraction)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear_fp8"), (0, 1, _contraction)),
     **dict.fromkeys(("_grouped_mm", "expert_mm"), (0, 1, _grouped)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
     "linear": (0, 1, _linear),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.collectives import collective_time, dispatch_time
-from partitioner.cost.operators import Kernel, Operand, is_view, operator_name
+from partitioner.cost.operators import is_view, operator_name
 from partitioner.topology.groups import Group
 from passes.blocks import Block
 from passes.hashing import hashed_once
@@ -92,30 +92,16 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
     return np.minimum(float(ranks), 1.0 + unevenness)
 
 
-def in_fp8(kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool) -> list[Kernel]:
-    """Products with a weight as fp8 kernels, and what their operands' casts move.
-
-    Forward, the kernel before writes the operand as it is and transposed, a byte each; backward, the gradient is read,
-    and written twice (NVIDIA's Transformer Engine).
-    """
-    if not any(o.state for o in operands) or not any(k.flops for k in kernels):
-        return kernels
-    made = [replace(k, precision="fp8") if k.flops and k.precision in ("bf16", "fp16") else k for k in kernels]
-    if made == kernels:
-        return kernels
-    if backward:
-        return [*made, Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
-    return [*made, Kernel("pointwise", float(max((o.nbytes for o in operands if not o.state), default=0)), launches=0)]
-
-
 @dataclass(frozen=True)
 class ExpertRegion:
-    """The expert products of a block: which values are sent to the experts and come back, and the weights."""
+    """The expert products of a block: which values are sent to the experts and come back, and the weights. ``known``:
+    they are of a form that can be spread over ranks."""
 
     entries: tuple[fx.Node, ...] = ()
     exits: tuple[fx.Node, ...] = ()
     products: frozenset[fx.Node] = frozenset()
     states: frozenset[str] = frozenset()
+    known: bool = False
 
     @property
     def copies(self) -> float:
@@ -132,6 +118,7 @@ def expert_region(block: Block) -> ExpertRegion:
             tuple(n for r in found for n in r.exits),
             frozenset(n for r in found for n in r.products),
             frozenset(name for r in found for name in r.states),
+            known=True,
         )
     products = [n for n in block.graph.nodes if operator_name(n) in EXPERT_PRODUCTS]
     if not products:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.draw.axes import axis_text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_axes import experts, sequence
+from partitioner.explain_kernels import dearest
 from partitioner.explain_tables import (
     bars,
     candidate_counts,
@@ -34,7 +36,8 @@ from partitioner.explain_tables import (
 )
 from partitioner.finish import NEAR
 from partitioner.laggards import WITHOUT
-from partitioner.outline import CallGroup, Outline, outline
+from partitioner.outline import CallGroup, Moved, Outline, outline
+from partitioner.outline_shared import BUCKET_OPS, exchanged
 from partitioner.plan import Baseline, Plan
 from partitioner.timing import stage_seconds
 from partitioner.topology.groups import stage_ranks
@@ -68,6 +71,7 @@ MEMORY_KINDS = {
 }
 _OF_INFERENCE = {"saved": "outputs, kept to the end of the step", "gathered": "weights while they are gathered"}
 _RESIDUE = 1e-9  # of a step: differences of sums, no time
+_LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -173,6 +177,9 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
         kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
         much = "most" if seconds > total / 2 else "the largest part"
         yield line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
+        if kind == "compute" and much == "most" and estimate.mfu < _LOW and plan.written is not None:
+            kinds = dearest(plan)
+            yield from [line(f"What takes longest of a microbatch's work: {kinds}.")] if kinds else []
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])
@@ -219,6 +226,8 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     for axis, size in plan.mesh.items():
         if size > 1:
             yield line(f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {plural(size, 'rank')}")
+    if links := axis_text(plan):
+        yield line(f"links: {links}")
     microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
     if plan.data_shares:
@@ -275,9 +284,13 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
-            size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in {plural(moved.count, 'bucket')}"
-            name = COLLECTIVE_NAMES.get(moved.op, moved.op)
-            reductions.setdefault(f"{name} of {size}, once per step", []).append(stage.index)
+            size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in "
+            name, buckets = COLLECTIVE_NAMES.get(moved.op, moved.op), _buckets(plan, stage.index, moved)
+            if moved.count > buckets:  # again for every microbatch, or forward and backward
+                size += f"{plural(moved.count, 'transfer')} of {plural(buckets, 'bucket')}, in all per step"
+            else:
+                size += f"{plural(buckets, 'bucket')}, once per step"
+            reductions.setdefault(f"{name} of {size}", []).append(stage.index)
     for text, stages in reductions.items():
         yield line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
     for tie in whole.ties:
@@ -285,6 +298,19 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
         if len(places) > 1:
             names = " = ".join([tie.state, *tie.aliases])
             yield line(f"stages {ranges(places)}: {bytes_text(tie.num_bytes)} of gradients of the tied weight {names}")
+
+
+def _buckets(plan: Plan, stage: int, moved: Moved) -> int:
+    """How many buckets are moved so."""
+    here = plan.program.stages[stage]
+    kinds = {
+        i.bucket
+        for i in here.instructions
+        if i.op in BUCKET_OPS
+        and i.bucket is not None
+        and exchanged(plan.program, here.buckets[i.bucket], i)[0] == (moved.op, moved.axis, moved.what)
+    }
+    return len(kinds)
 
 
 def _alternatives(plan: Plan) -> Iterator[RenderableType]:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from partitioner.draw.axes import axis_text
 from partitioner.draw.figures import (
     COLLECTIVE_NAMES,
     candidate_text,
@@ -120,6 +121,7 @@ def figures(plan: Plan) -> Padding:
     rows = [
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("links", axis_text(plan)),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),
         ("schedule", schedule_text(plan)),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
@@ -281,7 +283,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             candidate.schedule,
             seconds_text(candidate.step_time) if candidate.step_time is not None else "",
             seconds_text(candidate.bound) if candidate.bound else "",
-            bytes_text(candidate.memory) if candidate.memory is not None else "",
+            _held(candidate, plan),
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,
         )
@@ -289,6 +291,13 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     if rest > 0:
         made.add_row(f"and {rest:,} more")
     return indented(made)
+
+
+def _held(candidate: Candidate, plan: Plan) -> str:
+    """Memory on the fullest rank; of the chosen one as the rest of the report has it, by its program."""
+    if candidate.status == "chosen" and plan.estimate.memory:
+        return bytes_text(plan.estimate.memory[fullest_rank(plan)])
+    return bytes_text(candidate.memory) if candidate.memory is not None else ""
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -327,9 +336,10 @@ def rule_table(plan: Plan) -> Padding | None:
 
 
 def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
-    """(name, share of one, value) as a bar chart."""
+    """(name, share of one, value) as a bar chart; where there is little room, names are wrapped, never values cut."""
     grid = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left"):
+    grid.add_column(overflow="fold")
+    for justify in ("right", "right", "left"):
         grid.add_column(justify=justify, no_wrap=True)
     for name, share, value in shares:
         grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 
 from partitioner import Topology, partition
 from partitioner.constraints import Constraints
 from partitioner.evaluate import Evaluator
 from partitioner.explain import explain, summary
-from partitioner.explain_tables import candidate_counts, fate
+from partitioner.explain_tables import bars, candidate_counts, fate
 from partitioner.outline import outline
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.prepared import prepare
@@ -71,6 +74,52 @@ def test_the_explanation_answers_its_questions(plan: Plan):
     assert "8 × DecoderLayer (model.layers.8–15, recomputed in backward)" in text
     assert "stages 0→1, 1→2, 2→3: 16 MiB of activations per microbatch" in text
     assert "of the tied weight model.embed_tokens.weight = lm_head.weight" in text
+
+
+def test_the_links_of_each_axis_are_named(plan: Plan):
+    links = "tp inside a node (nvlink4), dp inside a node (nvlink4), pp over nvlink4 and ib-ndr (2 nodes)"
+    assert f"links: {links}" in explain(plan)
+    assert f"links {links}" in " ".join(summary(plan).split())
+    one = plan_of(llama(pp=1, dp=1, tp=1, layers=1))
+    assert "links:" not in explain(one)
+
+
+def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(plan: Plan):
+    def text(mfu: float) -> str:
+        estimate = plan.estimate.model_copy(update={"mfu": mfu})
+        return " ".join(explain(plan.model_copy(update={"estimate": estimate})).split())
+
+    assert re.search(r"What takes longest of a microbatch's work: matrix products \(\d+%\), ", text(0.1))
+    assert "What takes longest" not in text(0.5)
+
+
+def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
+    model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(16, 64),)
+    for size, words in ((2, "in 16 transfers of 4 buckets, in all per step"), (8, "bucket, once per step")):
+        pins = Constraints(dp=2, zero=3 if size == 2 else 0, microbatch_size=size)
+        plan = partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins)
+        text = " ".join(explain(plan).split())
+        assert words in text
+        assert ("once per step" in text) == (size == 8)
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_bars_never_cut_values_off(width: int):
+    name = "weights while they are gathered, gradients while they are scattered"
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(bars([(name, 1.0, "28.9 GiB"), ("gradients", 0.0, "1,023 MiB")]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "28.9 GiB" in shown
+    assert "1,023 MiB" in shown
+    assert "…" not in shown
+    assert all(word in shown for word in name.split())
+
+
+def test_the_chosen_candidates_memory_is_the_plans(plan: Plan):
+    peaks = tuple(peak + 2**20 for peak in plan.estimate.memory)
+    told = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": peaks})})
+    (row,) = [line for line in explain(told).splitlines() if line.rstrip().endswith("chosen")]
+    assert bytes_text(max(peaks)) in row
 
 
 def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):

@@ -89,6 +89,24 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
     return LinkTable(tuple(rows), heads, cells)
 
 
+def axis_text(plan: Plan) -> str:
+    """``tp inside a node (nvlink4), dp over ib-ndr (4 nodes)``: over which links the groups of each axis talk, and how
+    many nodes one of them touches; of groups that differ, the slowest. Empty for one rank."""
+    of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
+    said = []
+    for axis, uses in _uses(plan).items():
+        links = " and ".join(uses.cells) or "memory"
+        nodes = np.array([len(set(row)) for row in np.unique(of_nodes[devices[_rows(plan, axis)]], axis=0).tolist()])
+        if plan.topology.num_nodes == 1:
+            said.append(f"{axis} over {links}")
+        elif nodes.max() == 1:
+            said.append(f"{axis} inside a node ({links})")
+        else:
+            few = f"{nodes.min()} to " if nodes.min() < nodes.max() else ""
+            said.append(f"{axis} over {links} ({few}{plural(int(nodes.max()), 'node')})")
+    return ", ".join(reversed(said))
+
+
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     """Name, what it joins, bandwidth and latency of all links of ``topology``, from the inside out."""
     return [*_pattern_rows(topology), *(_level_row(level) for level in topology.levels), *_own_rows(topology)]
@@ -140,9 +158,14 @@ def _uses(plan: Plan) -> dict[str, _Uses]:
     devices = np.array(plan.devices)
     found = {}
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
-        rows = devices[expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)]
+        rows = devices[_rows(plan, axis)]
         found[axis] = _hand_overs(plan, rows) if axis == "pp" else _collectives(axis, row_groups(plan.topology, rows))
     return found
+
+
+def _rows(plan: Plan, axis: str) -> NDArray[np.int64]:
+    """The ranks of every group of an axis."""
+    return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 
 def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:

@@ -24,7 +24,10 @@ def trace(
     plan_file: PlanFile,
     folder: Annotated[
         Path | None,
-        typer.Argument(help="The folder in which the ranks of a run were watched.", show_default=False),
+        typer.Argument(
+            help="The folder in which the ranks of a run were watched: of `Watch` or PARTITION_WATCH.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace to this JSON file.")] = Path("trace.json"),
 ) -> None:

@@ -28,6 +28,7 @@ from runtime.traces import (
     spans_of,
     write_trace,
 )
+from runtime.watch.watchdog import newest_attempt
 
 _PREDICTED = 10_000  # processes of the prediction come behind those of the ranks
 _MOST_ROWS = 12
@@ -43,9 +44,11 @@ KINDS = {
 
 
 def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
-    """Write the prediction, and beside it the last step of the run that was watched in ``folder``."""
+    """Write the prediction, and beside it the last step of the run that was watched in ``folder``; of several attempts
+    below it, of the last."""
     events: list[Event] = []
     if folder is not None:
+        folder = newest_attempt(folder)
         steps = measured_steps(folder)
         if len(steps) != plan.program.world_size:
             raise PlanError(f"{folder} is of {len(steps)} ranks, the plan of {plan.program.world_size}")

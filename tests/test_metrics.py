@@ -210,6 +210,12 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path, plan: P
     for rank in (0, 1):
         indices = {s.index for s in spans if s.rank == rank}
         assert indices == set(range(len(plan.program.stages[rank].instructions) + 1))
+    attempts = tmp_path / "attempts"  # as PARTITION_WATCH has them: the last one is what is meant
+    (attempts / "attempt-9").mkdir(parents=True)
+    (tmp_path / "watch").rename(attempts / "attempt-10")
+    again = CliRunner().invoke(app, ["trace", str(path), str(attempts), "-o", str(tmp_path / "again.json")])
+    assert again.exit_code == 0, again.output
+    assert read_spans(tmp_path / "again.json") == spans
     told = CliRunner().invoke(app, ["compare", str(path), str(trace)])
     assert told.exit_code == 0, told.output
     assert "was predicted to take" in told.output

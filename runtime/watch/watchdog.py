@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
 
 FOLDER = "PARTITION_WATCH"  # where the ranks of a run write, where the environment says so
+_ATTEMPT = "attempt-"
 _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
 _MIRROR_S = 1.0
@@ -263,13 +264,21 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
 def default_folder() -> Path:
     """One of this run, attempt and host."""
     env = os.environ
-    attempt = f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if FOLDER in env:
         return Path(env[FOLDER], attempt)
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     run = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}-{env.get('MASTER_PORT', os.getpid())}-{env.get('GROUP_RANK', '0')}"
     return base / f"partition-watch-{os.getuid()}-{run}" / attempt
+
+
+def newest_attempt(folder: Path) -> Path:
+    """Of a folder that ``PARTITION_WATCH`` named, that of the last attempt; a folder that ranks wrote in is its own."""
+    attempts = [path for path in folder.glob(f"{_ATTEMPT}*") if path.name.removeprefix(_ATTEMPT).isdecimal()]
+    if any(folder.glob("rank-*")) or not attempts:
+        return folder
+    return max(attempts, key=lambda path: int(path.name.removeprefix(_ATTEMPT)))
 
 
 def num_mirrored() -> int:

@@ -11,13 +11,14 @@ from torch.export import ExportedProgram
 
 from partitioner.changes import advised
 from partitioner.constraints import Constraints
+from partitioner.cost.eight_bits import notes_on_fp8
 from partitioner.explore import explore
 from partitioner.finish import plan_to_fit
 from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, prepare
-from partitioner.requests import check_request, check_seconds, precision_of, torch_device
+from partitioner.requests import check_precision, check_request, check_seconds, precision_of, torch_device
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from partitioner.variants import Asked
@@ -70,6 +71,7 @@ def partition(
 
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)
+        check_precision(topology, prepared.precision)
         job = job_of(topology, constraints, global_batch)
         find = partial(explore, progress=progress, compare=not estimate_only)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
@@ -85,7 +87,7 @@ def partition(
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=optimizer,
-        notes=job.model.notes,
+        notes=(*job.model.notes, *(notes_on_fp8(chosen.local.model) if job.precision == "fp8" else ())),
         context=found.context,
         objective=prepared.objective,
         global_batch=job.global_batch,

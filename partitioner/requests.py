@@ -53,6 +53,18 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
         )
 
 
+def check_precision(topology: Topology, precision: str | None) -> None:
+    """Raise :class:`InputsError` where a device cannot multiply in ``precision``, the argument."""
+    lacking = sorted({k for k, _ in topology.paces[0] if not topology.types[k].has_fp8}) if precision == "fp8" else []
+    if lacking:
+        listed = ", ".join(topology.types[lacking[0]].peak)
+        raise InputsError(
+            f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected fp8 in '
+            f"the peak of every kind of device, as of h100-sxm; {lacking[0]} lists {listed}; plan with "
+            'precision="bf16" or "fp16"; where the devices do have it, give its rate, like peak: {fp8: 1979 TFLOP/s}'
+        )
+
+
 def check_seconds(name: str, seconds: Any) -> None:
     """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
     if seconds is None:

@@ -22,6 +22,7 @@ NAME = "partition.linear_fp8.default"
 
 
 def error(found: Tensor, exact: Tensor) -> float:
+    found, exact = found.detach(), exact.detach()
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))
 
 
@@ -55,13 +56,22 @@ def test_a_tensor_of_zeros_gives_zeros_and_what_is_not_finite_stays_so():
         assert not linear_fp8_weight(torch.randn(16, 16).bfloat16(), x).isfinite().all()
 
 
-def test_its_gradients_are_the_two_other_products():
-    x, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((4, 16, 32), (16, 32)))
-    grad = torch.randn(4, 16, 16).bfloat16()
-    of_x, of_weight = torch.autograd.grad(ops.linear_fp8(x, weight), (x, weight), grad)
-    assert torch.equal(of_x, linear_fp8_input(grad, weight))
-    assert torch.equal(of_weight, linear_fp8_weight(grad, x))
-    torch.library.opcheck(ops.linear_fp8.default, (x, weight), test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_its_gradients_are_the_two_other_products(biased: bool, transposed: bool):
+    shapes = (4, 16, 32), (32, 48) if transposed else (48, 32), (48,)
+    x, weight, bias = (torch.randn(*shape).bfloat16().requires_grad_() for shape in shapes)
+    given, grad = (x, weight, bias if biased else None, transposed), torch.randn(4, 16, 48).bfloat16()
+    found = ops.linear_fp8(*given)
+    exact = x.double() @ (weight.double() if transposed else weight.double().t()) + (bias.double() if biased else 0.0)
+    assert error(found, exact) < 0.06
+    of_x, of_weight, *of_bias = torch.autograd.grad(found, (x, weight, bias)[: 2 + biased], grad)
+    assert torch.equal(of_x, linear_fp8_input(grad, weight, transposed))
+    assert torch.equal(of_weight, linear_fp8_weight(grad, x, transposed))
+    assert error(of_x, grad.double() @ (weight.double().t() if transposed else weight.double())) < 0.12
+    assert of_weight.shape == weight.shape
+    assert all(error(b, grad.double().sum((0, 1))) < 0.01 for b in of_bias)
+    torch.library.opcheck(ops.linear_fp8.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def llama() -> nn.Module:
@@ -82,10 +92,13 @@ def planned(model: nn.Module, precision: str, length: int = 16, **pins: Any) -> 
     return partition(model, Topology.local(2), tokens(length), constraints=Constraints(**pins), precision=precision)
 
 
-def products(plan: Plan) -> list[str]:
+def targets(plan: Plan) -> list[str]:
     assert plan.program is not None
-    targets = [str(node.get("target")) for block in plan.program.blocks.values() for node in block.nodes]
-    return [target for target in targets if "linear" in target]
+    return [str(node.get("target")) for block in plan.program.blocks.values() for node in block.nodes]
+
+
+def products(plan: Plan) -> list[str]:
+    return [target for target in targets(plan) if "linear" in target]
 
 
 @pytest.mark.parametrize("pins", [dict(tp=2), dict(pp=2, schedule="zb-1p"), dict(dp=2, zero=3)], ids=str)
@@ -103,9 +116,73 @@ def test_a_plan_computes_nearly_what_it_does_in_bf16(pins: dict[str, Any], tmp_p
     assert 0.01 < max(far.values()) < 0.35, far
 
 
+class Forms(nn.Module):
+    """A product with a weight in each form that models have it in."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, width), nn.Linear(32, 16, bias=False)
+        self.conv = nn.Conv1d(width, width, 1)
+        shapes = {"plain": (width, width), "flat": (width, 32), "turned": (32, 32), "bias": (32,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape) * 0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x)) @ self.plain
+        y = self.conv(y.transpose(1, 2)).transpose(1, 2)
+        flat = torch.addmm(self.bias, y.reshape(-1, y.shape[-1]), self.flat)
+        flat = flat + nn.functional.linear(flat, self.turned.t())
+        return self.last(flat).square().mean()
+
+
+def forms(width: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Forms(width).bfloat16(), {
+        "x": torch.randn(16, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    }
+
+
+@pytest.mark.parametrize("pins", [dict(tp=2), dict(pp=2), dict(dp=2)], ids=str)
+def test_all_forms_of_products_with_weights_are_in_eight_bits(pins: dict[str, Any]):
+    """With a bias, as ``x @ weight`` of two and three dims, ``addmm``, and of a transposed weight; not convolutions."""
+    model, inputs = forms()
+    plan, plain = (
+        partition(model, Topology.local(2), inputs, constraints=Constraints(**pins), precision=precision)
+        for precision in ("fp8", "bf16")
+    )
+    assert targets(plan).count(NAME) == 5
+    assert not {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.matmul.default"} & set(
+        targets(plan)
+    )
+    assert plan.notes == (
+        "5 of 6 products with weights are in fp8, the others in 16 bits: conv.weight (no kernel in fp8 for conv1d)",
+    )
+    assert plan.notes[0] in " ".join(plan.summary().split())
+    assert not plain.notes
+    assert plan.verify(model, inputs).ok
+    found, exact = (runtime.run_local(p, model, inputs) for p in (plan, plain))
+    assert found.loss is not None and exact.loss is not None
+    assert float(found.loss) == pytest.approx(float(exact.loss), rel=0.2)
+    far = {name: error(grad, exact.grads[name]) for name, grad in found.grads.items()}
+    assert set(far) == {name for name, _ in model.named_parameters()}
+    assert max(far.values()) < 0.35, far
+
+
 def test_products_that_kernels_do_not_take_stay():
     """Eight samples of 15 tokens over two ranks: 60 rows, which no 16 divides."""
-    assert not [target for target in products(planned(llama(), "fp8", length=15, dp=2)) if target == NAME]
+    plan = planned(llama(), "fp8", length=15, dp=2)
+    assert not [target for target in products(plan) if target == NAME]
+    assert plan.notes[0].startswith("0 of 15 products with weights are in fp8, the others in 16 bits: ")
+    assert "16 does not divide all of 60 x 64 by 64 x 32" in plan.notes[0]
+
+
+def test_widths_that_kernels_do_not_take_stay():
+    model, inputs = forms(width=56)
+    plan = partition(model, Topology.local(1), inputs, precision="fp8")
+    assert targets(plan).count(NAME) == 2  # those that have no dim of 56
+    assert plan.notes[0].startswith("2 of 6 products")
+    assert "first.weight (16 does not divide all of 256 x 32 by 32 x 56)" in plan.notes[0]
+    assert plan.verify(model, inputs).ok
 
 
 def test_it_learns():

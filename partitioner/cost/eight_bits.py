@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from partitioner.cost.compute import memory_rate, product_rate
-from partitioner.cost.operators import Kernel, Operand
-from partitioner.cost.spread import ExpertRegion
+from partitioner.cost.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
+from partitioner.cost.spread import ExpertRegion, expert_region
 from partitioner.topology.parts import DeviceType
-from passes.blocks import Block
-from passes.eight_bits import found_in, ops
+from passes.blocks import Block, FoldedModel
+from passes.eight_bits import ALIGNED, found_in, ops, product_of
+
+_SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozenset[fx.Node]:
@@ -55,3 +57,50 @@ def _seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
         k.num_bytes / memory_rate(k.kind, device) + (k.flops / product_rate(k, device) if k.flops else 0.0)
         for k in kernels
     )
+
+
+def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
+    """What to know of ``model``, one rank's, where some of its products with weights are not in fp8."""
+    left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
+    short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
+    others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
+    if not others:
+        return ()
+    count = sum(short[call.block] for call in model.calls)
+    first: dict[str, str] = {}  # of those for the same reason
+    for name, why in others:
+        first.setdefault(why, name)
+    shown = [f"{name} ({why})" for why, name in first.items()][:_SHOWN]
+    more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+    return (
+        f"{count} of {count + len(others)} products with weights are in fp8, the others in 16 bits: "
+        f"{', '.join(shown)}{more}",
+    )
+
+
+def _left_out(block: Block) -> Iterator[tuple[int, str]]:
+    """The products with weights of ``block`` that are not in fp8: the place of the weight among its states, and why."""
+    states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
+    for node in block.graph.nodes:
+        if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
+            continue
+        sources = [_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
+        weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
+        if weight is not None:
+            yield states.index(weight), _why(node, frozenset(states))
+
+
+def _why(node: fx.Node, states: frozenset[str]) -> str:
+    product = product_of(node, states)
+    if product is None:
+        return f"no kernel in fp8 for {operator_name(node)}"
+    rows, inner, out = product.sizes
+    if any(size % ALIGNED for size in product.sizes):
+        return f"{ALIGNED} does not divide all of {rows} x {inner} by {inner} x {out}"
+    return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
+        node = node.all_input_nodes[0]
+    return node

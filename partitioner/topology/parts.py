@@ -120,6 +120,11 @@ class DeviceType(Part):
         idle = self.power_idle or 0.0
         return float(((self.power_limit - idle) / (self.power_busy - idle)) ** (1 / 3))
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies in fp8: its peak lists it. CPUs compute it slowly, to try things out."""
+        return "fp8" in self.peak or self.torch == "cpu"
+
     def peak_of(self, precision: str) -> float:
         """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
         for name in (precision, *_STAND_INS.get(precision, ())):

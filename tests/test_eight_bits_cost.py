@@ -1,0 +1,152 @@
+"""What products in 8 bits are predicted to take: by the search as by their program, and only where there are any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.cost.blockwork import block_work
+from partitioner.cost.calls import call_costs
+from partitioner.cost.spread import NO_SPREAD, Spread
+from partitioner.timing import plan_timeline, stage_seconds
+from partitioner.topology import loads
+from passes.blocks import Block
+from passes.eight_bits import in_eight_bits
+from passes.errors import InputsError
+from passes.gradients import mark_block
+
+aten = torch.ops.aten
+H100 = Topology.preset("dgx-h100")
+DEVICE = H100.device_type(0)
+FP8 = Spread(fp8=True)
+OWN = """
+name: lab
+types: {card: {memory: 80 GB, peak: PEAK, memory_bandwidth: 2 TB/s}}
+nodes: [{type: card, devices: 8}]
+levels: [{name: link, bandwidth: 100 GB/s}]
+"""
+
+
+class Perceptron(nn.Module):
+    def __init__(self, bias: bool, dim: int, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, width, bias), nn.Linear(width, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return y
+
+
+class Layers(nn.Module):
+    def __init__(self, bias: bool = True, dim: int = 2048, width: int = 8192) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Perceptron(bias, dim, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def planned(precision: str, topology: Topology = H100, *, bias: bool = True, width: int = 8192, **pins: int) -> Plan:
+    with torch.device("meta"):
+        model, x = Layers(bias, width=width), torch.empty(128, 128, 2048)
+    pins = {"dp": 8, "microbatch_size": 8, "zero": 0} | pins
+    return partition(model, topology, {"x": x}, precision=precision, constraints=Constraints(**pins))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("pins", [dict(), dict(tp=2, dp=4), dict(pp=2, dp=4), dict(tp=2, pp=2, dp=2)], ids=str)
+def test_a_program_is_priced_as_the_search_prices_it(pins: dict[str, int], bias: bool):
+    """The whole step as nearly as in bf16: what is apart is what is simulated of reductions and of the pipeline."""
+    steps, apart = [], []
+    for precision in ("bf16", "fp8"):
+        plan = planned(precision, bias=bias, **pins)
+        told = [(s.forward_s, s.backward_s) for s in plan.estimate.stages]
+        assert [(s.forward, s.backward) for s in stage_seconds(plan)] == [pytest.approx(s, rel=1e-6) for s in told]
+        steps.append(plan.estimate.step_time - plan.estimate.breakdown["optimizer"])
+        apart.append(plan_timeline(plan).step_time / steps[-1] - 1)
+    assert steps[1] < 0.97 * steps[0]
+    assert apart[1] == pytest.approx(apart[0], abs=0.015), apart
+    assert max(map(abs, apart)) < 0.08
+
+
+def test_products_that_stay_in_16_bits_are_priced_so():
+    plans = [planned(precision, width=8184) for precision in ("bf16", "fp8")]
+    assert plans[0].estimate.step_time == plans[1].estimate.step_time
+    assert stage_seconds(plans[0]) == stage_seconds(plans[1])
+    assert plans[1].notes[0].startswith("0 of 4 products with weights are in fp8")
+
+
+def product(rows: int, inner: int, out: int, form: str) -> Block:
+    """``x`` times a weight in one of the forms that a graph has it in."""
+    graph = fx.Graph()
+    turned = form == "linear"
+    shapes = {"w": (out, inner) if turned else (inner, out), "b": (out,), "x": (rows, inner)}
+    values = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, node in nodes.items():
+        node.meta["val"] = values[name]
+    w, b, x = nodes.values()
+    target, args = {
+        "linear": (aten.linear.default, (x, w, b)),
+        "addmm": (aten.addmm.default, (b, x, w)),
+        "mm": (aten.mm.default, (x, w)),
+    }[form]
+    result = graph.call_function(target, args)
+    result.meta["val"] = values["x"].new_empty(rows, out)
+    graph.output((result,))
+    block = Block("product", graph, ["w", "b"], ["x"])
+    mark_block(block, set(values))
+    return block
+
+
+@given(
+    st.sampled_from(["linear", "addmm", "mm"]),
+    *(st.integers(1, 40).map(lambda n: 8 * n) for _ in range(3)),
+)
+def test_the_rewritten_product_costs_what_the_search_counts(form: str, rows: int, inner: int, out: int):
+    """Also where it is not rewritten, for its sizes."""
+    block = product(rows, inner, out, form)
+    asked, plain = call_costs(block, DEVICE, {}, spread=FP8), call_costs(block, DEVICE, {})
+    short = in_eight_bits(block)
+    assert bool(short) == all(size % 16 == 0 for size in (rows, inner, out))
+    found = call_costs(block, DEVICE, {}, spread=NO_SPREAD)
+    assert (found.forward_s, found.backward_s, found.weights_s) == (asked.forward_s, asked.backward_s, asked.weights_s)
+    assert (found.flops, found.backward_flops) == (plain.flops, plain.backward_flops)
+    assert short or (asked.forward_s, asked.backward_s) == (plain.forward_s, plain.backward_s)
+
+
+@given(
+    st.sampled_from(["linear", "addmm", "mm"]),
+    *(st.integers(1, 256).map(lambda n: 16 * n) for _ in range(3)),
+)
+def test_bounds_hold_for_shards_that_do_not_fit(form: str, rows: int, inner: int, out: int):
+    """A half of the columns, of which 16 may be no divisor: then it is in 16 bits, and small ones are faster so."""
+    bound = block_work(product(rows, inner, out, form), DEVICE, fp8=True).at(1.0, 2)
+    shard = call_costs(product(rows, inner, out // 2, form), DEVICE, {}, spread=FP8)
+    assert bound.forward_s <= shard.forward_s * (1 + 1e-9)
+    assert bound.backward_s <= shard.backward_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("preset", ["dgx-v100", "dgx-a100"])
+def test_devices_that_cannot_multiply_in_it_are_refused(preset: str):
+    with pytest.raises(InputsError, match=r'precision="fp8", but [va]100-..gb of .* lists fp16, bf16.*plan with'):
+        planned("fp8", Topology.preset(preset))
+
+
+def test_own_devices_have_it_where_their_peak_lists_it():
+    slow, fast = (loads(OWN.replace("PEAK", peak)) for peak in ("{bf16: 300 TFLOP/s}", "{bf16: 3e14, fp8: 6e14}"))
+    with pytest.raises(InputsError, match=r"card of lab cannot multiply in it.*card lists bf16"):
+        planned("fp8", slow)
+    assert planned("fp8", fast).estimate.step_time < planned("bf16", slow).estimate.step_time
+
+
+def test_one_kind_of_several_without_it_is_named():
+    mixed = OWN.replace("PEAK", "{bf16: 300 TFLOP/s}").replace("nodes: [", "nodes: [{type: h100-sxm, devices: 8}, ")
+    with pytest.raises(InputsError, match="but card of lab cannot"):
+        planned("fp8", loads(mixed), dp=16)

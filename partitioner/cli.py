@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner import cli_launch, cli_watch
+from partitioner import cli_launch, cli_size, cli_watch
 from partitioner.cli_report import Commands, check_outputs, output, print_parts, progress, steps
 from partitioner.cli_target import all_constraints, constraints_of, load_target
 from partitioner.units import plural, seconds_text
@@ -229,7 +229,7 @@ def explain(
             if target is None
             else loaded.why_not(model=target.model, inputs=target.inputs, loss=target.loss, **asked)
         )
-    output().print(Text(str(answer)))
+    output().print(Text(answer.told("--model FILE.py:FUNCTION")))
 
 
 @app.command(epilog=_example("partitioner diff before.json after.json"))
@@ -393,8 +393,8 @@ def _wrote(what: str, path: Path) -> None:
     output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
-cli_watch.add_to(app)
-cli_launch.add_to(app)
+for commands in (cli_watch, cli_launch, cli_size):
+    commands.add_to(app)
 
 if __name__ == "__main__":
     app()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
 from partitioner.api import partition
+from partitioner.draw.figures import mesh_text
 from partitioner.errors import ConstraintError, PlanError, TimeLimitError
 from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_seconds
 from partitioner.topology import Topology
+from partitioner.units import digits, plural, seconds_text
 from passes.errors import InputsError, PartitionError
 
 Minimise = Literal["nodes", "money", "energy", "time"]
@@ -27,7 +29,7 @@ class Size:
     file gives no price or power. ``reason``: why there is no plan; ``out_of_time``: that none was found in time."""
 
     nodes: int
-    plan: Plan | None = None
+    plan: Plan | None = field(default=None, repr=False)  # of which a print would be megabytes
     money: float | None = None
     energy: float | None = None
     reason: str = ""
@@ -37,13 +39,24 @@ class Size:
     def step_time(self) -> float:
         return math.inf if self.plan is None else self.plan.estimate.step_time
 
+    def __str__(self) -> str:
+        nodes = plural(self.nodes, "node")
+        if self.plan is None:
+            return f"{nodes}: {'no time' if self.out_of_time else 'no plan'} ({self.reason})"
+        money = f", {digits(self.money)} USD" if self.money is not None else ""
+        energy = f", {digits(self.energy)} J" if self.energy is not None else ""
+        return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {mesh_text(self.plan.mesh)}"
+
 
 @dataclass(frozen=True)
 class Sizing:
-    """The cluster that was chosen, and all that were tried."""
+    """The cluster that was chosen, and all that were tried; ``str()`` of it is for people."""
 
     chosen: Size
     tried: tuple[Size, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{size} (chosen)" if size is self.chosen else str(size) for size in self.tried)
 
     @property
     def plan(self) -> Plan:
@@ -149,9 +162,10 @@ def _known(value: float | None, name: str, unit: str) -> float:
 
 def _none(tried: Sequence[Size], step_time: float | None) -> PlanError:
     best = min(tried, key=lambda size: size.step_time)
+    fastest = f"{plural(best.nodes, 'node')} with {best.step_time:.3g} s"
     late = [str(size.nodes) for size in tried if size.out_of_time]
     if late:
-        found = "" if best.plan is None else f"; the fastest found is {best.nodes} nodes with {best.step_time:.3g} s"
+        found = "" if best.plan is None else f"; the fastest found is {fastest}"
         return TimeLimitError(
             f"no plan was found in time with {', '.join(late)} nodes, where there may be one{found}; give a larger "
             "time_limit_s, or fewer nodes to try"
@@ -160,6 +174,5 @@ def _none(tried: Sequence[Size], step_time: float | None) -> PlanError:
         nodes = ", ".join(str(size.nodes) for size in tried)
         return PlanError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}")
     return PlanError(
-        f"no size reaches a step of {step_time:g} s: the fastest is {best.nodes} nodes with {best.step_time:.3g} s; "
-        "try more nodes or allow more time"
+        f"no size reaches a step of {step_time:g} s: the fastest is {fastest}; try more nodes or allow more time"
     )

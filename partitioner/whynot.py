@@ -36,7 +36,7 @@ class WhyNot:
     ``verdict``: ``chosen``, the plan is so; ``slower``, ``faster``: the best plan so is ``candidate``; ``bounded``: no
     plan so takes less than ``bound`` seconds, which is no less than the chosen one's; ``infeasible``: there is no plan
     so; ``unknown``: it takes the model to say, ``bound`` is known or not. ``changes``: what would make the
-    infeasible feasible.
+    infeasible feasible. ``with_model``: what can be said if the model is given, too; empty: nothing more.
     """
 
     asked: Mapping[str, Any]
@@ -45,9 +45,14 @@ class WhyNot:
     candidate: Candidate | None = None
     bound: float | None = None
     changes: tuple[Change, ...] = field(default=())
+    with_model: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        return self.told("why_not(model=..., ...)")
+
+    def told(self, how: str) -> str:
+        """The answer, for those who give the model as ``how`` says."""
+        return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
 
 
 def why_not(
@@ -161,8 +166,8 @@ def _bounded(
     if solved is not None and solved.step_time is not None:
         lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
-    lines.append("With the model at hand the best of them can be planned: why_not(model=..., ...).")
-    return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound)
+    more = "With the model at hand the best of them can be planned"
+    return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
 
 
 def _candidates(count: int) -> str:
@@ -181,9 +186,8 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
         )
     else:
         lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
-    if limit:
-        lines.append("With the model at hand it can be planned with more there: why_not(model=..., ...).")
-    return WhyNot(asked, "unknown" if limit else "infeasible", tuple(lines), nearest)
+    more = "With the model at hand it can be planned with more there" if limit else ""
+    return WhyNot(asked, "unknown" if limit else "infeasible", tuple(lines), nearest, with_model=more)
 
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
@@ -269,5 +273,4 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
         if best is not None and set(asked) <= set(OF_POINT) and _is(best, asked) and best.step_time is not None:
             takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
-    lines.append("To plan it, give the model: why_not(model=..., ...).")
-    return WhyNot(asked, "unknown", tuple(lines))
+    return WhyNot(asked, "unknown", tuple(lines), with_model="To plan it, give the model")

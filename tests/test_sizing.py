@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import CASES
+from typer.testing import CliRunner
 
-from partitioner import Plan, PlanError, Topology, partition, size_cluster
+from partitioner import Plan, PlanError, Size, Topology, partition, size_cluster
+from partitioner.cli import app
 from partitioner.errors import ConstraintError, TimeLimitError
 from partitioner.sizing import energy_of, money_of
 from passes.errors import InputsError
@@ -59,6 +62,35 @@ def test_money_and_energy_are_of_all_devices():
     assert thrifty.chosen.energy == min(size.energy for size in thrifty.tried if size.energy is not None)
 
 
+def test_what_was_tried_is_told_in_a_line_each():
+    model, inputs = job()
+    found = size_cluster(model, machines, inputs, loss=CASE.loss, minimise="time", nodes=(1, 2))
+    lines = str(found).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["1 node", "2 nodes"]
+    assert [line.endswith("(chosen)") for line in lines] == [size is found.chosen for size in found.tried]
+    assert all(" USD, " in line and " J per step, " in line for line in lines)
+    assert len(repr(found)) < 1000
+    assert str(Size(4, reason="stage 0 lacks 1 B")) == "4 nodes: no plan (stage 0 lacks 1 B)"
+
+
+def test_the_command_line_sizes_clusters(tmp_path: Path):
+    (tmp_path / "small.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(64, 64), (torch.empty(64, 64),), lambda out: out.sum()\n"
+    )
+    out, model = tmp_path / "plan.json", f"{tmp_path / 'small.py'}:make"
+    given = ["size", model, "dgx-h100", "--nodes", "2,1", "--constraints", "zero=0", "-o", str(out)]
+    told = CliRunner().invoke(app, given)
+    assert told.exit_code == 0, told.output
+    assert "1 node: " in told.output
+    assert "(chosen)" in told.output
+    assert "2 nodes" not in told.output  # the fewest that there are
+    assert Plan.load(out).topology.num_nodes == 1
+    for wrong, message in (("1,two", "expected numbers of nodes, like 1,2,4"), ("0", "positive whole numbers")):
+        refused = CliRunner().invoke(app, ["size", model, "dgx-h100", "--nodes", wrong])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())
+
+
 def test_what_cannot_be_asked():
     model, inputs = job()
     with pytest.raises(ConstraintError, match="minimise must be one of nodes, money, energy, time; got 'speed'"):
@@ -90,5 +122,5 @@ def test_that_there_was_no_time_is_no_word_that_there_is_no_plan(monkeypatch: py
         return partition(model, topology, **more)
 
     monkeypatch.setattr("partitioner.sizing.partition", planned)
-    with pytest.raises(TimeLimitError, match=r"in time with 2 nodes, .*; the fastest found is 1 nodes with .*larger"):
+    with pytest.raises(TimeLimitError, match=r"in time with 2 nodes, .*; the fastest found is 1 node with .*larger"):
         size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(1, 2), step_time=1e-12)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from partitioner.errors import ConstraintError
+from partitioner.explain_constraints import explain
 from partitioner.schedule_table import SUFFIX
 from partitioner.schedules import SCHEDULES, ScheduleTable
 from partitioner.units import divisors
@@ -138,7 +139,8 @@ class Constraints(BaseModel):
         unknown = [kind for kind in given if kind not in OFFLOADS]
         if unknown:
             names = ", ".join(repr(name) for name in OFFLOADS)
-            raise PydanticCustomError("offload", f"input should be of {names}, joined by +, or 'none'")
+            what = f"input should be of {names}, joined by +, or 'none'"
+            raise PydanticCustomError("offload", "{what}", {"what": what, "values": OFFLOADS})
         wanted = {*given, "optimizer"} if {"parameters", "disk"} & {*given} else {*given}
         return tuple(kind for kind in OFFLOADS if kind in wanted)
 
@@ -147,14 +149,15 @@ class Constraints(BaseModel):
     def _is_schedule(cls, given: str | ScheduleTable | None) -> str | ScheduleTable | None:
         if isinstance(given, str) and given not in SCHEDULES and not given.endswith(SUFFIX):
             names = ", ".join(repr(name) for name in SCHEDULES)
-            raise PydanticCustomError("schedule", f"input should be {names}, or a file that ends in {SUFFIX}")
+            what = f"input should be {names}, or a file that ends in {SUFFIX}"
+            raise PydanticCustomError("schedule", "{what}", {"what": what, "values": tuple(SCHEDULES)})
         return given
 
     def __init__(self, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConstraintError(_explain(error)) from error
+            raise ConstraintError(explain(error, [*Constraints.model_fields])) from error
 
     @property
     def planned_only(self) -> tuple[str, ...]:
@@ -324,6 +327,12 @@ class Constraints(BaseModel):
             raise ConstraintError(
                 f"schedule={name} with pp=1, which has no pipeline; expected pp of 2 or more, or no schedule"
             )
+        chunks = SCHEDULES[name].chunks if isinstance(name, str) and name in SCHEDULES else None
+        if chunks is not None and self.virtual_stages not in (None, chunks):
+            raise ConstraintError(
+                f"schedule={name} with virtual_stages={self.virtual_stages}: under it each rank has {chunks}; expected "
+                f"virtual_stages={chunks}, or none, or a schedule of any number, like interleaved"
+            )
         for axis, way, shared in (("cp", "context", "sequence is"), ("ep", "dispatch", "experts are")):
             if getattr(self, axis) == 1 and (given := getattr(self, way)) is not None:
                 raise ConstraintError(
@@ -389,11 +398,3 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
 
 def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + ".")
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    name = ".".join(str(p) for p in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown constraint {name!r}; expected {', '.join(Constraints.model_fields)}"
-    return f"constraint {name}: {first['msg'].lower()}, got {first['input']!r}"

@@ -168,7 +168,7 @@ JOBS: dict[str, Infeasible] = {
         PlanError, "virtual_stages|pp=", pins={"pp": 2, "virtual_stages": 4, "schedule": "interleaved"}
     ),
     "pins: another number of virtual stages": Infeasible(
-        PlanError, "virtual_stages|schedule=", pins={"pp": 2, "virtual_stages": 3, "schedule": "zb-v"}
+        ConstraintError, "virtual_stages|schedule=", pins={"pp": 2, "virtual_stages": 3, "schedule": "zb-v"}
     ),
     "pins: virtual stages of one stage": Infeasible(
         PlanError, "pp=2|virtual_stages=1", pins={"pp": 1, "virtual_stages": 2}

@@ -258,12 +258,29 @@ def test_points_are_all_that_divide():
         ({"zero": True}, "constraint zero: input should be a whole number, got True"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
         ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe', '1f1b', 'interleaved', 'zb-1p'"),
-        ({"stages": 2}, "unknown constraint 'stages'; expected pp, dp"),
+        ({"tp": 2.5}, "constraint tp: input should be a whole number, got 2.5"),
+        ({"pp": "two"}, "constraint pp: input should be a whole number, got 'two'"),
+        ({"schedule": "zbv"}, r"or a file that ends in .csv, got 'zbv'; did you mean zb-v\?"),
+        ({"schedule": 3}, "constraint schedule: input should be the name of a schedule, .* got 3"),
+        ({"offload": "optimiser"}, r"got 'optimiser'; did you mean optimizer\?"),
+        ({"overlap": "maybe"}, "constraint overlap: input should be true or false, got 'maybe'"),
+        ({"data_shares": (1, 2.5)}, r"constraint data_shares\[1\]: input should be a whole number, got 2.5"),
+        ({"stage_of": {"head": "x"}}, r"constraint stage_of\['head'\]: input should be a whole number, got 'x'"),
+        ({"stages": 2}, "unknown constraint 'stages'; did you mean virtual_stages\\? expected pp, dp"),
     ],
 )
 def test_constraints_that_cannot_hold(pinned: dict[str, Any], message: str):
     with pytest.raises(ConstraintError, match=message):
         points(space(**pinned))
+
+
+def test_a_schedule_with_other_virtual_stages_is_named_first():
+    with pytest.raises(
+        ConstraintError, match=r"^schedule=zb-v with virtual_stages=3: under it each rank has 2; expect"
+    ):
+        Constraints(schedule="zb-v", virtual_stages=3).check_idle()
+    Constraints(schedule="zb-v", virtual_stages=2).check_idle()
+    Constraints(schedule="interleaved", virtual_stages=3).check_idle()
 
 
 def test_a_tensor_axis_must_divide_something():

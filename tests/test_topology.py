@@ -157,7 +157,10 @@ def test_what_cannot_be_is_refused_with_its_line(text: str, message: str):
             "nodes: [{type: l40s, devices: 2}]\nlevels:\n  - {like: pcie4, only: [old]}",
             "line 3.*only of 'old', which no nodes are; nodes are of l40s",
         ),
-        ("nodes: [{type: l40s, devices: 2}]\nlevels:\n  - {like: pcie9}", "'pcie9' is unknown; known are nvlink3"),
+        (
+            "nodes: [{type: l40s, devices: 2}]\nlevels:\n  - {like: pcie9}",
+            r"'pcie9' is unknown; did you mean pcie.*\? known are nvlink3",
+        ),
         (
             "machine: dgx-h100\nlevels:\n  - {like: ib-ndr, oversubscription: 0.5}",
             "line 3.*oversubscription.*greater than or equal to 1",
@@ -171,7 +174,13 @@ def test_what_cannot_be_is_refused_with_its_line(text: str, message: str):
             "line 3.*unknown device 'x'",
         ),
         ("types:\n  mine: {like: h900}\nnodes: [{type: mine}]", "line 2.*'h900' is unknown"),
-        ("nodes:\n  - {type: l40s, host: dgx-9}", "line 2.*'dgx-9' is unknown; known are dgx-v100"),
+        (
+            "nodes:\n  - {type: l40s, host: dgx-9}",
+            r"line 2.*'dgx-9' is unknown; (did you mean .*\? )?known are dgx-v100",
+        ),
+        ("machine: dgx-h10", r"line 1: unknown preset 'dgx-h10'; did you mean dgx-h100\? known are"),
+        ("machine: dgx-h100\nnods: 2", r"line 2: unknown key 'nods'; did you mean nodes\? expected machine"),
+        ("types:\n  t: {like: h100-smx}\nnodes: [{type: t}]", r"'h100-smx' is unknown; did you mean h100-sxm"),
         ("name: x\nmachine: dgx-9", "line 2.*unknown preset 'dgx-9'"),
         ("name: x\nspeed: 3\nnodes: [{type: l40s}]", "line 2.*unknown key 'speed'"),
         ("nodes: 5", "line 1.*nodes"),

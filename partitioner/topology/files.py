@@ -68,7 +68,9 @@ def preset(name: str, nodes: int = 1) -> Topology:
     """``nodes`` machines called ``name``. Raises :class:`TopologyError` for an unknown one or no nodes."""
     machines = catalogue("machines")
     if name not in machines:
-        raise TopologyError(f"unknown preset {name!r}; known are {', '.join(machines)}, and local:<ranks>")
+        raise TopologyError(
+            f"unknown preset {name!r}; {nearest(name, [*machines])}known are {', '.join(machines)}, and local:<ranks>"
+        )
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
         raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1, a whole number")
     return topology_of({"name": name if nodes == 1 else f"{nodes} x {name}", **machine_fields(name, nodes)}, name)
@@ -170,7 +172,10 @@ def parse(text: str) -> Topology:
     if Path(text).exists() or text.endswith((".yaml", ".yml")):
         return load(text)
     known = ", ".join(known_presets())
-    raise TopologyError(f"{text!r} is neither a file nor a known topology; known are local:<ranks>, {known} (:<nodes>)")
+    meant = nearest(head, ["local", "detect", *known_presets()])
+    raise TopologyError(
+        f"{text!r} is neither a file nor a known topology; {meant}known are local:<ranks>, {known} (:<nodes>)"
+    )
 
 
 def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
@@ -179,7 +184,8 @@ def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | 
         return entry
     base = entry["like"]
     if not isinstance(base, str) or base not in entries:
-        raise MisplacedError(f"like: {base!r} is unknown; known are {', '.join(entries)}", *path, "like")
+        meant = nearest(base, [*entries]) if isinstance(base, str) else ""
+        raise MisplacedError(f"like: {base!r} is unknown; {meant}known are {', '.join(entries)}", *path, "like")
     return {**_resolve(entries[base], entries, *path), **{k: v for k, v in entry.items() if k != "like"}}
 
 
@@ -201,7 +207,8 @@ def _expand(data: dict[str, Any]) -> dict[str, Any]:
     """
     unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:
-        raise MisplacedError(f"unknown key {unknown[0]!r}; expected machine, {', '.join(_ALL)}", unknown[0])
+        meant = nearest(unknown[0], ["machine", *_ALL])
+        raise MisplacedError(f"unknown key {unknown[0]!r}; {meant}expected machine, {', '.join(_ALL)}", unknown[0])
     fields = {key: value for key, value in data.items() if value is not None}
     types = fields.setdefault("types", {})
     for key, kind in (("types", "devices"), ("patterns", "patterns")):

@@ -206,6 +206,7 @@ MINE = "nodes: [{type: mine}]\ntypes:\n  mine: {like: h100-sxm, %s}\n"
             "line 4.*latency.*measures bytes per second; expected t",
         ),
         (MINE % "memory: 80 TFLOP/s", "line 3.*measures operations per second; expected bytes, like 80 GB"),
+        (MINE % "power_idle: 900 W, power_busy: 700 W", "line 3.*power_idle of 900 W above power_busy of 700 W"),
         (MINE % "price: 3 EUR/h", "line 3.*unknown unit 'EUR/h'; write it like 2.80 USD/h, the one unit of money"),
         (MINE % "matmul_efficiency: [[1 GB, 1]]", "line 3.*measures bytes; expected a number"),
         (MINE % "matmul_efficiency: [[64, 0.5], [64, 0.9]]", "line 3.*64 after 64; expected rows in order"),

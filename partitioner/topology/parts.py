@@ -102,6 +102,11 @@ class DeviceType(Part):
 
     @model_validator(mode="after")
     def _some_power(self) -> Self:
+        if self.power_busy is not None and (self.power_idle or 0.0) > self.power_busy:
+            raise ValueError(
+                f"power_idle of {self.power_idle:g} W above power_busy of {self.power_busy:g} W: expected a device to "
+                "take no more when idle than when busy; are the two swapped?"
+            )
         if self.power_limit is None:
             return self
         if self.power_busy is None or self.power_limit <= (self.power_idle or 0.0):

@@ -31,6 +31,7 @@ _TRANSPOSES: dict[tuple[str, str | None], tuple[str | None, str | None]] = {
 # operator, operand, dim that is sharded -> how the field calls it
 _PHRASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("aten.linear.default", 1): ("column-parallel", "row-parallel"),
+    ("partition.linear_fp8.default", 1): ("column-parallel", "row-parallel"),
     ("aten.mm.default", 1): ("row-parallel", "column-parallel"),
     ("aten.matmul.default", 1): ("row-parallel", "column-parallel"),
     ("aten.addmm.default", 2): ("row-parallel", "column-parallel"),
@@ -142,6 +143,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
             return f"sharded on dim {layout.dim}, gathered for use"
         else:
             words = _PHRASES.get((target, _operands(node).index(name)), ())
+            words = words[::-1] if target == "partition.linear_fp8.default" and node["args"][3:] == [True] else words
             if dim < len(words):
                 return words[dim]
             break

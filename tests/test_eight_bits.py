@@ -218,3 +218,23 @@ def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch):
     check_fp8(program, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     check_fp8(program, torch.device("cuda"))
+
+
+def test_weights_are_called_as_those_of_other_products():
+    """The weight of ``x @ weight`` is the other way round: sharded on its first dim it is row-parallel."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Parameter(torch.empty(256, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.relu(self.up(x)) @ self.down).square().mean()
+
+    with torch.device("meta"):
+        model, x = Pair(), torch.empty(32, 16, 64)
+    plan = partition(model, Topology.local(2), {"x": x}, precision="fp8", constraints=Constraints(tp=2))
+    assert targets(plan).count(NAME) == 2
+    text = plan.explain()
+    assert "column-parallel (S0): weight" in text
+    assert "row-parallel (S0): down" in text

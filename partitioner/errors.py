@@ -30,12 +30,14 @@ class InfeasibleError(PartitionError):
         super().__init__(message)
         self.message = message
         self.advise = advise
+        self.unadvised = ""  # why there is no advice, where looking for it failed
 
     @cached_property
     def _advice(self) -> Advice | None:
         try:
             return self.advise() if self.advise is not None else None
-        except Exception:  # what is wrong is said in any case, whatever looking for a way out runs into
+        except Exception as error:  # what is wrong is said in any case, whatever looking for a way out runs into
+            self.unadvised = f"{type(error).__name__}: {error}".partition("\n")[0]
             return None
 
     @property
@@ -52,6 +54,8 @@ class InfeasibleError(PartitionError):
             text += f"; in conflict: {', '.join(self.conflict)}"
         if self.changes:
             return f"{text}; nearest change that fits: {'; or '.join(c.text for c in self.changes)}"
+        if self.unadvised:
+            return f"{text}; looking for a change that fits failed, which is a fault of the planner: {self.unadvised}"
         return text
 
 

@@ -26,6 +26,7 @@ from partitioner import (
     TopologyError,
     partition,
 )
+from partitioner.changes import Advice
 
 
 class Tower(nn.Module):
@@ -191,6 +192,17 @@ class Labelled(nn.Module):
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.layer(x), label)
+
+
+def test_what_looking_for_advice_runs_into_is_told_and_hides_nothing() -> None:
+    def fails() -> Advice:
+        raise KeyError("stage 3")
+
+    error = CapacityError("stage 1 lacks 2 GiB", advise=fails)
+    assert str(error).startswith("stage 1 lacks 2 GiB; looking for a change that fits failed")
+    assert str(error).endswith("KeyError: 'stage 3'")
+    assert (error.changes, error.conflict) == ((), ())
+    assert str(CapacityError("stage 1 lacks 2 GiB")) == "stage 1 lacks 2 GiB"
 
 
 def test_a_model_that_fails_by_itself_is_said_to() -> None:

@@ -12,6 +12,7 @@ from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_tex
 from partitioner.draw.stage import group_notes
 from partitioner.explain_axes import experts, sequence
 from partitioner.explain_kernels import dearest
+from partitioner.explain_precision import precision_notes
 from partitioner.explain_tables import (
     bars,
     candidate_counts,
@@ -103,8 +104,8 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
-    if plan.notes:
-        parts += ["", heading("Notes"), *_items(plan.notes)]
+    if notes := [*plan.notes, *precision_notes(plan)]:
+        parts += ["", heading("Notes"), *_items(notes)]
     return parts
 
 
@@ -357,4 +358,4 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
         yield line(f"- {name} has no sharding rule and runs whole on every rank: {percent(share)} of the work")
-    yield from _items(plan.notes)
+    yield from _items([*plan.notes, *precision_notes(plan)])

@@ -93,6 +93,22 @@ def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(pla
     assert "What takes longest" not in text(0.5)
 
 
+@pytest.mark.parametrize(
+    ("machine", "precision", "told"),
+    [("dgx-v100", "bf16", True), ("dgx-v100", "fp16", False), ("dgx-h100", "bf16", False)],
+)
+def test_a_much_faster_type_of_as_many_bits_is_told(machine: str, precision: str, told: bool):
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64), torch.empty(64, 64)
+    pins, loss = Constraints(dp=8), lambda out: out.sum()
+    plan = partition(model, Topology.preset(machine), (x,), loss=loss, precision=precision, constraints=pins)
+    for text in (explain(plan), summary(plan)):
+        words = (
+            'v100-32gb multiplies 8 times as fast in fp16 as in bf16: plan with precision="fp16", with losses scaled'
+        )
+        assert (words in " ".join(text.split())) == told
+
+
 def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
     model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(16, 64),)
     for size, words in ((2, "in 16 transfers of 4 buckets, in all per step"), (8, "bucket, once per step")):

@@ -159,7 +159,8 @@ def test_kinds_of_backward_can_be_told_apart():
     def shade(name: str) -> list[int]:
         return [int(PALETTE[name].light[i : i + 2], 16) for i in (1, 3, 5)]
 
-    for one, other in combinations(("forward", "backward", "backward_input", "backward_weight"), 2):
+    kinds = ("forward", "backward", "backward_input", "backward_weight", "backward_1", "backward_input_1")
+    for one, other in combinations(kinds, 2):  # the last two: on a rank's second virtual stage
         assert sum(abs(a - b) for a, b in zip(shade(one), shade(other), strict=True)) > 60, (one, other)
 
 
@@ -171,7 +172,7 @@ def test_a_second_virtual_stage_is_paler_opaque_and_in_the_legend():
     used = {name for e in parsed(svg).iter() for name in (e.get("class") or "").split()}
     assert {"f-forward", "f-forward_1", "f-backward", "f-backward_1"} <= used
     assert "fill-opacity" not in svg
-    assert "paler: a rank's second virtual stage" in texts(svg)
+    assert "fainter: a rank's second virtual stage" in texts(svg)
     assert "interleaved, 2 virtual stages on each rank" in texts(svg)
 
 

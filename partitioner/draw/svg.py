@@ -47,7 +47,7 @@ PALETTE: dict[str, Colour] = {
     "on_forward": Colour("#fdfdfd", "#0b1016"),
     "backward": Colour("#ddaa33", "#e0b04a"),
     "backward_input": Colour("#b8651b", "#c97a35"),
-    "backward_weight": Colour("#eed48a", "#a98a3f"),
+    "backward_weight": Colour("#c4a6d0", "#b193c2"),
     "on_backward": Colour("#22262b", "#0c1117"),
     "total": Colour("#999933", "#b9b94d"),
     "send": Colour("#332288", "#958ae8"),

@@ -179,7 +179,7 @@ class _Chart:
         chunks = {self.chunk(b) for b in self.bars if self.look(b).lane == "compute"} - {0}
         if chunks:
             which = "second virtual stage" if chunks == {1} else "further virtual stages"
-            entries.append((later(LOOKS["F"].colour, 1), f"paler: a rank's {which}"))
+            entries.append((later(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
         return [*entries, ("hatched", "idle")]
 
     def chunk(self, bar: Bar) -> int:

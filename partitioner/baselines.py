@@ -23,7 +23,7 @@ from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _EXCLUDED = "excluded by the constraints"
-_MOST_TRIED = 12  # points of one layout
+MOST_TRIED = 12  # points of one layout
 _NONE: Mapping[str, Baseline] = {}
 
 
@@ -40,11 +40,11 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
     """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
     own = best = _textbook(space, candidates, bounds)
-    known = set(candidates)
+    known = own_points = frozenset(candidates)
     if wide.constraints != space.constraints:
         others = _points(wide)
         best = _textbook(wide, others, free)
-        known |= set(others)
+        known = known.union(others)
     plain = own["data parallel"] or best["data parallel"]
     megatron = best["megatron"] or own["megatron"]
     found = [(DATA_PARALLEL, plain)]
@@ -55,7 +55,7 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
     why = uneven(space, space.world_size)
     none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
     return [
-        Standard(name, (point, *_leaner(space, point, known)), _why(point, candidates))
+        Standard(name, (point, *_leaner(space, point, known)), "" if point in own_points else _EXCLUDED)
         if point is not None
         else Standard(name, excluded=none[name])
         for name, point in found
@@ -109,7 +109,7 @@ def compared(
             made.append(plain)
             continue
         tried: list[Candidate] = []
-        for point in standard.points[:_MOST_TRIED]:
+        for point in standard.points[:MOST_TRIED]:
             row = None if standard.excluded else _row(point, rows)
             tried.append(row if row is not None and row.status != "bounded" else _planned(point, evaluate))
             if tried[-1].step_time is not None:
@@ -170,11 +170,6 @@ def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
     if space.units % world:
         return None
     return least([Point(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
-
-
-def _why(point: Point, candidates: Sequence[Point]) -> str:
-    """Why a point is no candidate of the search."""
-    return "" if point in candidates else _EXCLUDED
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 from partitioner.alternatives import (
     PATIENCE,
@@ -20,6 +21,7 @@ from partitioner.baselines import compared, is_known, no_candidates, standards, 
 from partitioner.context import check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
+from partitioner.early import Early
 from partitioner.errors import CapacityError
 from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
@@ -169,13 +171,19 @@ def _explore(
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
     siblings = Siblings(bounds.state_bytes)
+    early = Early(space, frozenset(candidates), bounds, always, deadline, enough_s)
     floors = Floors(bounds, evaluator, candidates, space)
 
     best_s = enough_s
 
     def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
         nonlocal best_s
-        found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
+        try:
+            found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
+        except PartitionError as error:
+            early.tell(point, error)
+            raise
+        early.tell(point, found.step_time)
         best_s = min(best_s, found.step_time)
         partly, unsure = not evaluator.placements.complete(point.grid), not evaluator.tries_all(point)
         return replace(found, partly=partly, unsure=unsure)
@@ -184,7 +192,7 @@ def _explore(
         candidates,
         floors,
         evaluate,
-        always=[*list(solved(before))[:1], *(point for standard in always for point in standard.points[:1])],
+        always=chain(list(solved(before))[:1], early.points() if compare else ()),
         left_out=left_out(space, candidates),
         progress=progress,
         time_limit_s=deadline - time.monotonic(),

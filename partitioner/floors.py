@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from partitioner.solve.point import Point
 from partitioner.solve.points import Space, hybrids
 from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
 from passes.errors import PartitionError
+
+_activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size")  # what activations on a rank depend on
 
 
 class Floors:
@@ -43,7 +46,8 @@ class Floors:
         self._needs: dict[tuple[int, ...], Needs] = {}
         self._alike = Alike(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
-        for point in points:
+        self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # stages of ZeRO, and who shares states
+        for point in {_activations_kind(point): point for point in points}.values():
             if bounds.layer_bytes(point) <= bounds.capacity(point):
                 self._sizes[point.tp].add(point.microbatch_size)
                 largest[point.tp, point.pp] = max(largest[point.tp, point.pp], point.microbatch_size)
@@ -80,12 +84,17 @@ class Floors:
 
     def members(self, points: Sequence[Point]) -> Sequence[Point]:
         """All points of the family of some: also those whose states are shared by a part of ``dp``."""
-        return list(dict.fromkeys([*points, *hybrids(self.space, self.family(points[0]))]))
+        point = points[0]
+        key = point.dp, point.cp, point.tp  # all that they depend on
+        if key not in self._parts:
+            self._parts[key] = [(other.zero, other.dp_shard) for other in hybrids(self.space, point)]
+        return list(dict.fromkeys([*points, *(point.sharing(*part) for part in self._parts[key])]))
 
     @property
     def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
-        """Bounds of a family: even stages, then the best ones, by the largest microbatch's sharding."""
-        return self._even, self._leanest
+        """Bounds of a family: even stages, then the best ones in the least memory that any of it takes, by the largest
+        microbatch's sharding; then both by its own."""
+        return self._even, self._leanest, self._own_even, self._own_lean
 
     @cached_property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
@@ -123,6 +132,8 @@ class Floors:
         self.bounds.check_microbatch(points[0])
         self._lean[self.family(points[0])] = min(points, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(points[0]))
+        if not self._says_most(points[0]):
+            self.evaluator.wish(points[0], points[0].microbatch_size)
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
     def _leanest(self, points: Sequence[Point], enough_s: float) -> float:
@@ -147,10 +158,21 @@ class Floors:
         self._shared[key] = found
         return self.bounds.staged(points, found)
 
+    def _own_even(self, points: Sequence[Point], _: float) -> float:
+        """As without ZeRO, which takes no longer."""
+        if self._says_most(points[0]):
+            return 0.0  # said before
+        floor = self.evaluator.floor(self.family(points[0]), points[0].microbatch_size)
+        return self.bounds.with_floor(points, floor) if floor else 0.0
+
+    def _own_lean(self, points: Sequence[Point], enough_s: float) -> float:
+        if len(points) < 2 or not is_plain(points[0].schedule, points[0].virtual_stages):
+            return 0.0
+        found = self._of_leanest(self._lean[self.family(points[0])], enough_s)
+        return self.bounds.staged(points, found) if found else 0.0
+
     def _held(self, point: Point, _: float) -> float:
         self.bounds.check_states(point)
-        if not self._says_most(point):
-            self.evaluator.wish(point, point.microbatch_size)
         return 0.0
 
     def _gathered(self, point: Point, _: float) -> float:
@@ -245,6 +267,11 @@ class Floors:
         leanest = self._lean.get(self.family(point), point)
         if leanest == point or not is_plain(point.schedule, point.virtual_stages):
             return 0.0
+        found = self._of_leanest(leanest, enough_s)
+        return self.bounds.staged([point], found) if found else 0.0
+
+    def _of_leanest(self, leanest: Point, enough_s: float) -> LeastTime | None:
+        """What no stages of a family go below, of which ``leanest`` takes the least memory. Raises where it does."""
         if leanest not in self._own_shared:
             try:
                 least = self.evaluator.least_beside(leanest)
@@ -254,7 +281,7 @@ class Floors:
         found = self._own_shared[leanest]
         if isinstance(found, PartitionError):
             raise found.with_traceback(None)
-        return self.bounds.staged([point], found) if found else 0.0
+        return found
 
     def _own_staged(self, point: Point, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):

@@ -15,8 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
+from operator import mul as multiply
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -37,6 +37,7 @@ from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
+from partitioner.solve.pointwise import BY_ROUNDS, BY_STATES, BY_WORK, by_all, different, each
 from partitioner.solve.shortage import check_room
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.topology.hosts import BOUNDLESS
@@ -54,11 +55,6 @@ class How(TypedDict, total=False):
 
 
 _ROUNDING = 1 - 1e-9
-
-
-def _at_least(cost: CallCost, forward_s: float, backward_s: float) -> CallCost:
-    back, inputs = max(cost.backward_s, backward_s), max(cost.backward_s - cost.later_s, backward_s / 2)
-    return replace(cost, forward_s=max(cost.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
 
 def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
@@ -138,11 +134,16 @@ class ModelBounds:
         ``(m - 1) max + sum`` of an even split or (but for ``shared``) of the largest call, the reduction of gradients
         as far as the backward cannot hide it (one stage), and the update.
         """
-        calls, fastest = np.array(list(self._often.values())), self._kinds.fastest(points)
-        forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, points))
-        ahead, back = calls @ forward, calls @ backward
-        largest = np.zeros(len(points)) if shared else (forward + backward).max(axis=0)
-        bound = self._pipelines(points, ahead, back, largest) + self._after(points, back)
+        # where devices differ, microbatches are shared out by what is done with states
+        alike, places = different(points, by_all if self._kinds.differ else BY_WORK)
+        often, fastest = list(self._often.values()), self._kinds.fastest(alike)
+        forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
+        # in order: the same to the last digit whatever other points there are
+        ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
+        largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
+        pipelines = self._pipelines(alike, ahead, back, largest)[places]
+        ahead, back = ahead[places], back[places]
+        bound = pipelines + self._after(points, back)
         if self._kinds.differ:
             seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
             bound = np.maximum(bound, self._shared_out(points, seconds) + self._after(points, hides))
@@ -152,7 +153,7 @@ class ModelBounds:
     def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
         """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
         those of even stages, or as the largest call paces it."""
-        m = np.array([self.rounds(p) for p in points])
+        m = each(points, BY_ROUNDS, self.rounds)
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
         fill = np.array([self._fill(p) for p in points])
@@ -200,24 +201,23 @@ class ModelBounds:
         """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
-        return np.array(
-            [
-                self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1))
-                + (max(0.0, self._reduction(p) - hidden) if p.pp == 1 else 0.0)
-                for p, hidden in zip(points, backward.tolist(), strict=True)
-            ]
-        )
+        update = each(points, BY_STATES, lambda p: self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)))
+        reduced = each(points, BY_STATES, lambda p: self._reduction(p) if p.pp == 1 else 0.0)
+        return update + np.maximum(0.0, reduced - backward)
 
     def _drained(self, points: Sequence[Point], ahead: Vector, back: Vector) -> Vector:
         """Seconds of steps of several stages, one on each rank, whose gradients are reduced from its last backward on:
         in the mean a stage has its share of all work and of the gradients. Where all placements are known, and for
         single stages, others say more."""
-        several = [self.train and p.pp > 1 and p.virtual_stages == 1 for p in points]
-        asked = [ask and not self.placements.complete(p.grid) for p, ask in zip(points, several, strict=True)]
-        reduced = np.array([self._reduction(p) if ask else 0.0 for p, ask in zip(points, asked, strict=True)])
-        m, pp = np.array([self.rounds(p) for p in points]), np.array([p.pp for p in points], dtype=np.float64)
-        busy: Vector = (m * (ahead + back) + np.maximum(0.0, reduced - back)) / pp
-        return busy
+
+        def reduced(point: Point) -> float:
+            asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
+            return self._reduction(point) if asked else 0.0
+
+        alone = np.array([p.virtual_stages == 1 for p in points])
+        exposed = np.maximum(0.0, np.where(alone, each(points, BY_STATES, reduced), 0.0) - back)
+        busy: Vector = each(points, BY_ROUNDS, self.rounds) * (ahead + back) + exposed
+        return busy / np.array([p.pp for p in points], dtype=np.float64)
 
     @cached_property
     def _update(self) -> float:
@@ -304,7 +304,7 @@ class ModelBounds:
         fastest = self.speeds(point)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
         if floor:
-            calls |= {n: _at_least(calls[n], *floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
+            calls |= {n: calls[n].at_least(*floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
         return self.least(point, self.model, calls, self.share_of_states(point), **how)
 
     def calls(self, point: Point) -> dict[str, CallCost]:
@@ -393,8 +393,8 @@ class ModelBounds:
         bound = after + float(self._pipelines([least], *of_point)[0])
         if floor.of_kind:  # of which the slowest may hide most
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
-            different = list({self.may_differ(point): point for point in points}.values())
+            apart = list({self.may_differ(point): point for point in points}.values())
             hides = float((both @ np.array(list(often.values()))).max())
             after = float(self._after(points, np.full(len(points), hides)).min())
-            bound = max(bound, after + min(self._shared_out(different, np.dstack([both] * len(different)))))
+            bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
         return max(bound, float(self._drained(points, *of_point[:2]).min())) * _ROUNDING

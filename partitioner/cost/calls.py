@@ -22,6 +22,7 @@ from partitioner.cost.spread import (
     Spread,
     expected_loads,
     expert_exchanges,
+    expert_region,
     hidden,
     in_pieces,
 )
@@ -101,6 +102,11 @@ class CallCost:
             remade_s=self.remade_s * factor,
             slim=self.slim and self.slim.paced(factor),
         )
+
+    def at_least(self, forward_s: float, backward_s: float) -> CallCost:
+        """The same call, if it takes so many seconds or more."""
+        back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
+        return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
         """The same call, if what is quickly made again is made again for its backward."""
@@ -196,15 +202,8 @@ class CallWork:
     @cached_property
     def has_experts(self) -> bool:
         """Whether it matters how experts are spread."""
-        asked = self.asked(False)
-        region = asked.region
-        return bool(
-            region.entries
-            or region.exits
-            or region.products
-            or asked.kernels.expert.any()
-            or any(s.expert for s in asked.states)
-        )
+        found = expert_region(self.block)  # all else that is asked may never be, and takes long to find
+        return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Of one call on one rank; see :func:`call_costs`."""

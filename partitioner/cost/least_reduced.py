@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from partitioner.cost.levels import best_reducers, data_reducers
 from partitioner.cost.planned import Planned
-from partitioner.cost.reductions import reduction
+from partitioner.cost.reductions import Sizes, last_levels, reduced_sizes, reduction_of
 from partitioner.cost.states import StateCost
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
@@ -34,10 +35,27 @@ class LeastReduced:
             else:
                 group = self._placements.best_group(point.replicas, everywhere=single)
                 reducers = best_reducers(self._job.topology, group, self._device, constraints)
-            plain = [replace(c, grad_axes=("dp",) if c.grad_axes else ()) for c in states()]
+            sizes, last_level = _over_data(states())
             overlap = constraints.overlap is not False
-            self._known[key] = min((reduction(plain, r, overlap).total_s for r in reducers), default=0.0)
+            self._known[key] = min(
+                (reduction_of(sizes, last_level, r, overlap).total_s for r in reducers),
+                default=0.0,
+            )
         return self._known[key]
+
+
+def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
+    """What is reduced if ``dp`` stands for all ranks with the same weights. States that are alike are few objects."""
+    costs = list(states)
+    often = Counter(map(id, costs))
+    sizes: Sizes = {}
+    last_level: dict[tuple[str, ...], bool] = {}
+    for cost in {id(cost): cost for cost in costs}.values():
+        plain = replace(cost, grad_axes=("dp",) if cost.grad_axes else ())
+        for key, size in reduced_sizes(plain).items():
+            sizes[key] = sizes.get(key, 0.0) + often[id(cost)] * size
+        last_level |= last_levels(plain)
+    return sizes, last_level
 
 
 __all__ = ["LeastReduced"]

@@ -122,7 +122,7 @@ def search(
 
     Args:
         evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
-        always: points that are evaluated whatever their bounds, first.
+        always: points that are evaluated whatever their bounds, first, each before the next is asked for.
         left_out: points that are no candidates but are to be reported, and why.
         tolerance: stop when no bound is better than the best plan by more than this share.
         patience: so many families of schedules of several virtual stages on a rank, one after the other, may have no
@@ -153,8 +153,8 @@ def search(
             _infeasible(row, old.error)
     cut_off: CutOff | None = None
     try:
-        for point in dict.fromkeys(always):
-            if point in state.rows:
+        for point in always:
+            if point in state.rows and state.rows[point].evaluated is None:
                 _evaluate(state, point, evaluate, progress)
         done = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
         done = (last is None or _tighten(state, last, deadline)) and done

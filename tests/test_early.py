@@ -1,0 +1,107 @@
+"""What a search evaluates first: standard layouts that fit, experts spread, and their neighbours."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from partitioner.baselines import Standard, standards
+from partitioner.constraints import Constraints
+from partitioner.cost.bounds import ModelBounds
+from partitioner.early import Early
+from partitioner.errors import CapacityError
+from partitioner.explore import space_of
+from partitioner.solve.point import Point
+from partitioner.solve.points import Space, points
+from partitioner.topology import Topology
+from passes.errors import PartitionError
+from tests.test_search import job
+
+
+def known(name: str, nodes: int = 1, **pins: object) -> tuple[Space, list[Point], ModelBounds]:
+    work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes)
+    work = replace(work, constraints=Constraints(**pins)) if pins else work
+    bounds = ModelBounds(work)
+    space = space_of(work, bounds)
+    return space, points(space), bounds
+
+
+def walked(early: Early, found: Callable[[Point], float | PartitionError]) -> list[Point]:
+    asked = []
+    for point in early.points():
+        asked.append(point)
+        early.tell(point, found(point))
+    return asked
+
+
+def test_leaner_points_are_tried_until_one_fits():
+    space, candidates, bounds = known("llama")
+    standard = Standard("long", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
+    assert len(standard.points) > 2
+    fits = standard.points[-1]
+    early = Early(space, frozenset(candidates), bounds, [standard], math.inf)
+    lacks = CapacityError("too small", missing_bytes=1)
+    assert walked(early, lambda point: 9.0 if point == fits else lacks) == list(standard.points)
+    early = Early(space, frozenset(candidates), bounds, [standard], math.inf)
+    assert walked(early, lambda point: 9.0) == [standard.points[0]]
+
+
+def test_what_is_excluded_is_not_walked():
+    space, candidates, bounds = known("llama")
+    standard = Standard("none", tuple(candidates[:5]), "excluded")
+    lacks = CapacityError("too small", missing_bytes=1)
+    assert walked(Early(space, frozenset(candidates), bounds, [standard], math.inf), lambda _: lacks) == candidates[:1]
+
+
+def test_only_what_may_be_better_is_tried_besides():
+    space, candidates, bounds = known("experts")
+    always = standards(space, candidates, bounds, bounds)
+    early = Early(space, frozenset(candidates), bounds, always, math.inf)
+    asked = walked(early, lambda _: 0.0)  # nothing is better
+    assert set(asked) <= {standard.points[0] for standard in always if standard.points}
+
+
+def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
+    space, candidates, bounds = known("experts")
+    always = standards(space, candidates, bounds, bounds)
+    goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
+
+    def seconds(point: Point) -> float:
+        """The farther from the goal the more."""
+        pairs = [(getattr(point, n), getattr(goal, n)) for n in ("pp", "tp", "ep", "microbatch_size")]
+        return 1e3 + sum(abs(math.log2(a / b)) for a, b in pairs) + abs(point.zero - goal.zero)
+
+    asked = walked(Early(space, frozenset(candidates), bounds, always, math.inf), seconds)
+    assert len(asked) == len(set(asked)) < len(candidates) / 2
+    assert set(asked) <= {*candidates, *(p for s in always for p in s.points)}
+    assert min(map(seconds, asked)) <= 1e3 + 1 < seconds(asked[0])
+    first = sum(bool(s.points) for s in always)
+    assert asked[first].ep > 1 and asked[first].tp > 1  # the textbook, whatever the standards are
+
+
+def test_steps_to_better_plans_end_in_time():
+    space, candidates, bounds = known("experts")
+    early = Early(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    assert len(walked(early, lambda _: 1e3)) == 1
+
+
+def test_a_microbatch_that_is_too_large_leads_to_one_that_fits():
+    space, candidates, bounds = known("experts", tp=1, pp=1)
+    early = Early(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    room = bounds.capacity(candidates[0])
+
+    def half(point: Point) -> float | PartitionError:
+        lacks = point.microbatch_size * room - room
+        return CapacityError("too small", missing_bytes=lacks) if lacks else 1.0
+
+    asked = walked(early, half)
+    assert asked[-1].microbatch_size == 1 and len({p.ep for p in asked}) == 1
+
+
+def test_bounds_of_one_point_are_those_among_many():
+    for name in ("llama", "experts"):
+        _, candidates, bounds = known(name, 2)
+        alone = [float(bounds.times([point])[0]) for point in candidates[::37]]
+        assert bounds.times(candidates)[::37].tolist() == alone

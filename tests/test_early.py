@@ -7,9 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from partitioner.baselines import Standard, standards
 from partitioner.constraints import Constraints
 from partitioner.cost.bounds import ModelBounds
+from partitioner.cost.least_reduced import LeastReduced
+from partitioner.cost.levels import best_reducers
+from partitioner.cost.reductions import reduction
 from partitioner.early import Early
 from partitioner.errors import CapacityError
 from partitioner.explore import space_of
@@ -105,3 +110,18 @@ def test_bounds_of_one_point_are_those_among_many():
         _, candidates, bounds = known(name, 2)
         alone = [float(bounds.times([point])[0]) for point in candidates[::37]]
         assert bounds.times(candidates)[::37].tolist() == alone
+
+
+def test_states_that_are_alike_are_reduced_like_each_by_itself():
+    _, candidates, bounds = known("llama", 2)
+    asked = [p for p in candidates if p.replicas > 1 and p.zero < 3 and p.pp > 1][::23]
+    assert asked
+    for point in asked:
+        states = bounds.share_of_states(point)
+        (reducer,) = best_reducers(
+            bounds.topology, bounds.placements.best_group(point.replicas), bounds.device, Constraints()
+        )
+        apart = [replace(cost, grad_axes=("dp",) if cost.grad_axes else ()) for cost in states.values()]
+        assert len({id(cost) for cost in states.values()}) < len(states)
+        found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(point, states.values)
+        assert found == pytest.approx(reduction(apart, reducer, True).total_s, rel=1e-12)

@@ -37,7 +37,7 @@ from partitioner.solve.least import LeastTime, least_time
 from partitioner.solve.pipelines import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
-from partitioner.solve.pointwise import BY_ROUNDS, BY_STATES, BY_WORK, by_all, different, each
+from partitioner.solve.pointwise import BY_SHARES, BY_SIZE, BY_STATES, BY_WORK, by_all, different, each
 from partitioner.solve.shortage import check_room
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.topology.hosts import BOUNDLESS
@@ -76,6 +76,7 @@ class ModelBounds:
         paced = types if len(types) > 1 else []
         works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
         self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
+        self._by_rounds = BY_SHARES if self._kinds.differ else BY_SIZE
         self.states = state_costs(
             kinds_of(job.model.states, {}),
             {"dp": 2},
@@ -141,8 +142,7 @@ class ModelBounds:
         # in order: the same to the last digit whatever other points there are
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
-        pipelines = self._pipelines(alike, ahead, back, largest)[places]
-        ahead, back = ahead[places], back[places]
+        pipelines, ahead, back = (s[places] for s in (self._pipelines(alike, ahead, back, largest), ahead, back))
         bound = pipelines + self._after(points, back)
         if self._kinds.differ:
             seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
@@ -153,7 +153,7 @@ class ModelBounds:
     def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
         """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
         those of even stages, or as the largest call paces it."""
-        m = each(points, BY_ROUNDS, self.rounds)
+        m = each(points, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
         fill = np.array([self._fill(p) for p in points])
@@ -216,7 +216,7 @@ class ModelBounds:
 
         alone = np.array([p.virtual_stages == 1 for p in points])
         exposed = np.maximum(0.0, np.where(alone, each(points, BY_STATES, reduced), 0.0) - back)
-        busy: Vector = each(points, BY_ROUNDS, self.rounds) * (ahead + back) + exposed
+        busy: Vector = each(points, self._by_rounds, self.rounds) * (ahead + back) + exposed
         return busy / np.array([p.pp for p in points], dtype=np.float64)
 
     @cached_property

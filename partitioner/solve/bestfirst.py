@@ -236,9 +236,10 @@ def _best_first(
 def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
     """The families of the points, those that are left open in order."""
     families: dict[Hashable, list[Point]] = {}
-    for point in sorted(state.rows, key=in_order):
+    for point in state.rows:
         families.setdefault(bounds.family(point), []).append(point)
-    nodes = [bounds.members(points) for points in families.values()]
+    each = [sorted(points, key=in_order) for points in families.values()]
+    nodes = [bounds.members(points) for points in sorted(each, key=lambda points: in_order(points[0]))]
     return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
 
 

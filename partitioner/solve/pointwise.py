@@ -16,7 +16,8 @@ _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_st
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
 BY_WORK: Key = attrgetter(*_WORK)  # what is computed, and in which pipeline
 BY_STATES: Key = attrgetter(*_STATES)  # which states a rank has, and who has them as well
-BY_ROUNDS: Key = attrgetter("microbatch_size", *_STATES)  # how many microbatches
+BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # how many microbatches
+BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same, where faster ranks may have more
 
 
 def by_all(point: Point) -> Point:
@@ -26,21 +27,17 @@ def by_all(point: Point) -> Point:
 
 def each(points: Sequence[Point], key: Key, find: Callable[[Point], float]) -> NDArray[np.float64]:
     """``find`` of each of ``points``, which is the same where ``key`` is."""
-    known: dict[Hashable, float] = {}
-    found = []
-    for point, which in zip(points, map(key, points), strict=True):
-        if which not in known:
-            known[which] = find(point)
-        found.append(known[which])
-    return np.array(found, dtype=np.float64)
+    keys = list(map(key, points))
+    known = {which: find(point) for which, point in dict(zip(keys, points, strict=True)).items()}
+    return np.array([known[which] for which in keys], dtype=np.float64)
 
 
 def different(points: Sequence[Point], key: Key) -> tuple[list[Point], NDArray[np.int64]]:
     """One point of each ``key``, and for each of ``points`` the place of its own."""
-    places: dict[Hashable, int] = {}
-    at = [places.setdefault(which, len(places)) for which in map(key, points)]
-    first = dict(zip(reversed(at), reversed(points), strict=True))
-    return [first[place] for place in range(len(places))], np.array(at, dtype=np.int64)
+    keys = list(map(key, points))
+    one = dict(zip(keys, points, strict=True))
+    places = dict(zip(one, range(len(one)), strict=True))
+    return list(one.values()), np.array([places[which] for which in keys], dtype=np.int64)
 
 
-__all__ = ["BY_ROUNDS", "BY_STATES", "BY_WORK", "by_all", "different", "each"]
+__all__ = ["BY_SHARES", "BY_SIZE", "BY_STATES", "BY_WORK", "by_all", "different", "each"]

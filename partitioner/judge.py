@@ -201,7 +201,7 @@ class Judge:
             constraints=job.constraints,
             train=job.train,
             costs_by_stage=costs_by_stage,
-            scattered_bytes=machine.scattered_bytes(point.num_microbatches(job.global_batch)),
+            scattering=machine.scattering(point.num_microbatches(job.global_batch)),
         )
         return problem, held, shares
 

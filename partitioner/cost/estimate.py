@@ -9,11 +9,12 @@ from itertools import chain, pairwise, repeat
 
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
-from partitioner.cost.calls import CallCost, GatheredBytes
+from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import link_of_parts
 from partitioner.cost.levels import reducer_of, ways
-from partitioner.cost.machine import HERE, Machine
+from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
+from partitioner.cost.passing import gathered_beside, passing_bytes
 from partitioner.cost.peak import stage_estimates
 from partitioner.cost.reductions import reduction
 from partitioner.cost.relaxed import Relaxed
@@ -47,14 +48,14 @@ def stage_problem(
     constraints: Constraints | None = None,
     train: bool = True,
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
-    scattered_bytes: float = 0.0,
+    scattering: Scattering = NOTHING_SENT,
 ) -> StageProblem:
     """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
 
     ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
     Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``ranks``:
-    of each virtual stage, which are then the problem's stages; empty: the ranks are. ``scattered_bytes``: of gradients
-    on their way to their shards, on every rank.
+    of each virtual stage, which are then the problem's stages; empty: the ranks are. ``scattering``: gradients on their
+    way to their shards.
     """
     constraints = constraints or Constraints()
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
@@ -66,10 +67,14 @@ def stage_problem(
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead, of_states = _together([costs[call.block] for call in everywhere]), States.of(states)
-    beside = _gathered_beside([costs[call.block].gathered_bytes for _, call in placed], in_turns=bool(ranks))
+    passing = [passing_bytes(costs[call.block], call.states, states, scattering) for _, call in placed]
+    beside = gathered_beside([own.bytes for own in passing], in_turns=bool(ranks))
+    several = num_microbatches > 1 or bool(ranks)
     calls = tuple(
-        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered)
-        for (i, call), gathered in zip(placed, beside, strict=True)
+        StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, own.at_ends(cost, several))
+        for (i, call), cost, gathered, own in zip(
+            placed, (costs[call.block] for _, call in placed), beside, passing, strict=True
+        )
     )
     paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
     if offload:
@@ -91,7 +96,7 @@ def stage_problem(
         repeated=tuple(often[call.block] > 1 for _, call in placed),
         recompute=_in_part(constraints.recompute),
         pinned=pinned_calls(constraints.stage_of, [call.path for _, call in placed], len(at)),
-        overhead=replace(overhead, working_bytes=overhead.working_bytes + scattered_bytes),
+        overhead=replace(overhead, working_bytes=overhead.working_bytes + scattering.num_bytes),
         paces=paces,
         microbatch_size=microbatch_size,
         tp=machine.mesh.get("tp", 1),
@@ -125,25 +130,6 @@ def _paces(
         if id(costs) not in made:
             made[id(costs)] = Pace(tuple(costs[b] for b in placed), _together([costs[b] for b in everywhere]))
     return tuple(made[id(costs)] for costs in by_stage)
-
-
-def _gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Of each of consecutive calls, the bytes of weights that are gathered and of gradients that are whole meanwhile:
-    its own, forward the next call's weights, backward those of the call before and the next one's gradients.
-
-    ``in_turns``: a rank goes from one run of calls to another, whose calls are taken to be like these.
-    """
-    none = GatheredBytes()
-    if not any(map(any, calls)):
-        return [0.0] * len(calls)
-    result = []
-    for before, own, after in zip([none, *calls], calls, [*calls[1:], none], strict=False):
-        if in_turns:
-            weights = max(before.weights, own.weights, after.weights)
-            result.append(own.whole + weights + max(own.sent, after.sent))
-        else:
-            result.append(own.whole + max(before.weights + after.sent, after.weights))
-    return result
 
 
 def _together(costs: Sequence[CallCost]) -> CallCost:

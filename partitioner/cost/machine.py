@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,18 @@ from runtime.meshes import AXES, HYBRID_AXES, hybrid_mesh
 Found = TypeVar("Found")
 _SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
 HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
+
+
+class Scattering(NamedTuple):
+    """``num_bytes`` of gradients on their way to their shards, on every rank, in buckets of ``bucket`` bytes as long as
+    no gradient is larger; ``whole``: of what comes, as much as goes."""
+
+    num_bytes: float = 0.0
+    bucket: float = math.inf
+    whole: bool = False
+
+
+NOTHING_SENT = Scattering()
 
 
 @hashed_once
@@ -220,17 +232,17 @@ class Machine:
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
-    def scattered_bytes(self, num_microbatches: int) -> float:
-        """Of gradients on their way to their shards, under ZeRO-1 and 2."""
+    def scattering(self, num_microbatches: int) -> Scattering:
+        """Gradients on their way to their shards, under ZeRO-1 and 2."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         bucket = min(float(bucket_limit(self.replicas)), all_of_them)
         sent = _SCATTERED.get(self.zero, 0)
         if not sent or not self.topology.whole_scatter:
-            return sent * bucket
+            return Scattering(sent * bucket, bucket, self.topology.whole_scatter)
         # what comes is there once the bucket's own gradients have gone: besides them only where another one fills
         fills = self.zero == 1 or num_microbatches > 1 or bucket < all_of_them
         summed = 1 / self.replicas if self.zero == 1 else 0.0  # besides the pieces, which under 2 come with it
-        return (sent + fills + summed) * bucket
+        return Scattering((sent + fills + summed) * bucket, bucket, whole=True)
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:

@@ -62,20 +62,31 @@ def _peak(
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
     again = problem.train and stage.recompute > 0
-    fullest = max(calls, key=lambda c: c.working_bytes + c.cost.saved_bytes * again)
-    parts["working"] = fullest.working_bytes + problem.overhead.working_bytes
+    first, last, beside = calls[0].at_ends, calls[-1].at_ends, problem.overhead.working_bytes
+    working = max(last.last + first.lingering if first.lingering else 0.0, *(call.working_bytes for call in calls))
+    parts["working"] = working + beside
     if problem.train:
         inputs: dict[str, float] = {}
         for call in calls:
             kept = zip(call.inputs, call.cost.input_bytes, call.cost.saved_inputs, strict=True)
             inputs |= {name: size for name, size, saved in kept if saved or again}
-        parts["recomputed"] = fullest.cost.saved_bytes if again else 0.0
         if stage.parts:  # as many microbatches of each as there are at the fullest moment: what is left
+            parts["recomputed"] = max(call.cost.saved_bytes for call in calls) if again else 0.0
             parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
         else:
-            saved = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
-            carried = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
-            parts["saved"] = max(whole * saved + half * carried for whole, half in problem.held(number))
+            others = sum(c.cost.saved_bytes for c in calls[stage.recompute :])
+            whole, half = others + sum(inputs.values()), sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
+
+            def flying(gone: float) -> float:
+                """Of all microbatches, one of which has ``gone`` less."""
+                return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
+
+            made = max(calls[: stage.recompute], key=lambda c: c.working_bytes + c.cost.saved_bytes, default=None)
+            moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]
+            if again and made is not None:  # which is when the others' are gone
+                moments.append((made.working_bytes, flying(others), made.cost.saved_bytes))
+            fullest = max(moments, key=sum)
+            parts |= {"working": fullest[0] + beside, "saved": fullest[1], "recomputed": fullest[2]}
     parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))

@@ -35,6 +35,7 @@ class Holding(NamedTuple):
     input_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
     output_grads: tuple[bool, ...]
+    at_ends: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
@@ -52,6 +53,7 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
             call.cost.input_bytes,
             call.cost.output_bytes,
             call.cost.output_grads,
+            call.at_ends,
         )
         for call in calls
     )
@@ -82,7 +84,19 @@ class Segments:
 
     @cached_property
     def largest_working(self) -> Table:
-        return self._largest([c.working_bytes for c in self.calls])
+        """The most bytes that are there for a moment, be it as the last call begins the backward of a microbatch while
+        gradients of the first one are on their way from the one before."""
+        table = self._largest([c.working_bytes for c in self.calls])
+        last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
+        if not any(lingering):
+            return table
+        both = np.array([0.0, *last])[None, :] + np.array([*lingering, 0.0])[:, None]
+        return np.where(self.sums([1.0] * len(self.calls)) > 0, np.maximum(table, both), 0.0)
+
+    @cached_property
+    def closing(self) -> Table:
+        """By start: bytes of gradients that are sent when all else of a microbatch is gone."""
+        return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
         """Bytes of the different states, by their ``sizes``, which stay as they are."""

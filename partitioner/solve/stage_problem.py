@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,24 @@ from partitioner.topology.parts import Link
 Recompute = Literal["none", "selective", "full"]
 
 
+class AtEnds(NamedTuple):
+    """Bytes of a call's sharded states at the ends of a stage. ``last``: while it runs backward as the last call of a
+    stage, all else that is there for a moment included; ``lingering``: of its gradients, where it is the first, until
+    then; ``closing``: where its gradients are sent at the end of a backward, which has freed all else."""
+
+    last: float = 0.0
+    lingering: float = 0.0
+    closing: float = 0.0
+
+
+NOTHING_MORE = AtEnds()
+
+
 @dataclass(frozen=True)
 class StageCall:
     """A call that is to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, by the
     places of ``cost``; ``states``: names. ``index`` is its place among the model's calls. ``gathered_bytes``: of its
-    own weights and of those of the calls beside it, gradients included, while it runs."""
+    own weights and of those of the calls beside it, gradients included, while it runs; ``at_ends``: see there."""
 
     path: str
     cost: CallCost
@@ -30,6 +43,7 @@ class StageCall:
     states: tuple[str, ...] = ()
     index: int = 0
     gathered_bytes: float = 0.0
+    at_ends: AtEnds = NOTHING_MORE
 
     @property
     def working_bytes(self) -> float:

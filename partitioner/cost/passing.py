@@ -1,0 +1,75 @@
+"""Bytes of a rank's sharded states that are whole for a moment: gathered weights, gradients that are scattered.
+
+Under ZeRO-3 they are what a call's own weights are; under ZeRO 1 and 2 buckets of gradients, of which those count here
+that one gradient alone makes larger than buckets are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from partitioner.cost.calls import CallCost, GatheredBytes
+from partitioner.cost.machine import Scattering
+from partitioner.cost.states import StateCost
+from partitioner.solve.stage_problem import AtEnds
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What of a call's states is whole for a moment; ``copied``: of its gradients as they are sent, a copy besides;
+    ``once``: a step."""
+
+    bytes: GatheredBytes
+    copied: float = 0.0
+    once: bool = False
+
+    def at_ends(self, cost: CallCost, several: bool) -> AtEnds:
+        """Where the call, of ``cost``, is the first or the last of a stage; ``several``: microbatches, each of which
+        finds gradients of the one before on their way."""
+        last = cost.working_bytes + self.bytes.whole
+        closing = max(self.copied, self.bytes.sent)
+        return AtEnds(last, self.bytes.sent * (several and not self.once), closing and closing + cost.working_bytes)
+
+
+def passing_bytes(
+    cost: CallCost, names: Collection[str], states: Mapping[str, StateCost], scattering: Scattering
+) -> Passing:
+    """What of the states ``names`` of a call is not in shards for a while."""
+    sharded = [states[n] for n in names if n in states and states[n].stage and states[n].replicas > 1]
+    if not sharded:
+        return Passing(cost.gathered_bytes)
+    largest = max(sharded, key=lambda state: state.gradient)
+    sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # what comes is there besides
+    if largest.stage == 3:
+        return Passing(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
+    if largest.stage == 1:
+        more = max(0.0, largest.gradient - scattering.bucket)
+        return Passing(GatheredBytes(sent=more * sent), once=True)
+    # others may be in its bucket that do not fill one
+    more = max(0.0, min(largest.gradient, sum(s.gradient for s in states.values()) - scattering.bucket))
+    # where a stage has one bucket, that of the microbatch before is under way until this one's is full
+    closing = (1 + sent) * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
+    return Passing(GatheredBytes(more, 0.0, more * sent), closing * (more > 0))
+
+
+def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
+    """Of each of consecutive calls, the bytes of weights that are gathered and of gradients that are whole meanwhile:
+    its own, forward the next call's weights, backward those of the call before and the next one's gradients.
+
+    ``in_turns``: a rank goes from one run of calls to another, whose calls are taken to be like these.
+    """
+    none = GatheredBytes()
+    if not any(map(any, calls)):
+        return [0.0] * len(calls)
+    result = []
+    for before, own, after in zip([none, *calls], calls, [*calls[1:], none], strict=False):
+        if in_turns:
+            weights = max(before.weights, own.weights, after.weights)
+            result.append(own.whole + weights + max(own.sent, after.sent))
+        else:
+            result.append(own.whole + max(before.weights + after.sent, after.weights))
+    return result
+
+
+__all__ = ["Passing", "gathered_beside", "passing_bytes"]

@@ -32,7 +32,7 @@ from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, left_out, points
-from partitioner.solve.rows import Evaluated, Row, solved
+from partitioner.solve.rows import Evaluated, Row, bound_and_gap, solved
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from passes.errors import PartitionError
@@ -58,9 +58,15 @@ class Explored:
     baselines: Later[tuple[Baseline, ...]]
     rows: Mapping[Point, Row] = field(default_factory=dict)
 
-    def compared(self) -> Certificate:
-        """The certificate with the standard layouts in it."""
-        return self.certificate.model_copy(update={"baselines": self.baselines.result()})
+    @property
+    def least_s(self) -> float:
+        """What no plan takes less than."""
+        return self.certificate.bound
+
+    def compared(self, least_s: float = math.inf) -> Certificate:
+        """The certificate with the standard layouts in it; ``least_s``: of plans that this search left out."""
+        bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, least_s))
+        return self.certificate.model_copy(update={"baselines": self.baselines.result(), "bound": bound, "gap": gap})
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:

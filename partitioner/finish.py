@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -34,8 +36,9 @@ from runtime.precision import with_fp8
 from runtime.program import Program
 from runtime.prove import prove
 
-_TRIES = 3  # to leave so much free that the program fits
-_REFUSALS = 8  # of points whose programs do not fit, where leaving so much free for all leaves none
+_TRIES = 3  # to leave so much free for a point that its program fits, or for all of them at last
+_TURNS = 8  # in which single points are found anew
+_ENOUGH = 5  # turns where what was found nearly fits
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 
@@ -46,51 +49,57 @@ class Find(Protocol):
 
 
 def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
-    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free, where that
-    takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where nothing is
-    left then, with as much as before, without the points whose programs did not fit.
+    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its point,
+    where that takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where no
+    program fits so, for all points.
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
     near: tuple[Finished, Explored] | None = None
     explored: Explored | None = None
-    first: Explored | None = None
     lacking: PartitionError | None = None
-    refused: dict[Point, CapacityError] = {}
+    tried: Counter[Point] = Counter()
+    least_s, untold = math.inf, 0
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
-    for turn in range(_TRIES + _REFUSALS):
+    for turn in range(_TURNS + _TRIES):
         left = None if end is None else end - time.monotonic()
-        if (lacking is not None and left is not None and left <= 0) or (near is not None and turn >= _TRIES):
+        if (lacking is not None and left is not None and left <= 0) or (near is not None and turn >= _ENOUGH):
             break
+        if turn >= _TURNS:
+            assert explored is not None
+            least_s = least_s if job.reserve else explored.least_s
+            job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
             explored = find(job, left, before=explored)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
-            if isinstance(error, TimeLimitError) or not job.reserve or near is not None:
-                break
-            job, explored = replace(job, reserve=0, refused=dict(refused)), first  # so much free leaves no plan
-            continue
-        first = first or explored
+            break
         with explored.baselines:
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
-                return replace(found, certificate=explored.compared())
+                return replace(found, certificate=explored.compared(least_s))
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
-        lacking = lacking or lacks.error
-        refused[found.chosen.point] = lacks.error
-        if job.refused or turn + 1 >= _TRIES:
-            job, explored = replace(job, reserve=0, refused=dict(refused)), first
-        else:
-            job = replace(job, reserve=max(lacks.untold, job.reserve + 1))
+        lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
+        job = _with_less(job, found.chosen.point, lacks, tried)
     if near is not None:
         found, explored = near
-        return replace(found, certificate=explored.compared())
+        return replace(found, certificate=explored.compared(least_s))
     assert lacking is not None
     raise lacking
+
+
+def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:
+    """``job`` with so much more memory left free for ``point`` that its program may fit; after some tries it is
+    refused."""
+    tried[point] += 1
+    if tried[point] >= _TRIES:
+        return replace(job, refused={**job.refused, point: lacks.error})
+    more = max(lacks.untold, job.reserves.get(point, 0) + 1)
+    return replace(job, reserves={**job.reserves, point: more})
 
 
 def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:

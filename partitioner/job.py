@@ -23,8 +23,8 @@ from passes.blocks import FoldedModel
 @dataclass(frozen=True)
 class Job:
     """What is to be planned. ``model`` is the folded model of the whole batch, or of one group where samples meet in
-    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free; ``refused``: points whose
-    programs are known not to fit."""
+    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free, with ``reserves`` of
+    single points; ``refused``: points whose programs are known not to fit."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -35,6 +35,7 @@ class Job:
     optimizer: str
     precision: str  # of most of the work: "bf16", "fp32", ...
     reserve: int = 0
+    reserves: Mapping[Point, int] = field(default_factory=dict[Point, int])
     refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])
 
     def dressed(self, machine: Machine, point: Point) -> Machine:
@@ -57,7 +58,7 @@ class Job:
                 overlap_experts=bool(self.constraints.overlap_experts),
             ),
             num_experts=self.num_experts,
-            reserve=self.reserve,
+            reserve=self.reserve + self.reserves.get(point, 0),
         )
 
     @property

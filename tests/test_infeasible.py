@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, partition
+from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, finish, partition
 from partitioner.changes import _Search
 from partitioner.errors import InfeasibleError
 from partitioner.pins import pins_of
+from partitioner.plan import Estimate
 from partitioner.variants import Variant
+from runtime.facts import ProgramFacts
 
 MIB = 2**20
 
@@ -287,14 +289,48 @@ def test_more_devices_do_not_mend_what_contradicts_itself() -> None:
     assert [change.text for change in caught.value.changes] == ["zero=0 instead of 1"]
 
 
-def test_where_the_programs_of_the_best_points_do_not_fit_others_are_tried() -> None:
-    """A head of 30,000 tokens takes more under ZeRO-2 than tables say: leaving as much free for all leaves no plan."""
+def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if programs under ZeRO-3 took more than tables say: what these lack is left free for no others."""
+    told = finish.followed
+
+    def more(estimate: Estimate, facts: ProgramFacts, *rest: Any) -> Estimate:
+        found = told(estimate, facts, *rest)
+        extra = 300 * MIB * (facts.program.zero == 3)
+        return found.model_copy(update={"memory": tuple(m + extra for m in found.memory)})
+
+    pins = Constraints(pp=1, dp=4, tp=1)
     with torch.device("meta"):
         model, tokens = Headed(512, 24, 30000), torch.empty(4, 128, dtype=torch.long)
-        plan = partition(model, cluster(360), (tokens, tokens), constraints=Constraints(pp=1, dp=4, tp=1))
-    refused = [c for c in plan.certificate.candidates if "the program of stage" in c.reason]
-    assert refused
-    assert max(plan.estimate.memory) <= 360 * MIB
+        best = partition(model, cluster(500), (tokens, tokens), constraints=pins)
+        alone = partition(model, cluster(500), (tokens, tokens), constraints=pins.model_copy(update={"zero": 2}))
+        monkeypatch.setattr(finish, "followed", more)
+        plan = partition(model, cluster(500), (tokens, tokens), constraints=pins)
+    assert best.chosen.zero == 3 and plan.chosen.zero == 2
+    assert plan.estimate == alone.estimate
+    assert plan.certificate.bound == pytest.approx(alone.certificate.bound)
+    assert max(plan.estimate.memory) <= 500 * MIB
+
+
+def test_a_bound_holds_where_memory_had_to_be_left_free_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if large programs took more than tables say: what leaving memory free left out is no part of a proof."""
+    told = finish.followed
+
+    def more(estimate: Estimate, *rest: Any) -> Estimate:
+        found = told(estimate, *rest)
+        extra = 100 * MIB * (max(found.memory) > 250 * MIB)
+        return found.model_copy(update={"memory": tuple(m + extra for m in found.memory)})
+
+    pins = Constraints(pp=1, dp=4, tp=1, zero=0)
+    with torch.device("meta"):
+        model, x = Tower(1024, 8), torch.zeros(16384, 1024)
+        best = partition(model, cluster(360), (x,), constraints=pins)
+        monkeypatch.setattr(finish, "_TURNS", 1)
+        monkeypatch.setattr(finish, "followed", more)
+        plan = partition(model, cluster(360), (x,), constraints=pins)
+    assert max(best.estimate.memory) > 260 * MIB
+    assert max(plan.estimate.memory) <= 260 * MIB
+    assert plan.estimate.step_time > best.estimate.step_time
+    assert plan.certificate.bound <= best.estimate.step_time * (1 + 1e-9) and plan.certificate.gap > 0
 
 
 def test_host_memory_is_tried_where_some_points_lack_something_else_besides() -> None:

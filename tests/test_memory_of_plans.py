@@ -149,6 +149,6 @@ def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatc
     start = finish.time.monotonic()
     monkeypatch.setattr(api, "explore", slow)
     with pytest.raises(CapacityError, match="the program of stage 0 takes"):
-        _planned_with(2**26, monkeypatch, 64, time_limit_s=120.0)
+        _planned_with(2**27, monkeypatch, 64, time_limit_s=120.0)
     assert len(asked) == 2
     assert 110.0 < asked[0] <= 120.0 and 20.0 < asked[1] < 40.0

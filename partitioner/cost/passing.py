@@ -33,9 +33,9 @@ class Passing:
 
 
 def passing_bytes(
-    cost: CallCost, names: Collection[str], states: Mapping[str, StateCost], scattering: Scattering
+    cost: CallCost, names: Collection[str], states: Mapping[str, StateCost], scattering: Scattering, is_last: bool
 ) -> Passing:
-    """What of the states ``names`` of a call is not in shards for a while."""
+    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while."""
     sharded = [states[n] for n in names if n in states and states[n].stage and states[n].replicas > 1]
     if not sharded:
         return Passing(cost.gathered_bytes)
@@ -45,7 +45,8 @@ def passing_bytes(
         return Passing(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
     if largest.stage == 1:
         more = max(0.0, largest.gradient - scattering.bucket)
-        return Passing(GatheredBytes(sent=more * sent), once=True)
+        # in the last backward, when stages before the last one have freed other microbatches
+        return Passing(GatheredBytes(more * sent * is_last), more * sent, once=True)
     # others may be in its bucket that do not fill one
     more = max(0.0, min(largest.gradient, sum(s.gradient for s in states.values()) - scattering.bucket))
     # where a stage has one bucket, that of the microbatch before is under way until this one's is full

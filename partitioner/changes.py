@@ -9,6 +9,8 @@ what was lacking its program is made and fits.
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ from partitioner.variants import Asked, Variant, far_variants, variants
 from passes.errors import PartitionError
 
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
+_LEAST_S = 2.0  # seconds that are looked for changes; longer where finding that there is no plan took longer
+_OF_CONFLICT = 0.3  # of them: for what conflicts
 _LEANEST = 4  # of one, where those that need least memory are tried first
 _ZERO_IS_FREE = ("etp", "dp_shard")  # in points
 
@@ -62,23 +66,29 @@ class Advice:
 
 @contextmanager
 def advised(asked: Asked) -> Iterator[None]:
-    """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read."""
+    """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read, for as
+    long as the block took."""
+    begun = time.monotonic()
     try:
         yield
     except InfeasibleError as error:
         if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
-            error.advise = partial(advice, asked, isinstance(error, CapacityError))
+            seconds = max(_LEAST_S, time.monotonic() - begun)
+            error.advise = partial(advice, asked, isinstance(error, CapacityError), seconds=seconds)
         raise
 
 
-def advice(asked: Asked, short_of_memory: bool) -> Advice:
-    """What conflicts, and the nearest changes, of a job that has no plan."""
+def advice(asked: Asked, short_of_memory: bool, seconds: float = math.inf) -> Advice:
+    """What conflicts, and the nearest changes, of a job that has no plan: what is found in about so many seconds."""
+    begun = time.monotonic()
     try:
         _check(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
     except PartitionError:
         return Advice()
-    search = _Search(asked, short_of_memory)
-    return Advice(search.conflict(), search.changes())
+    search = _Search(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
+    conflict = search.conflict()
+    search.until = begun + seconds
+    return Advice(conflict, search.changes())
 
 
 _Basis = tuple[Hashable, ...]  # what bounds, or what is solved of points, is of, but for the points
@@ -94,17 +104,27 @@ def _basis(job: Job) -> _Basis:
 class _Search:
     asked: Asked
     short_of_memory: bool
+    until: float = math.inf  # on the monotonic clock: what is found by then is what there is
+    _longest: float = 0.0  # seconds of one try
     _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
     _evaluators: dict[_Basis, Evaluator] = field(default_factory=dict)
     _lacking: list[tuple[Variant, tuple[str, ...], Point]] = field(default_factory=list)  # memory alone, nearest first
 
+    @property
+    def late(self) -> bool:
+        """Whether another try may end after there is time."""
+        return time.monotonic() + self._longest > self.until
+
     def conflict(self) -> tuple[str, ...]:
-        """A least set of constraints without a plan, by bounds; empty where the bounds allow one or none is needed."""
+        """A least set of constraints without a plan, by bounds; empty where the bounds allow one, none is needed, or
+        time does not suffice to know that it is the least."""
         given = self.asked.constraints
         every = kept = fixed_of(given)
         if self._possible(given) or not self._possible(without(given, every)):
             return ()
         for pin in every:
+            if self.late:
+                return ()
             rest = [p for p in kept if p != pin]
             if not self._possible(without(given, [p for p in every if p not in rest])):
                 kept = rest
@@ -131,15 +151,17 @@ class _Search:
         solved: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
         values: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], set[tuple[Any, ...]]] = defaultdict(set)
         for _ in range(_MOST_TRIED):
-            if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED:
+            if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED or self.late:
                 break
             cost, _, _, variant, pins, point = heapq.heappop(heap)
             given_up = variant.kinds | set(pins)
             if any(other <= given_up for other in done):
                 continue  # more than what was enough already
+            begun = time.monotonic()
             if point is None:
                 for more, seconds, choice in self._points(variant, pins):
                     heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
+                self._longest = max(self._longest, time.monotonic() - begun)
                 continue
             key, value = (variant.texts, pins), tuple(_new(pins, point).values())
             few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
@@ -150,12 +172,15 @@ class _Search:
                 if self._has_plan(variant, pins, point):
                     done.append(given_up)
                     found.append(self._change(variant, pins, point))
+            self._longest = max(self._longest, time.monotonic() - begun)
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
         """Where what was asked for could not be, and no near change of it fits: the nearest that could, and what its
         memory then takes."""
         for variant, pins, point in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
+            if self.late:
+                break
             first = self._change(variant, pins, point)
             asked = replace(
                 self.asked,
@@ -163,7 +188,7 @@ class _Search:
                 constraints=first.constraints,
                 global_batch=first.global_batch,
             )
-            if found := _and_then(first.text, _Search(asked, True)):
+            if found := _and_then(first.text, _Search(asked, True, self.until)):
                 return found
         return ()
 
@@ -171,7 +196,7 @@ class _Search:
         """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
         base = next(iter(variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
-        if not every:
+        if not every or self.late:
             return ()
         try:
             job = self._job(base, every)
@@ -181,12 +206,16 @@ class _Search:
             return ()
         ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
         for point in ranked[:_MOST_OF_ONE]:
+            if self.late:
+                return ()
             pins = [pin for pin in every if differs(base.constraints, pin, point)]
             possible = _is_possible(replace(job, constraints=self._constraints(base, pins, point)))
             if possible and self._allowed(base, every, point) and self._has_plan(base, every, point):
                 return (self._change(base, pins, point),)
         # not even without them: what else it takes
-        free = _Search(replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory)
+        free = _Search(
+            replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory, self.until
+        )
         return _and_then(f"{', '.join(shown(base.constraints, pin) for pin in every)} left free", free)
 
     def _job(self, variant: Variant, pins: Sequence[str]) -> Job:

@@ -308,6 +308,13 @@ class Evaluator:
 
     def _check_experts(self, point: Point) -> None:
         """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        apart = point.ep == 1 and point.expert_tp != point.tp
+        if self.job.num_experts and (apart or point.tp % point.expert_tp):
+            expected = f"{point.tp}, as many as share all else" if apart else f"a divisor of tp={point.tp}"
+            raise PlanError(
+                f"etp={point.etp} with ep={point.ep}, tp={point.tp}: ranks that share an expert have different rows "
+                f"then, which nothing brings together; expected {expected}"
+            )
         if point.ep == 1:
             return
         key, local = self._local(point)

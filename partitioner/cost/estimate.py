@@ -67,11 +67,12 @@ def stage_problem(
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead, of_states = _together([costs[call.block] for call in everywhere]), States.of(states)
+    several = num_microbatches > 1 or bool(ranks)
     passing = [
-        passing_bytes(costs[call.block], call.states, states, scattering, call is placed[-1][1]) for _, call in placed
+        passing_bytes(costs[call.block], call.states, states, scattering, call is placed[-1][1], several)
+        for _, call in placed
     ]
     beside = gathered_beside([own.bytes for own in passing], in_turns=bool(ranks))
-    several = num_microbatches > 1 or bool(ranks)
     calls = tuple(
         StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, own.at_ends(cost, several))
         for (i, call), cost, gathered, own in zip(

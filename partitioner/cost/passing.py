@@ -33,9 +33,15 @@ class Passing:
 
 
 def passing_bytes(
-    cost: CallCost, names: Collection[str], states: Mapping[str, StateCost], scattering: Scattering, is_last: bool
+    cost: CallCost,
+    names: Collection[str],
+    states: Mapping[str, StateCost],
+    scattering: Scattering,
+    is_last: bool,
+    several: bool,
 ) -> Passing:
-    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while."""
+    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while; ``several``:
+    microbatches."""
     sharded = [states[n] for n in names if n in states and states[n].stage and states[n].replicas > 1]
     if not sharded:
         return Passing(cost.gathered_bytes)
@@ -49,9 +55,12 @@ def passing_bytes(
         return Passing(GatheredBytes(more * sent * is_last), more * sent, once=True)
     # others may be in its bucket that do not fill one
     more = max(0.0, min(largest.gradient, sum(s.gradient for s in states.values()) - scattering.bucket))
+    if not more:
+        return Passing(GatheredBytes())
     # where a stage has one bucket, that of the microbatch before is under way until this one's is full
-    closing = (1 + sent) * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
-    return Passing(GatheredBytes(more, 0.0, more * sent), closing * (more > 0))
+    often = 1 + sent if several else 2
+    closing = often * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
+    return Passing(GatheredBytes(more, 0.0, more * sent), closing)
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:

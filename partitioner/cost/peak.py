@@ -74,17 +74,17 @@ def _peak(
             parts["recomputed"] = max(call.cost.saved_bytes for call in calls) if again else 0.0
             parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
         else:
-            others = sum(c.cost.saved_bytes for c in calls[stage.recompute :])
-            whole, half = others + sum(inputs.values()), sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
+            whole = sum(c.cost.saved_bytes for c in calls[stage.recompute :]) + sum(inputs.values())
+            half = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
 
             def flying(gone: float) -> float:
                 """Of all microbatches, one of which has ``gone`` less."""
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
-            made = max(calls[: stage.recompute], key=lambda c: c.working_bytes + c.cost.saved_bytes, default=None)
             moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]
-            if again and made is not None:  # which is when the others' are gone
-                moments.append((made.working_bytes, flying(others), made.cost.saved_bytes))
+            if again:
+                made = max(calls, key=lambda c: c.working_bytes + c.cost.saved_bytes)
+                moments.append((made.working_bytes, flying(0.0), made.cost.saved_bytes))
             fullest = max(moments, key=sum)
             parts |= {"working": fullest[0] + beside, "saved": fullest[1], "recomputed": fullest[2]}
     parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment

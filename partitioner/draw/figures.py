@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partitioner.plan import Candidate, Plan
+from partitioner.topology.groups import num_communicators
 from partitioner.units import bytes_text, percent, plural, seconds_text
 from runtime.meshes import MESH_AXES
 
@@ -28,8 +29,11 @@ def candidate_text(candidate: Candidate) -> str:
 
 
 def capacities(plan: Plan) -> tuple[int, ...]:
-    """The bytes that a program may use on the device of every rank."""
-    return tuple(plan.topology.devices[d].usable for d in plan.devices)
+    """The bytes that a program may use on the device of every rank, without what its groups take."""
+    topology, groups = plan.topology, num_communicators(plan.mesh)
+    paces, of_device = topology.paces
+    each = [topology.types[kind].communicator for kind, _ in paces]
+    return tuple(max(0, int(topology.usable[d]) - groups * each[of_device[d]]) for d in plan.devices)
 
 
 def memory_text(plan: Plan) -> str:

@@ -219,31 +219,22 @@ class StageTables:
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
             return most
-        last = self.problem.last_repeated
-        count = self._as_few(stage, start, stop, self.segments.largest_again[start, np.clip(stop, None, last)])
-        if (over := count + start > last).any():  # what is behind is large, and made again last of all
-            count = np.where(over, self._as_few(stage, start, stop, self.segments.largest_again[start, stop]), count)
-        return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
-
-    def _as_few(self, stage: int | Counts, start: Counts, stop: Counts, largest: Table) -> Counts:
-        """As few calls, but one at least, as have to be made again; ``largest``: the most that one of them takes."""
         cut, prefix = self.segments, self.segments.saved[0]
         inputs, saved, carried = (of[start, stop] for of in (cut.all_inputs, cut.saved, cut.carried))
-        rest = self._capacity[stage] - (self.fixed_memory - cut.largest_working)[start, stop]
-        excess = np.full(saved.shape, -np.inf)
+        rest, excess = self._rest[start, stop], np.full(most.shape, -np.inf)
         for whole, half in self._counts:  # each microbatch whose backward has not begun is a byte less of what goes
             taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
-            begun = np.minimum(whole[stage], 1.0)  # the one whose first calls are made again has no more of the others
-            ways = [
-                (whole[stage], cut.largest_working[start, stop], 0.0),
-                (whole[stage] - begun, largest, begun * saved),
-            ]
-            ways.append((whole[stage] - begun, cut.closing[start], begun * (saved + inputs)))
-            for often, beside, gone in ways:
-                excess = np.maximum(excess, (taken - gone + beside - rest) / np.maximum(often, TINY))
+            begun = np.minimum(whole[stage], 1.0)
+            ways = (
+                (whole[stage], self._fixed_again[start, stop], 0.0),
+                (whole[stage] - begun, rest + cut.closing[start], 1),
+            )
+            for often, fixed, gone in ways:
+                over = taken - gone * begun * (saved + inputs) + fixed - capacity
+                excess = np.maximum(excess, over / np.maximum(often, TINY))
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
-        few: Counts = np.clip(count - start, 1, np.maximum(self.most_recomputed[start, stop], 1))
-        return few
+        count = np.clip(count - start, 1, np.maximum(most, 1))
+        return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Seconds of making the first ``recomputed`` calls from ``start`` on again whole."""
@@ -276,8 +267,9 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Bytes besides inputs where all calls are recomputed: one at a time keeps what it saves."""
-        return self.fixed_memory - self.segments.largest_working + self.segments.largest_again
+        """Bytes besides inputs where calls are recomputed: one at a time keeps what it saves. It may be one that is not
+        made again, whose gradients are as large."""
+        return self._rest + np.maximum(self.segments.largest_working, self.segments.largest_again)
 
     @cached_property
     def _kept(self) -> Table:
@@ -305,11 +297,15 @@ class StageTables:
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
         """``peak``, or what there is at the end of a backward, where gradients are sent and ``whole`` is gone."""
-        closing, cut = self.segments.closing[start], self.segments
+        closing = self.segments.closing[start]
         if not closing.any():
             return peak
-        rest = (self.fixed_memory - cut.largest_working)[start, stop]
-        return np.maximum(peak, rest + closing + self._held(stage, whole, half, whole))
+        return np.maximum(peak, self._rest[start, stop] + closing + self._held(stage, whole, half, whole))
+
+    @cached_property
+    def _rest(self) -> Table:
+        """:attr:`fixed_memory` without what works for a moment in calls."""
+        return self.fixed_memory - self.segments.largest_working
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """The same of those of which all calls are, and that keep inputs alone."""
@@ -329,16 +325,10 @@ class StageTables:
         """Peak bytes of a rank that holds the segments ``[start, stop)``."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
-        each, cut = self.each(start, stop, recomputed), self.segments
-        peak: Table = self._fixed[start, stop] + self._held(stage, *each)
-        if not recomputed.any():
-            return self._closed(peak, stage, start, stop, *each)
-        rest = (self.fixed_memory - cut.largest_working)[start, stop]
-        largest = cut.largest_again[start, np.minimum(start + recomputed, stop)]
-        kept = each[0] - cut.all_inputs[start, stop]
-        begun = cut.largest_working[start, stop] + self._held(stage, *each)
-        again = rest + np.maximum(begun, largest + self._held(stage, *each, kept))
-        return self._closed(np.where(recomputed > 0, again, peak), stage, start, stop, *each)
+        fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
+        each = self.each(start, stop, recomputed)
+        peak: Table = fixed + self._held(stage, *each)
+        return self._closed(peak, stage, start, stop, *each)
 
 
 @lru_cache(maxsize=8)

@@ -53,7 +53,7 @@ def partition(
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
             for products with weights; with experts planned only.
         estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans. Memory
-            is by the search's tables, up to a tenth above what a program takes.
+            is by the search's tables, mostly up to a tenth above what a program takes.
         time_limit_s: seconds after which the search ends with the best plan that it has found; ``certificate.gap``
             says how far that may be from the best there is. ``None``: until it is proven.
 

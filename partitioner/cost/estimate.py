@@ -69,7 +69,7 @@ def stage_problem(
     overhead, of_states = _together([costs[call.block] for call in everywhere]), States.of(states)
     several = num_microbatches > 1 or bool(ranks)
     passing = [
-        passing_bytes(costs[call.block], call.states, states, scattering, call is placed[-1][1], several)
+        passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
         for _, call in placed
     ]
     beside = gathered_beside([own.bytes for own in passing], in_turns=bool(ranks))

@@ -6,12 +6,12 @@ that one gradient alone makes larger than buckets are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from partitioner.cost.calls import CallCost, GatheredBytes
 from partitioner.cost.machine import Scattering
-from partitioner.cost.states import StateCost
+from partitioner.cost.states import StateCost, States
 from partitioner.solve.stage_problem import AtEnds
 
 
@@ -35,17 +35,16 @@ class Passing:
 def passing_bytes(
     cost: CallCost,
     names: Collection[str],
-    states: Mapping[str, StateCost],
+    states: States,
     scattering: Scattering,
     is_last: bool,
     several: bool,
 ) -> Passing:
     """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while; ``several``:
     microbatches."""
-    sharded = [states[n] for n in names if n in states and states[n].stage and states[n].replicas > 1]
-    if not sharded:
+    largest = max(map(states.scattered.get, names), key=_gradient, default=None) if states.scattered else None
+    if largest is None:
         return Passing(cost.gathered_bytes)
-    largest = max(sharded, key=lambda state: state.gradient)
     sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # what comes is there besides
     if largest.stage == 3:
         return Passing(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
@@ -54,13 +53,17 @@ def passing_bytes(
         # in the last backward, when stages before the last one have freed other microbatches
         return Passing(GatheredBytes(more * sent * is_last), more * sent, once=True)
     # others may be in its bucket that do not fill one
-    more = max(0.0, min(largest.gradient, sum(s.gradient for s in states.values()) - scattering.bucket))
+    more = max(0.0, min(largest.gradient, states.gradient - scattering.bucket))
     if not more:
         return Passing(GatheredBytes())
     # where a stage has one bucket, that of the microbatch before is under way until this one's is full
     often = 1 + sent if several else 2
     closing = often * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
     return Passing(GatheredBytes(more, 0.0, more * sent), closing)
+
+
+def _gradient(state: StateCost | None) -> float:
+    return state.gradient if state is not None else -1.0
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:

@@ -191,6 +191,16 @@ class States(dict[str, StateCost]):
         return {name: cost.total for name, cost in self.items()}
 
     @cached_property
+    def scattered(self) -> dict[str, StateCost]:
+        """Those whose gradients, or more, are shared among ranks."""
+        return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
+
+    @cached_property
+    def gradient(self) -> float:
+        """Bytes of all gradients before they are scattered."""
+        return sum(cost.gradient for cost in self.values())
+
+    @cached_property
     def late(self) -> dict[str, float]:
         """Of those that come late, see :attr:`StateCost.late`."""
         return {name: cost.late for name, cost in self.items() if cost.late}

@@ -36,7 +36,7 @@ from partitioner.variants import Asked, Variant, far_variants, variants
 from passes.errors import PartitionError
 
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
-_LEAST_S = 2.0  # seconds that are looked for changes; longer where finding that there is no plan took longer
+_LEAST_S = 30.0  # seconds in which changes are looked for; longer where finding that there is no plan took longer
 _OF_CONFLICT = 0.3  # of them: for what conflicts
 _LEANEST = 4  # of one, where those that need least memory are tried first
 _ZERO_IS_FREE = ("etp", "dp_shard")  # in points

@@ -15,6 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner import cli_launch, cli_size, cli_watch
+from partitioner.cli_options import (
+    Chart,
+    GlobalBatch,
+    Layout,
+    Memory,
+    Meta,
+    ModelFunction,
+    Optimizer,
+    Picture,
+    PlanFile,
+    Precision,
+    examples,
+)
 from partitioner.cli_report import Commands, check_outputs, output, print_parts, progress, steps
 from partitioner.cli_target import all_constraints, constraints_of, load_target
 from partitioner.units import plural, seconds_text
@@ -29,30 +42,9 @@ app = typer.Typer(
     epilog="Errors are short; `--debug`, anywhere on the line, shows their traceback.",
 )
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
-ModelFunction = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE.py:FUNCTION",
-        help="A function without arguments that returns a model, (model, inputs) or (model, inputs, loss). "
-        "`package.module:function` will do as well.",
-        show_default=False,
-    ),
-]
-Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
-Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
-Layout = Annotated[
-    Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
-]
-Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
-
-
-def _example(*lines: str) -> str:
-    return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
-
 
 @app.command(
-    epilog=_example(
+    epilog=examples(
         "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
@@ -114,15 +106,11 @@ def plan(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
     ] = False,
-    precision: Annotated[
-        str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `fp64` or `fp8`; default: as the parameters are.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
-    ] = None,
+    precision: Precision = None,
+    global_batch: GlobalBatch = None,
     objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
-    optimizer: Annotated[str, typer.Option(help="Whose state is to fit in memory.")] = "adamw",
-    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+    optimizer: Optimizer = "adamw",
+    meta: Meta = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds; then the best plan so far is taken.")] = None,
     svg: Picture = None,
     timeline: Chart = None,
@@ -166,7 +154,7 @@ def plan(
 
 
 @app.command(
-    epilog=_example(
+    epilog=examples(
         "partitioner show plan.json", "partitioner show plan.json --rank 3", "partitioner show plan.json --svg plan.svg"
     )
 )
@@ -193,7 +181,7 @@ def show(
 
 
 @app.command(
-    epilog=_example(
+    epilog=examples(
         "partitioner explain plan.json",
         "partitioner explain plan.json --why-not tp=8",
         "partitioner explain plan.json --why-not tp=8,schedule=gpipe --model model.py:make",
@@ -211,7 +199,7 @@ def explain(
             metavar="FILE.py:FUNCTION", help="To plan again where the plan's file has no answer.", show_default=False
         ),
     ] = None,
-    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+    meta: Meta = False,
 ) -> None:
     """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
     from partitioner import Plan
@@ -232,7 +220,7 @@ def explain(
     output().print(Text(answer.told("--model FILE.py:FUNCTION")))
 
 
-@app.command(epilog=_example("partitioner diff before.json after.json"))
+@app.command(epilog=examples("partitioner diff before.json after.json"))
 def diff(
     plan_file: PlanFile,
     other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
@@ -244,7 +232,7 @@ def diff(
     print_parts(diff_parts(Plan.load(plan_file), Plan.load(other), (plan_file.name, other.name)))
 
 
-@app.command(epilog=_example("partitioner prove plan.json"))
+@app.command(epilog=examples("partitioner prove plan.json"))
 def prove(plan_file: PlanFile) -> None:
     """Prove that no rank of a plan can block another, and that every value is there when it is used."""
     from partitioner import Plan
@@ -253,7 +241,7 @@ def prove(plan_file: PlanFile) -> None:
     output().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
 
 
-@app.command(epilog=_example("partitioner verify plan.json model.py:make"))
+@app.command(epilog=examples("partitioner verify plan.json model.py:make"))
 def verify(
     plan_file: PlanFile,
     function: ModelFunction,
@@ -281,7 +269,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog=_example("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
+@app.command(epilog=examples("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
 def run(
     plan_file: PlanFile,
     function: ModelFunction,
@@ -299,7 +287,7 @@ def run(
 
 
 @app.command(
-    epilog=_example(
+    epilog=examples(
         "partitioner topology local:4",
         "partitioner topology dgx-h100:2 --yaml > cluster.yaml",
         "partitioner topology cluster.yaml --svg cluster.svg",
@@ -329,7 +317,7 @@ def topology(
 
 
 @app.command(
-    epilog=_example(
+    epilog=examples(
         "partitioner profile -o machine.yaml --ranks 4",
         "partitioner plan model.py:make --topology machine.yaml -o plan.json",
     )
@@ -360,7 +348,7 @@ def profile(
     print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
 
 
-@app.command(epilog=_example("partitioner schema > plan.schema.json"))
+@app.command(epilog=examples("partitioner schema > plan.schema.json"))
 def schema() -> None:
     """Print the JSON schema of plan files."""
     from partitioner.planfile import plan_schema

@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from partitioner.cli_options import PlanFile, examples
 from partitioner.cli_report import output
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
-_EPILOG = "\n\n".join(
-    [
-        "**Examples**",
-        "`partitioner launch plan.json train.py -- --steps 1000`",
-        "`partitioner launch plan.json train.py --slurm --time 24:00:00 -o job.sh -- --steps 1000`",
-        "`partitioner launch plan.json --slurm -- --weights model/ --checkpoints run/`",
-    ]
+_EPILOG = examples(
+    "partitioner launch plan.json train.py -- --steps 1000",
+    "partitioner launch plan.json train.py --slurm --time 24:00:00 -o job.sh -- --steps 1000",
+    "partitioner launch plan.json --slurm -- --weights model/ --checkpoints run/",
 )
 
 

@@ -8,15 +8,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from partitioner.cli_options import GlobalBatch, Meta, ModelFunction, Optimizer, Precision, examples
 from partitioner.cli_report import check_outputs, output, print_parts, progress
 from partitioner.cli_target import TargetError, constraints_of, load_target
 
-_EPILOG = "\n\n".join(
-    [
-        "**Examples**",
-        "`partitioner size model.py:make dgx-h100 --step-time 0.5 --nodes 1,2,4,8`",
-        "`partitioner size model.py:make dgx-h100 --minimise money --precision bf16 -o plan.json`",
-    ]
+_EPILOG = examples(
+    "partitioner size model.py:make dgx-h100 --step-time 0.5 --nodes 1,2,4,8",
+    "partitioner size model.py:make dgx-h100 --minimise money --precision bf16 -o plan.json",
 )
 
 
@@ -26,12 +24,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def size(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE.py:FUNCTION", help="What makes the model, as for `partitioner plan`.", show_default=False
-        ),
-    ],
+    function: ModelFunction,
     machine: Annotated[str, typer.Argument(help="A preset, like `dgx-h100`: one node of the cluster.")],
     step_time: Annotated[
         float | None, typer.Option(help="Seconds that a step may take at most.", show_default=False)
@@ -41,14 +34,10 @@ def size(
     constraints: Annotated[
         str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `fp64` or `fp8`; default: as the parameters are.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state is to fit in memory.")] = "adamw",
-    meta: Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")] = False,
+    precision: Precision = None,
+    global_batch: GlobalBatch = None,
+    optimizer: Optimizer = "adamw",
+    meta: Meta = False,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds for each size; then its best plan so far is taken.")
     ] = None,

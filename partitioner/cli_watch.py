@@ -8,16 +8,15 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from partitioner.cli_options import PlanFile, examples
 from partitioner.cli_report import output, print_parts
-
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
 
 
 def add_to(app: typer.Typer) -> None:
     """Make the commands of this module commands of ``app``."""
-    app.command(epilog="**Examples**\n\n`partitioner trace plan.json watch/ -o trace.json`")(trace)
-    app.command(epilog="**Examples**\n\n`partitioner compare plan.json trace.json`")(compare)
-    app.command(epilog="**Examples**\n\n`partitioner compare-runs monday/ tuesday/`")(compare_runs)
+    app.command(epilog=examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
+    app.command(epilog=examples("partitioner compare plan.json trace.json"))(compare)
+    app.command(epilog=examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)
 
 
 def trace(

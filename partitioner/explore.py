@@ -58,11 +58,6 @@ class Explored:
     baselines: Later[tuple[Baseline, ...]]
     rows: Mapping[Point, Row] = field(default_factory=dict)
 
-    @property
-    def least_s(self) -> float:
-        """What no plan takes less than."""
-        return self.certificate.bound
-
     def compared(self, least_s: float = math.inf) -> Certificate:
         """The certificate with the standard layouts in it; ``least_s``: of plans that this search left out."""
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, least_s))

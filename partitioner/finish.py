@@ -67,7 +67,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             break
         if turn >= _TURNS:
             assert explored is not None
-            least_s = least_s if job.reserve else explored.least_s
+            least_s = least_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
             explored = find(job, left, before=explored)

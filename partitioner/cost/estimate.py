@@ -72,12 +72,10 @@ def stage_problem(
         passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
         for _, call in placed
     ]
-    beside = gathered_beside([own.bytes for own in passing], in_turns=bool(ranks))
+    beside = gathered_beside([own for own, _ in passing], in_turns=bool(ranks))
     calls = tuple(
-        StageCall(call.path, cost, call.inputs, call.outputs, call.states, i, gathered, own.at_ends(cost, several))
-        for (i, call), cost, gathered, own in zip(
-            placed, (costs[call.block] for _, call in placed), beside, passing, strict=True
-        )
+        StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered, at_ends)
+        for (i, call), gathered, (_, at_ends) in zip(placed, beside, passing, strict=True)
     )
     paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
     if offload:

@@ -7,7 +7,6 @@ that one gradient alone makes larger than buckets are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from partitioner.cost.calls import CallCost, GatheredBytes
 from partitioner.cost.machine import Scattering
@@ -15,51 +14,37 @@ from partitioner.cost.states import StateCost, States
 from partitioner.solve.stage_problem import AtEnds
 
 
-@dataclass(frozen=True)
-class Passing:
-    """What of a call's states is whole for a moment; ``copied``: of its gradients as they are sent, a copy besides;
-    ``once``: a step."""
-
-    bytes: GatheredBytes
-    copied: float = 0.0
-    once: bool = False
-
-    def at_ends(self, cost: CallCost, several: bool) -> AtEnds:
-        """Where the call, of ``cost``, is the first or the last of a stage; ``several``: microbatches, each of which
-        finds gradients of the one before on their way."""
-        last = cost.working_bytes + self.bytes.whole
-        closing = max(self.copied, self.bytes.sent)
-        return AtEnds(last, self.bytes.sent * (several and not self.once), closing and closing + cost.working_bytes)
-
-
 def passing_bytes(
-    cost: CallCost,
-    names: Collection[str],
-    states: States,
-    scattering: Scattering,
-    is_last: bool,
-    several: bool,
-) -> Passing:
-    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while; ``several``:
-    microbatches."""
+    cost: CallCost, names: Collection[str], states: States, scattering: Scattering, is_last: bool, several: bool
+) -> tuple[GatheredBytes, AtEnds]:
+    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while: anywhere,
+    and where the call is the first or the last of a stage. ``several``: microbatches, each of which finds gradients of
+    the one before on their way."""
+
+    def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
+        """``copied``: gradients as they are sent, a copy besides."""
+        closing = max(copied, own.sent)
+        ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
+        return own, ends
+
     largest = max(map(states.scattered.get, names), key=_gradient, default=None) if states.scattered else None
     if largest is None:
-        return Passing(cost.gathered_bytes)
+        return at(cost.gathered_bytes)
     sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # what comes is there besides
     if largest.stage == 3:
-        return Passing(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
+        return at(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
     if largest.stage == 1:
         more = max(0.0, largest.gradient - scattering.bucket)
         # in the last backward, when stages before the last one have freed other microbatches
-        return Passing(GatheredBytes(more * sent * is_last), more * sent, once=True)
+        return at(GatheredBytes(more * sent * is_last), more * sent, lingers=False)
     # others may be in its bucket that do not fill one
     more = max(0.0, min(largest.gradient, states.gradient - scattering.bucket))
     if not more:
-        return Passing(GatheredBytes())
+        return at(GatheredBytes())
     # where a stage has one bucket, that of the microbatch before is under way until this one's is full
     often = 1 + sent if several else 2
     closing = often * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
-    return Passing(GatheredBytes(more, 0.0, more * sent), closing)
+    return at(GatheredBytes(more, 0.0, more * sent), closing)
 
 
 def _gradient(state: StateCost | None) -> float:
@@ -85,4 +70,4 @@ def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[floa
     return result
 
 
-__all__ = ["Passing", "gathered_beside", "passing_bytes"]
+__all__ = ["gathered_beside", "passing_bytes"]

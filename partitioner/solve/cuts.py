@@ -106,7 +106,7 @@ def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], c
 @lru_cache(maxsize=16)
 def _all_cuts(calls: int, stages: int) -> Places:
     inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
-    return np.pad(inner.reshape(-1, stages - 1), ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
+    return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
 
 
 class _Costs:

@@ -221,17 +221,15 @@ class StageTables:
             return most
         cut, prefix = self.segments, self.segments.saved[0]
         inputs, saved, carried = (of[start, stop] for of in (cut.all_inputs, cut.saved, cut.carried))
-        rest, excess = self._rest[start, stop], np.full(most.shape, -np.inf)
+        excess = np.full(most.shape, -np.inf)
         for whole, half in self._counts:  # each microbatch whose backward has not begun is a byte less of what goes
             taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
-            begun = np.minimum(whole[stage], 1.0)
-            ways = (
-                (whole[stage], self._fixed_again[start, stop], 0.0),
-                (whole[stage] - begun, rest + cut.closing[start], 1),
-            )
-            for often, fixed, gone in ways:
-                over = taken - gone * begun * (saved + inputs) + fixed - capacity
-                excess = np.maximum(excess, over / np.maximum(often, TINY))
+            over = taken + self._fixed_again[start, stop] - capacity
+            excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
+            if cut.closing.any():  # when one of those has nothing any more
+                gone = np.minimum(whole[stage], 1.0)
+                over = taken - gone * (saved + inputs) + self._rest[start, stop] + cut.closing[start] - capacity
+                excess = np.maximum(excess, over / np.maximum(whole[stage] - gone, TINY))
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
         return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+
+import sympy
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -70,5 +73,9 @@ def plural(count: int, noun: str, many: str = "") -> str:
 
 def divisors(number: int) -> list[int]:
     """What divides ``number``, smallest first."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    return list(_divisors(number))
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(map(int, sympy.divisors(number)))

@@ -84,8 +84,7 @@ def test_what_was_not_said_before_is_for_the_caller() -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
-def test_a_process_that_fails_leaves_the_work_to_the_first(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "_PATIENCE_S", 0.3)
+def test_a_process_that_fails_leaves_the_work_to_the_first(how: str) -> None:
     began = shared(1, np.int8)
 
     def work(key: int) -> int:
@@ -99,7 +98,7 @@ def test_a_process_that_fails_leaves_the_work_to_the_first(how: str, monkeypatch
         time.sleep(600.0)
         return 20
 
-    ahead = Aside([1, 2, 3], work)
+    ahead = Aside([1, 2, 3], work, patience_s=0.3)
     while not began[0]:
         time.sleep(0.001)
     start = time.perf_counter()

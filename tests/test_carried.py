@@ -63,8 +63,15 @@ def marked(facts: ProgramFacts, call: CallFacts) -> Block:
     return block
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    ("recompute", "tp"),
+    [
+        ("none", 2),
+        ("selective", 1),
+        pytest.param("none", 1, marks=pytest.mark.slow),
+        pytest.param("selective", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_leaves_as_much_as_is_counted(family: str, recompute: str, tp: int) -> None:
     """Values and gradients that gradients of weights read, made again or not."""

@@ -66,6 +66,7 @@ def test_compiled_models_compute_the_same(name: str):
     same(gradients(plan.program, model, batch, library), gradients(plan.program, model, batch, None))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="Inductor needs a C++ compiler")
 def test_inductor_computes_the_same():
     program, model = program_of_net(num_microbatches=2), Net()

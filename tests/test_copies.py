@@ -90,6 +90,7 @@ def test_a_node_that_is_lost_gets_its_state_from_the_other(tmp_path: Path, lost:
     as_if_nothing_had_been(tmp_path, [kill, {"memory": memory, "lost": [memory[lost]]}], [None, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_pairs_of_ranks_on_two_nodes(tmp_path: Path):
     """A whole node is lost, and the ranks come back on the nodes the other way round."""
@@ -99,6 +100,7 @@ def test_two_pairs_of_ranks_on_two_nodes(tmp_path: Path):
     as_if_nothing_had_been(tmp_path, [kill, turned, {"memory": memory, "plan": PAIRS}], [None, 4, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_any_copy_the_run_goes_on_from_the_disk(tmp_path: Path):
     memory = nodes(tmp_path, "ab")

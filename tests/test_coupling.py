@@ -205,6 +205,7 @@ def test_the_judge_is_gradient_accumulation(name: str):
         torch.testing.assert_close(judged.grads[parameter], value.grad)
 
 
+@pytest.mark.slow
 def test_trained_over_gloo_as_by_gradient_accumulation(tmp_path: Path):
     """Three steps of AdamW, in processes."""
     model, inputs = mixtral()

@@ -322,6 +322,7 @@ def trained(path: str, folder: str, steps: int, resumed: str | None, saved: str 
     return engine.state_dict(full=True)
 
 
+@pytest.mark.slow
 def test_training_that_goes_on_under_other_shares_is_that_of_one_process(tmp_path: Path):
     torch.manual_seed(0)
     model = Tower().double().eval()

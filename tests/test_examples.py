@@ -97,6 +97,7 @@ def test_a_rule_shards_the_users_operator(tmp_path: Path):
     assert "example.swiglu" not in after
 
 
+@pytest.mark.slow
 def test_training_is_the_models_and_goes_on_under_another_plan(tmp_path: Path):
     def train(processes: int, *arguments: str) -> list[float]:
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")

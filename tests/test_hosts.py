@@ -257,7 +257,7 @@ def told(command: Command, ranks: list[int], kind: str) -> str:
 @pytest.mark.parametrize(
     ("how", "ranks"),
     [
-        ("killed", 1),
+        pytest.param("killed", 1, marks=pytest.mark.slow),
         pytest.param("killed", 2, marks=pytest.mark.slow),
         pytest.param("without power", 2, marks=pytest.mark.slow),
     ],

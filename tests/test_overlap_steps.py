@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -227,19 +228,24 @@ def batch_of_ones() -> torch.Tensor:
     return torch.ones(24, 256)
 
 
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[runtime.LocalRanks]:
+    with runtime.LocalRanks(3) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v", "dualpipe-v"])
-def test_no_rank_waits_for_another_to_end(schedule: str, tmp_path: Path):
+def test_no_rank_waits_for_another_to_end(schedule: str, tmp_path: Path, three_ranks: runtime.LocalRanks):
     """What is left for a rank to do behind its last gradients, others do not wait for: they have the loss."""
     chunks = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else None
     pins = Constraints(pp=3, dp=1, tp=1, schedule=schedule, microbatch_size=4, virtual_stages=chunks)
     plan = partition(seeded(), Topology.local(3), (batch_of_ones(),), constraints=pins)
     expected = pytest.approx(seeded()(batch_of_ones()).item(), rel=1e-5)
-    with runtime.LocalRanks(3) as ranks:
-        for late in range(3):
-            folder = tmp_path / str(late)
-            folder.mkdir()
-            losses = ranks.call(run_apart, plan.program.model_dump_json(), str(folder), late, timeout=120)
-            assert losses == [[expected, expected]] * 3
+    for late in range(3):
+        folder = tmp_path / str(late)
+        folder.mkdir()
+        losses = three_ranks.call(run_apart, plan.program.model_dump_json(), str(folder), late, timeout=120)
+        assert losses == [[expected, expected]] * 3
 
 
 def test_steps_whose_loss_is_scaled_do_not_overlap_yet():

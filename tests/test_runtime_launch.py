@@ -144,7 +144,11 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("early", "told"),
     [
-        (True, r"rank 1, \S+ends\.py:8: ValueError: Error initializing .* variable MASTER_PORT expected"),
+        pytest.param(
+            True,
+            r"rank 1, \S+ends\.py:8: ValueError: Error initializing .* variable MASTER_PORT expected",
+            marks=pytest.mark.slow,
+        ),
         (False, r"rank 1, \S+ends\.py:10: KeyError: 'sample 17'"),
     ],
     ids=["before the ranks meet", "before the steps"],
@@ -222,7 +226,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("how", "kind"), [("SIGKILL", "ProcessDied"), ("SIGSTOP", "Stalled")])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("SIGKILL", "ProcessDied"), pytest.param("SIGSTOP", "Stalled", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, how: str, kind: str):
     program = program_of_net(pp=2, num_microbatches=2)
     plan_file(tmp_path, program)
@@ -236,9 +242,8 @@ def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, 
     assert "net.py:" in last
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("torch.distributed.run", marks=pytest.mark.slow), "runtime.torchrun"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.torchrun"])
 def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, launcher: str):
     plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
     (tmp_path / "script.py").write_text(SCRIPT)

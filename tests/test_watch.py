@@ -265,7 +265,13 @@ def fail() -> None:
 
 @pytest.mark.parametrize("shape", [{"pp": 2, "num_microbatches": 2}, {"dp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("how", "kind"), [("kill", "ProcessDied"), ("stop", "Stalled"), ("sleep", "Stalled"), ("raise", "ValueError")]
+    ("how", "kind"),
+    [
+        ("kill", "ProcessDied"),
+        pytest.param("stop", "Stalled", marks=pytest.mark.slow),
+        ("sleep", "Stalled"),
+        ("raise", "ValueError"),
+    ],
 )
 def test_the_rank_and_instruction_that_are_the_cause_are_told(
     tmp_path: Path, shape: dict[str, int], how: str, kind: str

@@ -132,7 +132,8 @@ def over_gloo(program: str, clip: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_pieces_over_gloo(sharding: str):
     program = planned("dp4", sharding).program
     with LocalRanks(program.world_size) as ranks:

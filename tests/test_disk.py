@@ -651,7 +651,8 @@ print(before, Measured.most, saved, max([*seen, resident()]), sum(p.nbytes for p
 """
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_what_is_resident_does_not_grow_with_the_states(precision: str, tmp_path: Path):
     """Parameters are of 48 MiB, states of 96; windows of 2 MiB take 6 with what is read ahead and written behind."""
     with torch.device("meta"):

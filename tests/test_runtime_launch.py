@@ -113,6 +113,7 @@ def test_it_goes_on_from_the_last_step(tmp_path: Path):
     assert seen == ["1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_a_stage_without_trained_parameters_clips_and_saves_with_the_others(tmp_path: Path):
     model = Net()
     for name, parameter in model.named_parameters():

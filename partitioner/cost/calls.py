@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from torch import fx
 
-from partitioner.cost.asked import Asked, Columns, Exchange, StateRead, asked_by
+from partitioner.cost.asked import Asked, Columns, Exchange, asked_by
 from partitioner.cost.carried import carried_bytes
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernel_times
@@ -26,22 +25,19 @@ from partitioner.cost.spread import (
     hidden,
     in_pieces,
 )
+from partitioner.cost.whole import (
+    NONE_GATHERED,
+    GatheredBytes,
+    copy_seconds,
+    gather_seconds,
+    gathered_bytes,
+    read_bytes,
+)
 from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
 
-
-class GatheredBytes(NamedTuple):
-    """What of a call's weights is not in shards: ``whole`` while it runs, gradients included; ``weights`` while a call
-    beside it runs; ``sent``, gradients on their way to their shards, while the next backward runs."""
-
-    whole: float = 0.0
-    weights: float = 0.0
-    sent: float = 0.0
-
-
-_NONE_GATHERED = GatheredBytes()
 Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
@@ -79,7 +75,7 @@ class CallCost:
     output_bytes: tuple[float, ...] = ()
     output_grads: tuple[bool, ...] = ()
     state_bytes: float = 0.0
-    gathered_bytes: GatheredBytes = _NONE_GATHERED
+    gathered_bytes: GatheredBytes = NONE_GATHERED
     selective_bytes: float = 0.0
     selective_inputs: tuple[bool, ...] = ()
     selective_s: float = 0.0
@@ -228,8 +224,10 @@ class CallWork:
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
             halves[half] += max(0.0, asked.issued[half] * device.dispatch - halves[half] - others)
+        for half, took in enumerate(copy_seconds(asked.states, spread, device)):
+            halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
-        gathers = self._gathers(asked, spread)
+        gathers = gather_seconds(asked.states, spread)
         for way in range(1 + train):
             comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
         return self._cost(asked, spread, computed, halves, comm)
@@ -246,7 +244,7 @@ class CallWork:
         regather = self.train and spread.software.regather
         apart = spread.ep > 1
         kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
-        sizes = [_read_bytes(s, spread) for s in asked.states]
+        sizes = [read_bytes(s, spread) for s in asked.states]
         return CallCost(
             forward_s=halves[0],
             backward_s=halves[1] + halves[2],
@@ -263,7 +261,7 @@ class CallWork:
             output_bytes=self._sizes[1],
             output_grads=self._output_grads,
             state_bytes=sum(size for size, _ in sizes),
-            gathered_bytes=_gathered_bytes(sizes, spread, kept.inside),
+            gathered_bytes=gathered_bytes(sizes, spread, kept.inside),
             selective_bytes=kept.inside - slim.inside,
             selective_inputs=slim.inputs,
             selective_s=computed.again,
@@ -290,22 +288,6 @@ class CallWork:
             gathers = gathered(self.block) if regather else frozenset()
             self._kept[regather, selective, apart] = kept_by(self.block, self.train, again | gathers)
         return self._kept[regather, selective, apart]
-
-    def _gathers(self, asked: Asked, spread: Spread) -> tuple[float, float]:
-        """Seconds of gathering this call's weights forward, and of gathering them and scattering gradients backward."""
-        if spread.shards.size == 1:
-            return 0.0, 0.0
-        sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
-        for state in asked.states:
-            known = sizes.setdefault((state.expert, state.name if spread.software.by_parameter else ""), [0.0, 0.0])
-            for kind, nbytes in enumerate(_read_bytes(state, spread)):
-                known[kind] += nbytes
-        ahead = back = 0.0
-        for (expert, _), (size, grads) in sizes.items():
-            group = spread.expert_shards if expert else spread.shards
-            ahead += collective_time("all_gather", size, group) if size else 0.0
-            back += collective_time("reduce_scatter", grads, group) if grads else 0.0
-        return ahead, ahead + back
 
 
 def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
@@ -347,28 +329,6 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
     return replace(
         columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops * load, smallest=smallest
     )
-
-
-def _read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Bytes of a state that the call reads, and of its gradient."""
-    return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
-
-
-def _gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
-    """Bytes of weights that are gathered under ZeRO-3, and of gradients; ``sizes``: of each state's both.
-
-    Of a call's own gradients the largest is whole at first, the others while ``saved`` bytes, which are counted
-    elsewhere, go. Those that are sent come with what the shards are of.
-    """
-    ranks = spread.shards.size
-    if ranks == 1 or not sizes:
-        return _NONE_GATHERED
-    if spread.software.by_parameter:
-        return GatheredBytes(2 * max(weight + gradient for weight, gradient in sizes))
-    weights, gradients = (sum(of) for of in zip(*sizes, strict=True))
-    largest = max(gradient for _, gradient in sizes)
-    sent = gradients * (2 if spread.whole_scatter else 1 + 1 / ranks)
-    return GatheredBytes(weights + max(largest, gradients - saved), weights, sent)
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:

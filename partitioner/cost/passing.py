@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from partitioner.cost.calls import CallCost, GatheredBytes
+from partitioner.cost.calls import CallCost
 from partitioner.cost.machine import Scattering
 from partitioner.cost.states import StateCost, States
+from partitioner.cost.whole import GatheredBytes
 from partitioner.solve.stage_problem import AtEnds
 
 

@@ -82,6 +82,7 @@ class Columns:
     state_bytes: Column
     flops: Column
     smallest: Column
+    width: Column
     launches: Column
     aligned: Marks
     learned: Marks
@@ -108,6 +109,7 @@ class Columns:
             state_bytes=np.array([k.state_bytes for k in kernels], np.float64),
             flops=np.array([k.flops for k in kernels], np.float64),
             smallest=np.array([k.smallest for k in kernels], np.float64),
+            width=np.array([k.width for k in kernels], np.float64),
             launches=np.array([k.launches for k in kernels], np.float64),
             aligned=np.array([k.aligned for k in kernels], np.bool_),
             learned=np.array([k.learned for k in kernels], np.bool_),

@@ -48,8 +48,9 @@ def kernel_times(columns: Columns, device: DeviceType) -> Column:
         efficiency = np.where(smallest < lowest, below, _along(smallest, device.matmul_efficiency))
         efficiency = efficiency * np.where(columns.aligned[works], 1.0, device.unaligned)
         attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
-        lengths = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
-        efficiency = np.where(attention, device.attention_efficiency * lengths, efficiency)
+        of_keys = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
+        of_heads = _along(columns.width[works], device.attention_widths) if device.attention_widths else 1.0
+        efficiency = np.where(attention, device.attention_efficiency * of_keys * of_heads, efficiency)
         peaks = (
             device.clock
             * np.array([device.peak_of(precision) for precision in columns.precisions])[columns.precision[works]]
@@ -105,16 +106,20 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
     """FLOP/s that a matrix product or a fused attention reaches."""
     peak = device.peak_of(kernel.precision) * device.clock
     if kernel.kind == "attention":
-        return peak * device.attention_efficiency * length_factor(kernel.smallest, device)
+        return peak * device.attention_efficiency * attention_factor(kernel, device)
     return peak * matmul_efficiency(kernel.smallest, device) * (1.0 if kernel.aligned else device.unaligned)
 
 
-def length_factor(keys: float, device: DeviceType) -> float:
-    """The fraction of its best that a fused attention reaches over this many keys."""
-    curve = device.attention_lengths
+def attention_factor(kernel: Kernel, device: DeviceType) -> float:
+    """The fraction of its best that a fused attention reaches over so many keys, with heads as wide."""
+    return _on(device.attention_lengths, kernel.smallest) * _on(device.attention_widths, kernel.width)
+
+
+def _on(curve: Sequence[tuple[float, float]], value: float) -> float:
+    """:func:`interpolated`, as at the ends beyond them; 1 where there is no curve."""
     if not curve:
         return 1.0
-    return curve[0][1] if keys <= curve[0][0] else interpolated(keys, curve)
+    return curve[0][1] if value <= curve[0][0] else interpolated(min(value, curve[-1][0]), curve)
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:

@@ -51,7 +51,8 @@ class Operand:
 class Kernel:
     """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
 
-    ``smallest``: the smallest of M, N and K, for the efficiency of a matrix product; of an attention its keys.
+    ``smallest``: the smallest of M, N and K, for the efficiency of a product; of an attention its keys, and ``width``
+    that of its heads.
     ``kind``: the row of the device's table of memory efficiencies. ``aligned``: whether every row of a product's
     matrices is a multiple of 16 bytes, as matrix units want it. ``learned``: makes a gradient of such an operand.
     """
@@ -65,6 +66,7 @@ class Kernel:
     launches: int = 1
     aligned: bool = True
     learned: bool = False
+    width: float = math.inf
 
 
 PRECISIONS: dict[torch.dtype, str] = {
@@ -191,10 +193,8 @@ def _copies(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node):
         return False
     value: Tensor = source.meta["val"]
-    if value.is_contiguous():
-        return False
-    if operator_name(node) == "contiguous":
-        return True
+    if value.is_contiguous() or operator_name(node) == "contiguous":
+        return not value.is_contiguous()
     try:
         value.view(node.meta["val"].shape)
     except RuntimeError:
@@ -295,13 +295,11 @@ def _product_backward(
     precision = _precision(operands)
     kernels = []
     for place, (operand, need) in enumerate(zip(operands, needs, strict=True)):
-        if not need:
-            continue
-        if place in factors:
+        if need and place in factors:
             others = [o for i, o in enumerate(operands) if i in factors and i != place]
             kernel = _kernel("matmul", [results[0], *others, operand], flops, smallest, precision)
             kernels.append(replace(kernel, learned=operand.learned))
-        elif operand.numel < results[0].numel:
+        elif need and operand.numel < results[0].numel:
             kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
     return kernels
 
@@ -397,4 +395,5 @@ def _kernel(
         precision,
         launches,
         all(row % _ALIGNMENT == 0 for row in rows),
+        width=min(o.shape[-1] for o in traffic[:3]) if kind == "attention" else math.inf,  # queries, keys and values
     )

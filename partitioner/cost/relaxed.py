@@ -48,6 +48,7 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
             "dispatch": min(kind.dispatch for kind in types),
             "memory_sizes": (),
             "attention_lengths": (),
+            "attention_widths": (),
             "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
             "unaligned": max(kind.unaligned for kind in types),
             "attention_efficiency": max(kind.attention_efficiency for kind in types),

@@ -125,7 +125,7 @@ def _attention(case: Case, device: torch.device) -> Built:
     query, key, value = (_random(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
     # scores and their product with the values, of which a causal mask leaves half
     flops = 2.0 * batch * heads * (seq * (seq + 1) // 2) * 2 * size
-    kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(min(seq, size)), case.precision)
+    kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(seq), case.precision, width=float(size))
     return Built(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), kernel)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from partitioner.cost.collectives import moved_share
-from partitioner.cost.compute import kernel_time, length_factor, matmul_efficiency, memory_rate
+from partitioner.cost.compute import attention_factor, kernel_time, matmul_efficiency, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
 from partitioner.profile.lines import fit_line, median_error
@@ -174,7 +174,7 @@ def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
     found = [
         s.kernel.flops
         / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
-        / (device.peak_of(s.kernel.precision) * length_factor(s.kernel.smallest, device))
+        / (device.peak_of(s.kernel.precision) * attention_factor(s.kernel, device))
         for s in samples
         if s.kernel.kind == "attention"
     ]

@@ -40,7 +40,8 @@ class DeviceType(Part):
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
     ``unaligned``: how many times that where rows of 16-bit matrices are not multiples of 16 bytes.
     ``attention_efficiency``: of a fused attention over long sequences; ``attention_lengths``: (keys; fraction of that),
-    interpolated likewise, as below the first; empty: the same at all lengths.
+    interpolated likewise, as below the first; empty: the same at all lengths; ``attention_widths``: (width of a head;
+    fraction), likewise.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
     ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
     ``communicator``: what the communication library keeps for each group of ranks that a device is in.
@@ -66,6 +67,7 @@ class DeviceType(Part):
     unaligned: float = Field(default=1.0, gt=0, le=1)
     attention_efficiency: Number = 1.0
     attention_lengths: Rising[tuple[tuple[Number, Number], ...]] = ()
+    attention_widths: Rising[tuple[tuple[Number, Number], ...]] = ()
     memory_efficiency: dict[str, Number] = Field(default_factory=lambda: {"default": 1.0})
     memory_sizes: Rising[tuple[tuple[Size, Number], ...]] = ()
     overlap_slowdown: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)

@@ -33,7 +33,7 @@ from passes.errors import PartitionError
 
 _SOFTWARE = (
     *("overlap", "overlap_tensor", "overlap_experts", "overlap_steps"),
-    *("regather", "gather", "dispatch", "short_gradients"),
+    *("regather", "gather", "dispatch", "short_gradients", "fused_casts"),
 )
 _ROUNDING = 1e-9
 

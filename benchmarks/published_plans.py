@@ -90,6 +90,7 @@ def constraints_of(row: Row) -> Constraints:
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
         # set ``grad_reduce_in_fp32=False``
         short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
+        fused_casts=True,  # Transformer Engine, XLA and Inductor all do
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
 

@@ -24,9 +24,7 @@ Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
-
 _NUMBERS = tuple(name for name in OF_POINT if name != "schedule")
-
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
@@ -40,6 +38,7 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "dispatch": (None, "rows"),
     "overlap_experts": (None, False),
     "short_gradients": (None, False),
+    "fused_casts": (None, False),
 }
 
 _WHY_NOT = {
@@ -72,18 +71,18 @@ class Constraints(BaseModel):
     besides, to each node and rank, which hand them on (DeepEP). ``overlap_experts``: whether that runs behind the
     computation of another microbatch. ``placement``: ``in_order`` has rank i on device i (``None``: as is fastest).
     ``overlap_steps``: that a rank begins the next step when it has ended its own part of this one, and a step takes
-    what lies between two ends of it on one rank: it says that nothing is asked of all ranks in between, as clipping by
-    the norm of all gradients does, or scaling of the loss in float16. ``short_gradients``: whether gradients are of
-    their parameter's type where that is shorter than float32, rather than in float32. ``offload``: what is kept in host
-    memory between uses: ``optimizer`` states, which are then stepped there, ``activations``, ``parameters`` (and with
-    them the optimizer); one name, several (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states
-    (it goes with the optimizer) are on the nodes' disks instead. ``hierarchical``: whether gradients that are added up
-    over several nodes are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients
-    are sent between the outermost of those; it changes what is trained, and is never chosen where it is not asked for
-    (``None``: they are sent as they are). ``couple``: what a model that has samples meet (losses that balance experts,
-    contrastive ones, batch norm) is computed on: the global ``batch``, or each ``microbatch``, whose size then has to
-    be given; loss and gradients are the mean over these. ``ahead``: also search what is planned but not executed yet
-    (see :attr:`planned_only`).
+    what lies between two ends of it on one rank: nothing is then asked of all ranks in between, as clipping by the norm
+    of all gradients does, or scaling of the loss in float16. ``short_gradients``: whether gradients are of their
+    parameter's type where that is shorter than float32, rather than in float32. ``fused_casts``: whether what products
+    in fp8 read is written so by the kernels before them, rather than cast for each. ``offload``: what is in host memory
+    between uses: ``optimizer`` states, stepped there then, ``activations``, ``parameters`` (and the optimizer); one
+    name, several (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the
+    optimizer) are on the nodes' disks instead. ``hierarchical``: whether gradients that are added up over several nodes
+    are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent between
+    the outermost of those; it changes what is trained, and is never chosen unasked. ``couple``: what a model that has
+    samples meet (losses that balance experts, batch norm) is computed on: the global ``batch``, or each ``microbatch``,
+    whose size is then given; loss and gradients are their mean. ``ahead``: search what is only planned yet, too (see
+    :attr:`planned_only`).
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -114,6 +113,7 @@ class Constraints(BaseModel):
     overlap_experts: bool | None = None
     overlap_steps: bool = False
     short_gradients: bool | None = None
+    fused_casts: bool | None = None
     placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None

@@ -179,6 +179,7 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         dispatch=constraints.dispatch if point.ep > 1 else None,
         overlap_experts=constraints.overlap_experts if point.ep > 1 else None,
         short_gradients=constraints.short_gradients,
+        fused_casts=constraints.fused_casts if job.precision == "fp8" else None,
     ).planned_only
     scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
     more = {

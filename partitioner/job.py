@@ -56,6 +56,7 @@ class Job:
                 short_gradients=bool(self.constraints.short_gradients),
                 dispatch=self.constraints.dispatch or "rows",
                 overlap_experts=bool(self.constraints.overlap_experts),
+                fused_casts=bool(self.constraints.fused_casts),
             ),
             num_experts=self.num_experts,
             reserve=self.reserve + self.reserves.get(point, 0),

@@ -27,8 +27,8 @@ _LEAST = 1e-30  # of a largest number: tensors of zeros have a scale too
 
 
 def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` in 8 bits, and the number that it was divided by. It is scaled in its own type, in which the largest is near
-    enough to the largest of ``dtype`` to be rounded to it."""
+    """``x`` in 8 bits, and the number that it was divided by. It is scaled in its own type, in which the largest is
+    near enough to the largest of ``dtype`` to be rounded to it."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.blockwork import block_work
-from partitioner.cost.calls import call_costs
+from partitioner.cost.calls import CallWork, call_costs
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.timing import plan_timeline, stage_seconds
 from partitioner.topology import loads
 from passes.blocks import Block
-from passes.eight_bits import in_eight_bits
+from passes.eight_bits import in_eight_bits, linear_fp8, linear_fp8_input, linear_fp8_weight
 from passes.errors import InputsError
 from passes.gradients import mark_block
 
@@ -42,7 +45,7 @@ class Perceptron(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, bias: bool = True, dim: int = 2048, width: int = 8192) -> None:
+    def __init__(self, bias: bool = True, dim: int = 8192, width: int = 32768) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Perceptron(bias, dim, width) for _ in range(2))
 
@@ -52,9 +55,9 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def planned(precision: str, topology: Topology = H100, *, bias: bool = True, width: int = 8192, **pins: int) -> Plan:
+def planned(precision: str, topology: Topology = H100, *, bias: bool = True, width: int = 32768, **pins: Any) -> Plan:
     with torch.device("meta"):
-        model, x = Layers(bias, width=width), torch.empty(128, 128, 2048)
+        model, x = Layers(bias, width=width), torch.empty(128, 2048, 8192)
     pins = {"dp": 8, "microbatch_size": 8, "zero": 0} | pins
     return partition(model, topology, {"x": x}, precision=precision, constraints=Constraints(**pins))
 
@@ -76,7 +79,7 @@ def test_a_program_is_priced_as_the_search_prices_it(pins: dict[str, int], bias:
 
 
 def test_products_that_stay_in_16_bits_are_priced_so():
-    plans = [planned(precision, width=8184) for precision in ("bf16", "fp8")]
+    plans = [planned(precision, width=32760) for precision in ("bf16", "fp8")]
     assert plans[0].estimate.step_time == plans[1].estimate.step_time
     assert stage_seconds(plans[0]) == stage_seconds(plans[1])
     assert plans[1].notes[0].startswith("0 of 4 products with weights are in fp8")
@@ -150,3 +153,44 @@ def test_one_kind_of_several_without_it_is_named():
     mixed = OWN.replace("PEAK", "{bf16: 300 TFLOP/s}").replace("nodes: [", "nodes: [{type: h100-sxm, devices: 8}, ")
     with pytest.raises(InputsError, match="but card of lab cannot"):
         planned("fp8", loads(mixed), dp=16)
+
+
+class Executed(TorchDispatchMode):
+    """What kernels there are, but for products, and what they read and write of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.moved = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not aten._scaled_mm.default:
+            self.kernels += 1
+            self.moved += sum(t.nbytes for t in (*args, result) if isinstance(t, Tensor) and t.dim() == 2)
+        return result
+
+
+@pytest.mark.parametrize("form", ["linear", "mm"])
+def test_casts_are_those_that_the_runtime_makes(form: str):
+    block = product(64, 32, 128, form)
+    asked = CallWork(block).asked(fp8=True)
+    x, weight, grad = (torch.randn(n, m).bfloat16() for n, m in ((64, 32), (128, 32), (64, 128)))
+    turned = form == "mm"
+    args = (weight.t().contiguous(), turned) if turned else (weight, turned)
+    with Executed() as executed:
+        linear_fp8(x, args[0], None, turned)
+        linear_fp8_input(grad, *args)
+        linear_fp8_weight(grad, x, turned)
+    casts = (asked.kernels.flops == 0) & (asked.kernels.launches > 1)
+    assert executed.kernels == asked.kernels.launches[casts].sum()
+    assert executed.moved == asked.kernels.num_bytes[casts].sum()
+
+
+def test_casts_of_their_own_are_dearer_than_those_that_other_kernels_write():
+    own, fused = (planned("fp8", fused_casts=how) for how in (None, True))
+    assert own.estimate.step_time > 1.05 * fused.estimate.step_time
+    assert not own.planned_only
+    assert fused.planned_only == ("fused_casts=True",)
+    short = [planned("bf16", fused_casts=how) for how in (None, True)]
+    assert short[0].estimate.step_time == short[1].estimate.step_time
+    assert not short[1].planned_only

@@ -171,17 +171,22 @@ class Asked:
     region: ExpertRegion
 
 
-def asked_by(block: Block, train: bool, fp8: bool = False, again: Container[fx.Node] = ()) -> Asked:
-    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8;
-    ``again``: what selective recomputation runs once more."""
-    return _Reader(block, train, fp8, again).read()
+def asked_by(
+    block: Block, train: bool, fp8: bool = False, again: Container[fx.Node] = (), fused_casts: bool = False
+) -> Asked:
+    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8,
+    of what the kernels before them wrote so if ``fused_casts``; ``again``: what selective recomputation runs once
+    more."""
+    return _Reader(block, train, fp8, again, fused_casts).read()
 
 
 class _Reader:
     """Goes through a block's operators."""
 
-    def __init__(self, block: Block, train: bool, fp8: bool, again: Container[fx.Node]) -> None:
-        self.block, self.train, self.again = block, train, again
+    def __init__(
+        self, block: Block, train: bool, fp8: bool, again: Container[fx.Node], fused_casts: bool = False
+    ) -> None:
+        self.block, self.train, self.again, self.fused_casts = block, train, again, fused_casts
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
@@ -217,20 +222,29 @@ class _Reader:
         if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
             self.rings.append((node, backward))
-        self._add(
-            0, node, in_fp8(kernels, operands, results, False) if node in self.short else kernels, operands, place
-        )
+        self._add(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
         self._exchange(node, backward)
         name = collective_name(node.target)
         self.issued[0] += name != "copy"  # which does nothing on its way forward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
-            kernels = in_fp8(kernels, operands, results, True) if node in self.short else kernels
+            kernels = self._in_fp8(1, node, kernels, operands, results)
             self._add(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
             besides = not kernels if name is None else _transposed(node) is not None
             self.issued[1] += besides + len(kernels) - later
             self.issued[2] += later
+
+    def _in_fp8(
+        self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
+    ) -> list[Kernel]:
+        """``kernels`` as they are, or in fp8 where the product is, with its casts."""
+        if node not in self.short:
+            return kernels
+        made, casts = in_fp8(kernels, operands, results, way == 1, self.fused_casts)
+        for cast in casts:  # backward, a kernel is counted as one operator
+            self.issued[2 if cast.learned else way] += max(0, cast.launches - way)
+        return [*made, *casts]
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
         expert, product = node in self.region.products, any(k.flops for k in kernels)

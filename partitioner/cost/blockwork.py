@@ -107,6 +107,7 @@ class Works:
     types: Sequence[DeviceType]
     train: bool
     fp8: bool
+    fused_casts: bool
     how: Remade | None
 
     @cached_property
@@ -118,11 +119,17 @@ class Works:
         return [self._on(device) for device in self.types]
 
     def _on(self, device: DeviceType) -> dict[str, BlockWork]:
-        return {name: block_work(block, device, self.train, self.fp8, self.how) for name, block in self.blocks.items()}
+        how = self.fp8, self.how, self.fused_casts
+        return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
 
 def block_work(
-    block: Block, device: DeviceType, train: bool = True, fp8: bool = False, how: Remade | None = None
+    block: Block,
+    device: DeviceType,
+    train: bool = True,
+    fp8: bool = False,
+    how: Remade | None = None,
+    fused_casts: bool = False,
 ) -> BlockWork:
     """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
     block = _copy(block)
@@ -136,11 +143,13 @@ def block_work(
         is_view = operator_name(node) in VIEWS
         operands, results = node_operands(node, states, learned)
         kernels = forward_kernels(node, operands, results)
-        kernels = least_in_fp8(kernels, operands, results, False, device) if node in short else kernels
+        if node in short:
+            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts)
         (spared_ahead if is_view else ahead).extend(kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
-            kernels = least_in_fp8(kernels, operands, results, True, device) if node in short else kernels
+            if node in short:
+                kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += fan_out(node)

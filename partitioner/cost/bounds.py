@@ -68,13 +68,13 @@ class ModelBounds:
 
     def __init__(self, job: Planned, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
-        self.samples, self.train, fp8 = job.samples, job.train, job.precision == "fp8"
+        self.samples, self.train = job.samples, job.train
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         self.device = best_type(types)
-        paced = types if len(types) > 1 else []
-        works = Works(job.model.blocks, self.device, paced, job.train, fp8, job.made_again)
+        how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
+        works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
         self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
         self._by_rounds = BY_SHARES if self._kinds.differ else BY_SIZE
         self.states = state_costs(

@@ -172,14 +172,15 @@ class CallWork:
 
     def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
         self.block, self.train, self._again = block, train, again
-        self._asked: dict[bool, Asked] = {}
+        self._asked: dict[tuple[bool, bool], Asked] = {}
         self._kept: dict[tuple[bool, bool, bool], Kept] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def asked(self, fp8: bool) -> Asked:
-        if fp8 not in self._asked:
-            self._asked[fp8] = asked_by(self.block, self.train, fp8, self.again)
-        return self._asked[fp8]
+    def asked(self, fp8: bool, fused_casts: bool = False) -> Asked:
+        key = fp8, fused_casts
+        if key not in self._asked:
+            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, fused_casts)
+        return self._asked[key]
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
@@ -203,8 +204,9 @@ class CallWork:
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Of one call on one rank; see :func:`call_costs`."""
-        asked, train, slowdown = self.asked(spread.fp8), self.train, device.overlap_slowdown
-        computed = self._on(device, spread)
+        asked, train = self.asked(spread.fp8, spread.software.fused_casts), self.train
+        slowdown = device.overlap_slowdown
+        computed = self._on(device, asked, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
         for (node, back), of_ring in zip(asked.rings, computed.rings, strict=True):
             sent, beside = context_exchanges(node, groups)
@@ -232,10 +234,10 @@ class CallWork:
             comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
         return self._cost(asked, spread, computed, halves, comm)
 
-    def _on(self, device: DeviceType, spread: Spread) -> _Computed:
-        key = id(device), spread.ep, spread.of_experts, spread.num_experts, spread.fp8
+    def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:
+        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts
         if key not in self._computed:  # the device is kept: its identity stays its own
-            self._computed[key] = device, _computed(self.asked(spread.fp8), device, spread)
+            self._computed[key] = device, _computed(asked, device, spread)
         return self._computed[key][1]
 
     def _cost(

@@ -26,29 +26,57 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozense
     return frozenset(found)
 
 
-def in_fp8(kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool) -> list[Kernel]:
-    """Products with a weight as fp8 kernels, and what their operands' casts move.
+def in_fp8(
+    kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool, fused: bool = False
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Products with a weight as fp8 kernels, and the casts of what they read.
 
-    Forward, the kernel before writes the operand as it is and transposed, a byte each; backward, the gradient is read,
-    and written twice (NVIDIA's Transformer Engine).
+    ``fused``: forward, the kernel before writes the operand as it is and transposed, a byte each; backward, the
+    gradient is read, and written twice (NVIDIA's Transformer Engine). Else each product casts both of its operands.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
-        return kernels
+        return kernels, []
     made = [replace(k, precision="fp8") if k.flops and k.precision in ("bf16", "fp16") else k for k in kernels]
     if made == kernels:
-        return kernels
+        return kernels, []
+    matrices = [o for o in operands if len(o.shape) > 1]
+    if not fused:
+        return made, [cast for k in made if k.flops for cast in _casts(k, matrices, results[0], backward)]
     if backward:
-        return [*made, Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
-    return [*made, Kernel("pointwise", float(max((o.nbytes for o in operands if not o.state), default=0)), launches=0)]
+        return made, [Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
+    return made, [Kernel("pointwise", float(max((o.nbytes for o in matrices if not o.state), default=0)), launches=0)]
+
+
+def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
+    """Of what ``product`` reads: forward both operands, backward the gradient and, transposed, what it is of no use to
+    differentiate (:func:`passes.eight_bits.linear_fp8` and what follows it)."""
+    if not backward:
+        yield from (cast for o in operands for cast in _cast(o, product, False))
+        return
+    yield from _cast(replace(result, state=False), product, product.learned)
+    yield from (cast for o in operands if o.learned != product.learned for cast in _cast(o, product, True))
+
+
+def _cast(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
+    """The largest number is found, all are scaled and rounded to a byte, and the bytes copied if they are wanted
+    transposed; the scale itself takes three operators."""
+    whole = float(operand.nbytes)
+    bytes_out = operand.numel * (1.0 + 2.0 * transposed)
+    for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
+        yield Kernel(kind, moved, moved * operand.state, launches=launches, learned=product.learned)
 
 
 def least_in_fp8(
-    kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool, device: DeviceType
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    device: DeviceType,
+    fused: bool = False,
 ) -> list[Kernel]:
     """No more than a product takes in fp8 or as it is: a shard of it may have sizes that are not multiples of 16."""
-    made = [
-        k if k.flops or k in kernels else replace(k, launches=0) for k in in_fp8(kernels, operands, results, backward)
-    ]
+    made, casts = in_fp8(kernels, operands, results, backward, fused)
+    made = [*made, *(replace(cast, launches=0) for cast in casts)]
     return made if _seconds(made, device) < _seconds(kernels, device) else kernels
 
 

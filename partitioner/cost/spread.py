@@ -36,6 +36,7 @@ class Software:
     short_gradients: bool = False
     dispatch: str = "rows"
     overlap_experts: bool = False
+    fused_casts: bool = False
 
 
 EXECUTED = Software()  # as this project's runtime does

@@ -12,7 +12,7 @@ from torch import fx
 from partitioner import ConstraintError, Constraints, partition
 from partitioner.cost.calls import CallCost, call_costs
 from partitioner.cost.collectives import collective_time, link_of_parts, message_time
-from partitioner.cost.compute import kernels_time
+from partitioner.cost.compute import kernels_time, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.cost.saved import gathered, kept_by
 from partitioner.cost.spread import Software, Spread, in_pieces
@@ -77,6 +77,20 @@ def test_states_that_are_gathered_one_by_one_start_more_often():
     assert call_costs(both, DEVICE, {}).gathered_bytes == (0, 0, 0)
 
 
+def test_what_is_gathered_together_is_copied_apart():
+    """As the runtime does: out of what was gathered forward and backward, and gradients into what is scattered."""
+    weights = block(lambda call, w, x: call(aten.linear.default, x, w), {"w": W}, {"x": X})
+    alone, shards = call_costs(weights, DEVICE, {}), Spread(shards=ACROSS)
+    rate = memory_rate("pointwise", DEVICE)
+    ahead, back = (DEVICE.launch * n + 2 * moved / rate for n, moved in ((1, W.nbytes), (2, 3 * W.nbytes)))
+    together = call_costs(weights, DEVICE, {}, spread=shards)
+    assert together.forward_s - alone.forward_s == pytest.approx(ahead)
+    assert together.backward_s - alone.backward_s == pytest.approx(back)  # gradients are in float32
+    assert together.weights_s > alone.weights_s
+    apart = call_costs(weights, DEVICE, {}, spread=replace(shards, software=Software(by_parameter=True)))
+    assert (apart.forward_s, apart.backward_s) == (alone.forward_s, alone.backward_s)
+
+
 def test_short_gradients_are_scattered_as_they_are():
     weights = block(lambda call, w, x: call(aten.linear.default, x, w), {"w": W}, {"x": X})
 
@@ -97,6 +111,24 @@ def test_attention_reaches_less_on_short_sequences():
     short, long = (Kernel("attention", 0.0, flops=1e12, smallest=keys, precision="bf16") for keys in (512, 16384))
     assert kernels_time([short], DEVICE) > 1.5 * kernels_time([long], DEVICE)
     assert kernels_time([long], DEVICE) == kernels_time([replace(long, smallest=1e6)], DEVICE)
+
+
+def test_attention_reaches_less_where_heads_are_narrow():
+    wide = Kernel("attention", 0.0, flops=1e12, smallest=8192.0, precision="bf16", width=128.0)
+    narrow, half = (kernels_time([replace(wide, width=width)], DEVICE) for width in (64.0, 96.0))
+    assert narrow > half > kernels_time([wide], DEVICE)
+    assert narrow == kernels_time([replace(wide, width=32.0)], DEVICE)
+    plain = DEVICE.model_copy(update={"attention_widths": ()})
+    assert kernels_time([replace(wide, width=64.0)], plain) == kernels_time([wide], DEVICE)
+
+    def attended(width: int) -> CallCost:  # as many FLOPs
+        value = torch.empty(1, 8192 // width, 4096, width, dtype=BF16)
+        attend = block(lambda call, x: call(aten.scaled_dot_product_attention.default, x, x, x), {}, {"x": value})
+        return call_costs(attend, DEVICE, {})
+
+    assert attended(64).flops == attended(128).flops
+    for part in ("forward_s", "backward_s"):
+        assert getattr(attended(64), part) > 1.3 * getattr(attended(128), part)
 
 
 def test_buckets_grow_with_the_ranks_that_reduce_them():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.compute import memory_rate
 from partitioner.cost.reductions import exposed_seconds
 from partitioner.cost.spread import hidden
 from partitioner.cost.states import gradient_bytes
@@ -56,36 +57,53 @@ class Gathers:
             state = job.model.states[name]
             if state.requires_grad and state.kind == "parameter" and state.spec.shape:
                 self._gradients[name in job.experts] += gradient_bytes(state.spec, short)
-        self._floors: dict[tuple[object, ...], Seconds] = {}
+        self._copied = (
+            0.0 if job.constraints.gather == "parameter" else 2 / memory_rate("pointwise", device)
+        )  # s / byte
+        self._floors: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: Floor | None, point: Point) -> Floor | None:
         """What blocks take at least that take ``floor`` without ZeRO."""
-        gathers = self.floor(point)
+        gathers, copies = self.floor(point)
         if not gathers:
             return floor
-        if floor is None:
-            return Floor(gathers)
-        return floor.each(lambda seconds: self._beside(seconds, gathers))
+        return (floor or Floor(dict.fromkeys(gathers, (0.0, 0.0)))).each(
+            lambda seconds: {name: self._beside(of, gathers[name], copies[name]) for name, of in seconds.items()}
+        )
 
-    def _beside(self, seconds: Seconds, gathers: Seconds) -> Seconds:
-        return {
-            name: (self._both(a, gathers[name][0]), self._both(b, gathers[name][1])) for name, (a, b) in seconds.items()
-        }
+    def _beside(
+        self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
+    ) -> tuple[float, float]:
+        return self._both(seconds[0] + copies[0], gathers[0]), self._both(seconds[1] + copies[1], gathers[1])
 
     def _both(self, seconds: float, gathers_s: float) -> float:
         """What of ``seconds`` is communication hides nothing, but then there is more to be hidden."""
         return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
 
-    def floor(self, point: Point) -> Seconds:
+    def floor(self, point: Point) -> tuple[Seconds, Seconds]:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
-        best groups; empty where weights are not sharded."""
+        best groups, and those in which it copies them; both empty where weights are not sharded."""
         if point.zero != 3 or point.sharers == point.expert_sharers == 1:
-            return {}
+            return {}, {}
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
         if key not in self._floors:
-            self._floors[key] = self._floor(*self._groups(point), point)
+            self._floors[key] = self._floor(*self._groups(point), point), self._copies(point)
         return self._floors[key]
+
+    def _copies(self, point: Point) -> Seconds:
+        """Of :func:`~partitioner.cost.whole.copy_seconds`, but for what kernels take to start."""
+        floor = dict[str, tuple[float, float]]()
+        for name, read in self._reads.items():
+            ahead = back = 0.0
+            for (weights, gradients), ways, sharers in (
+                (read.others, point.tp, point.sharers),
+                (read.experts, point.ep * point.expert_tp, point.expert_sharers),
+            ):
+                share = self._copied / ways if sharers > 1 else 0.0
+                ahead, back = ahead + share * weights, back + share * gradients
+            floor[name] = ahead, (ahead + back) * self.train
+        return floor
 
     def scattered(self, point: Point, m: int, known_s: float, forward_s: float) -> float:
         """What no step goes below that takes ``known_s`` at least without it, and ``forward_s`` for the forward of a

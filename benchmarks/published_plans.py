@@ -87,9 +87,12 @@ def constraints_of(row: Row) -> Constraints:
         placement=None if is_of(row, _SHARDS) else "in_order",
         overlap_experts=bool(re.search(r"1f1b overlap|(?<!no )EP overlap", flags_of(row))),
         overlap_steps=is_of(row, _OVERLAPS_STEPS),
-        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, and NeMo's recipes for performance
-        # set ``grad_reduce_in_fp32=False``
-        short_gradients=row.get("precision") == "fp16" or zero == 3 or "NeMo" in row.get("framework", "") or None,
+        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in Megatron-Core, whose default
+        # they are there too; NeMo's recipes for performance set ``grad_reduce_in_fp32=False``
+        short_gradients=row.get("precision") == "fp16"
+        or (zero == 3 and not is_of(row, ("Megatron",)))
+        or "NeMo" in row.get("framework", "")
+        or None,
         fused_casts=True,  # Transformer Engine, XLA and Inductor all do
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
@@ -121,6 +124,9 @@ def flags_of(row: Row) -> str:
 
 
 def is_compiled(row: Row) -> bool:
+    """Whether it says so, or runs torchao's float8, which is compiled where it is to gain anything."""
+    if is_of(row, _NATIVE) and "fp8" in str(row.get("precision")):
+        return True
     said = f"{flags_of(row)} {row.get('notes') or ''}"
     return "compile" in said and not re.search(r"\b(no|not|without) (torch\.)?compile", said)
 

@@ -51,20 +51,20 @@ MESHES = {
 # Frameworks from before FlashAttention, or that did not have it on: they make the scores.
 _UNFUSED = ("Megatron-LM", "Megatron-DeepSpeed")
 # Fused attention of frameworks from before torch took today's cuDNN: the share of peak that it reaches by device, where
-# that is not what the hardware file says. FlashAttention-2 (Dao 2023) and 1, half as fast, in llm-foundry's tables of
-# 2023; cuDNN 9.1 on H100, 539 TFLOP/s forward and 430 backward (Shah et al. 2024), and that of early 2025 on Blackwell,
-# which reached on GB200 what it did on B200 (1,171 and 943 TFLOP/s: NVIDIA/cudnn-frontend, sdpa_benchmark_training).
+# that is not what the hardware file says. On H100 (Shah et al. 2024, figures 5 and 6): FlashAttention-2, 335 TFLOP/s
+# forward and 322 backward, and cuDNN 9.1, 539 and 430; that of early 2025 reached on GB200 what it did on B200 (1,171
+# and 943: NVIDIA/cudnn-frontend, sdpa_benchmark_training). FlashAttention 1 is half as fast, in llm-foundry's tables.
 _HOPPER = ("H100", "H800", "H200", "H20", "GH200")
 _KERNELS: dict[str, dict[str, float]] = {
     "flash-1": {"A100": 0.3, **dict.fromkeys(_HOPPER, 0.19)},
-    "flash-2": dict.fromkeys(_HOPPER, 0.38),
+    "flash-2": dict.fromkeys(_HOPPER, 0.33),
     "cudnn-9.1": {"GB200": 0.47, **dict.fromkeys(_HOPPER, 0.46)},
     "today's": {},
 }
 _ATTENTION = {
     "Composer": "flash-1",
     **dict.fromkeys(("NeMo/Megatron-Core", "Megatron-Core (v0", "MaxText", "PaxML"), "cudnn-9.1"),
-    **dict.fromkeys(("NeMo/Megatron-Bridge", "Megatron-Core"), "today's"),
+    **dict.fromkeys(("NeMo/Megatron-Bridge", "NeMo AutoModel", "Megatron-Core"), "today's"),
 }
 # Those with kernels of their own for norms and rotations, or a compiler; the others are PyTorch code that runs operator
 # by operator, unless a row says that it was compiled.

@@ -32,12 +32,15 @@ def fixed_of(constraints: Constraints) -> list[str]:
 
 
 def subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all."""
-    few = len(pins) if len(pins) <= _FEW_PINS else 2
+    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all. Of many
+    places none by itself."""
+    places = tuple(p for p in pins if ":" in p)
+    each = pins if len(places) <= _FEW_PINS else [p for p in pins if p not in places]
+    few = len(each) if len(each) <= _FEW_PINS else 2
     for size in range(few + 1):
-        yield from combinations(pins, size)
+        yield from combinations(each, size)
     if few < len(pins):
-        yield from {tuple(p for p in pins if ":" in p), tuple(pins)} - {()}
+        yield from {places, tuple(pins)} - {()}
 
 
 def effort(pins: Sequence[str]) -> float:

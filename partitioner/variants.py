@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from partitioner.constraints import Constraints
+from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.explore import OFFLOAD_SETS
 from partitioner.job import Job
 from partitioner.laggards import is_even, smaller_clusters
@@ -78,16 +78,17 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
 
 
 def far_variants(asked: Asked) -> Iterator[Variant]:
-    """With more memory, and with more nodes, than :func:`variants` have, where it is memory that lacks."""
+    """With more memory, and with more nodes, where it is memory that lacks: also with more than :func:`variants` have,
+    among whose many others there may have been no time for these."""
     base = next(variants(asked, True))
-    yield from _larger(base, _FAR)
-    yield from _nodes(base, [math.ceil(base.topology.num_nodes * times) for times in _FAR])
+    yield from _larger(base, (*_TIMES, *_FAR))
+    yield from _nodes(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
 
 
 def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
     """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
     given = base.constraints.stage_of
-    stages = base.constraints.pp
+    stages = _num_stages(base.constraints)
     job = asked.prepare(base.topology, asked.constraints.meaning, base.global_batch)
     paths = sorted({call.path for call in job.model.calls})
     for name, stage in given.items():
@@ -98,6 +99,13 @@ def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
         if stages is not None and not -stages <= stage < stages:
             places = {**given, name: stages - 1 if stage > 0 else 0}
             yield _placed(base, places, f"stage_of[{name!r}]={places[name]} instead of {stage}")
+
+
+def _num_stages(given: Constraints) -> int | None:
+    """The stages, virtual ones included, that ``stage_of`` may name; ``None`` where that is left open."""
+    if given.pp is None or (given.virtual_stages is None and given.schedule not in (None, *OF_ONE_STAGE)):
+        return None
+    return given.pp * (given.virtual_stages or 1)
 
 
 def _placed(base: Variant, places: dict[str, int], text: str) -> Variant:

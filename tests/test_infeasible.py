@@ -213,6 +213,13 @@ JOBS: dict[str, Infeasible] = {
     "shares: and offload to hosts that nobody described": Infeasible(
         ConstraintError, "data_shares left free .*, offload=none", pins={"data_shares": (3, 2), "offload": "optimizer"}
     ),
+    "stage_of: every layer on a virtual stage, and a microbatch too large": Infeasible(
+        CapacityError, "microbatch_size=|recompute left free", cluster(24), batch=2048, depth=48,
+        pins={
+            "pp": 4, "tp": 1, "dp": 1, "microbatch_size": 256, "schedule": "interleaved", "virtual_stages": 6,
+            "recompute": "none", "zero": 0, "stage_of": {f"layers.{i}": i // 2 for i in range(48)},
+        },
+    ),
     "stage_of: a stage too full": Infeasible(
         CapacityError, "no stage_of|tp=|zero=", cluster(2.6),
         pins={"pp": 2, "tp": 1, "zero": 0, "stage_of": {"layers.2": 0}},

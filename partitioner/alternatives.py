@@ -7,22 +7,29 @@ found best is tried then, for the same mesh and microbatch.
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from partitioner.evaluate import Solved
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.bestfirst import Bounds
 from partitioner.solve.point import Point
-from partitioner.solve.points import Space, several_stages
-from partitioner.solve.rows import Evaluated, bound_and_gap, candidate, refused
+from partitioner.solve.points import Space, even_chunks, several_stages
+from partitioner.solve.rows import Evaluated, Row, bound_and_gap, candidate, refused
 from passes.errors import PartitionError
 
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
 _MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that were no better: half a minute or so
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
+_PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
+_WORTH_IT = 1.03  # times the best plan: what a first one may take for others to be tried
+_HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
+_RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
 
 
 def effort(space: Space, point: Point) -> float:
@@ -30,17 +37,97 @@ def effort(space: Space, point: Point) -> float:
     return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
-def schedules_of_several(space: Space, solved: Mapping[Point, Evaluated], found: Point) -> list[Point]:
-    """Points of several virtual stages: of the meshes and microbatches that were best of ``solved``, and would be
-    better than ``found`` without the pipeline's bubble."""
+def schedules_of_several(
+    space: Space, solved: Mapping[Point, Evaluated], found: Point, rows: Mapping[Point, Row], bounds: Bounds
+) -> list[Sequence[Point]]:
+    """Points of several virtual stages, by mesh and microbatch: of those that were best of ``solved`` and would be
+    better than ``found`` without the pipeline's bubble, and of those that the bubble alone may have kept from a plan.
+    Of these the first says whether the others are worth it."""
     enough = solved[found].step_time
     best: dict[Point, Point] = {}
     for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
         bubble = (known.breakdown or {}).get("bubble", 0.0)
         near = known.step_time <= _NEAR * solved[found].step_time and known.step_time - bubble < enough
         if point.pp > 1 and near and len(best) < _BEST:
-            best.setdefault(replace(point, schedule="", zero=0, dp_shard=0), point)
-    return [other for point in best.values() for other in several_stages(space, point)]
+            best.setdefault(_mesh(point), point)
+    groups: list[Sequence[Point]] = [[other] for point in best.values() for other in several_stages(space, point)]
+    for point in _promising(space, rows.values(), {*map(_mesh, solved)}, enough, bounds):
+        if len(best) >= _BEST + _PROBED:
+            break
+        if _mesh(point) not in best:
+            best[_mesh(point)] = point
+            groups.append(sorted(several_stages(space, point), key=_far_from_few))
+    return groups
+
+
+def _far_from_few(point: Point) -> tuple[bool, int]:
+    """Interleaved stages first, of which a handful on a rank are most often best."""
+    return point.schedule != "interleaved", abs(point.virtual_stages - _FEW)
+
+
+def _mesh(point: Point) -> Point:
+    """What several ways of running the same mesh and microbatch have in common."""
+    return replace(point, schedule="", zero=0, dp_shard=0)
+
+
+def _promising(
+    space: Space, rows: Iterable[Row], solved: Collection[Point], enough_s: float, bounds: Bounds
+) -> Iterator[Point]:
+    """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``enough_s`` by their
+    bounds if their pipelines filled as much earlier as most virtual stages let them and made again what has no room
+    then: the quickest first. Under ZeRO-2 the backwards of parts of stages are too short to scatter behind."""
+    heap: list[tuple[float, int, int]] = []  # seconds, the place of some points, how many bounds were asked for
+    nodes: list[Sequence[Point]] = []
+    together, steps = bounds.together, bounds.steps[:_RELAXED]
+    alone, last = len(together), len(together) + len(steps)
+
+    def push(seconds: float, points: Sequence[Point], step: int) -> None:
+        heapq.heappush(heap, (seconds, len(nodes), step))
+        nodes.append(points)
+
+    families = defaultdict[Point, list[Row]](list)
+    left = [row for row in rows if row.status == "bounded" and row.point.pp > 1 and row.point.schedule == "1f1b"]
+    for row in [row for row in left if row.point.zero < 2] or left:
+        if _mesh(row.point) not in solved:
+            families[_mesh(row.point)].append(row)
+    known = {row.point: row.bound for row in left}
+    for members in families.values():
+        shorter = _shorter(space, members[0].point)
+        push(shorter * min(row.bound for row in members), [row.point for row in members], 0)
+    asked = 0
+    while heap and heap[0][0] < _HOPED * enough_s:
+        least_s, number, step = heapq.heappop(heap)
+        points = nodes[number]
+        shorter = _shorter(space, points[0])
+        if step > last:
+            yield points[0]
+        elif step == alone and len(points) > 1:
+            for point in points:
+                push(max(least_s, shorter * known[point]), [point], step)
+        elif asked < _MOST_ASKED:
+            asked += 1
+            with suppress(PartitionError):  # it has no plan
+                if step == last:
+                    seconds = least_s + bounds.again_s(_virtual(space, points[0]))
+                elif step < alone:
+                    seconds = shorter * together[step](points, enough_s / shorter)
+                else:
+                    seconds = shorter * steps[step - alone](points[0], enough_s / shorter)
+                push(max(least_s, seconds), points, step + 1)
+
+
+def _most(space: Space, point: Point) -> int:
+    return even_chunks(space, point.pp)[-1]
+
+
+def _virtual(space: Space, point: Point) -> Point:
+    return replace(point, schedule="interleaved", virtual_stages=_most(space, point))
+
+
+def _shorter(space: Space, point: Point) -> float:
+    """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
+    idle = (point.pp - 1) / point.num_microbatches(space.global_batch)
+    return (1 + idle / _most(space, point)) / (1 + idle)
 
 
 def best_schedule(
@@ -48,7 +135,7 @@ def best_schedule(
     attempt: Callable[[Point], Evaluated],
     bounds: Bounds,
     last: Callable[[Point, float], float],
-    several: Sequence[Point],
+    several: Sequence[Sequence[Point]],
     found: Solved,
     certificate: Certificate,
     deadline: float,
@@ -59,26 +146,38 @@ def best_schedule(
     ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own;
     ``last``: as :func:`partitioner.solve.bestfirst.search` has it.
     """
-    best, rows, cut_off = found, [], certificate.cut_off
+    best, rows, cut_off = found, list[Candidate](), certificate.cut_off
+
+    def tried(point: Point, enough_s: float) -> Evaluated | None:
+        """``None`` where it is no better, by its bounds."""
+        least = float(bounds.times([point])[0])
+        if least >= enough_s:
+            return None
+        try:
+            least = max([least, *(bound([point], enough_s) for bound in bounds.together)])
+            told = attempt(point) if least < enough_s else None
+        except PartitionError as error:
+            rows.append(refused(point, error))
+            return None
+        if told is not None:
+            rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
+        return told
+
+    left = [list(group) for group in several]
     try:
-        for point in several:
-            enough = best.estimate.step_time * (1 - _ROUNDING)
+        while left:
+            group = left[0]
+            if not group:
+                del left[0]
+                continue
             if time.monotonic() > deadline:
                 cut_off = "time limit"
                 break
-            least = float(bounds.times([point])[0])
-            if least >= enough:
-                continue
-            try:
-                least = max([least, *(bound([point], enough) for bound in bounds.together)])
-                if least >= enough:
-                    continue
-                told = attempt(point)
-            except PartitionError as error:
-                rows.append(refused(point, error))
-                continue
-            rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
-            if told.step_time < enough:
+            enough_s = best.estimate.step_time * (1 - _ROUNDING)
+            told = tried(group.pop(0), enough_s)
+            if told is not None and told.step_time > _WORTH_IT * enough_s:
+                group.clear()
+            elif told is not None and told.step_time < enough_s:
                 best = told.payload
     except KeyboardInterrupt:  # the best so far is a plan
         cut_off = "interruption"

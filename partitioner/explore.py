@@ -208,7 +208,8 @@ def _explore(
     found, certificate = result.best.payload, result.certificate
     rows = certificate.candidates
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
-        several = schedules_of_several(space, {**solved(before), **solved(result.rows)}, found.point)
+        known = {**solved(before), **solved(result.rows)}
+        several = schedules_of_several(space, known, found.point, result.rows, floors)
         attempt = partial(evaluate, proven=False)
         found, certificate = best_schedule(
             evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline

@@ -247,6 +247,26 @@ class Floors:
             self._needs[key] = needs_of([(call, self.bounds.calls(point)[call.block]) for call in calls], split)
         return self._needs[key]
 
+    def again_s(self, point: Point) -> float:
+        """Seconds of a step in which activations are made again, roughly: where stages are even, and all ranks hold as
+        many of them as the fullest. Raises where the point has no plan."""
+        model, of_block, _ = self.evaluator.least(point)
+        costs = [of_block[call.block] for call in model.calls if not call.prologue]
+        m, (_, speeds) = self.bounds.rounds(point), self.bounds.speeds(point)
+        held = 1 / float(most_held(point.schedule, point.pp, int(m), point.virtual_stages).min())
+        free = self.bounds.capacity(point) - self.bounds.state_bytes(point)
+        free -= max(cost.working_bytes for cost in costs)
+        kept = [(c.selective_s, c.selective_bytes) for c in costs]
+        kept += [(c.forward_s, c.saved_bytes - c.selective_bytes) for c in costs]
+        inputs = [zip(c.input_bytes, c.saved_inputs, strict=True) for c in costs]
+        left = sum(size for each in inputs for size, is_kept in each if is_kept)
+        left += sum(size for _, size in kept) - max(0.0, free) * point.pp / held
+        seconds = 0.0
+        for rate, size in sorted((made_s / size, size) for made_s, size in kept if size > 0):
+            seconds += rate * min(max(0.0, left), size)
+            left -= size
+        return float(m / speeds * seconds)
+
     def _thoroughly(self, point: Point, enough_s: float) -> float:
         """The same, where only stages that are far from even may fit."""
         if point not in self._unseen:

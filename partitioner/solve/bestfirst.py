@@ -47,6 +47,9 @@ class Bounds(Protocol):
         """Bounds of one point, to be tried one after the other, of which nothing above so many seconds matters. Raise
         :class:`PartitionError` where it has no plan."""
 
+    def again_s(self, point: Point) -> float:
+        """About how many seconds of a step activations are made again; no bound."""
+
     def shortage(self, point: Point) -> CapacityError | None:
         """What a point lacks, of which a step said only what it lacks at least."""
 

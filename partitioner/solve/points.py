@@ -230,14 +230,17 @@ def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: Space, pp: int) -> list[int]:
-    """Numbers of virtual stages on a rank that let all of them have about as many layers; two, where none does."""
+    """Numbers of virtual stages on a rank that let all of them have as many layers, and between these about as many;
+    two, where none does."""
     layers, found = space.repeated or space.num_calls, list[int]()
-    for chunks in range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1):
-        stages = chunks * pp
-        even = -(-layers // stages) * stages <= _UNEVEN * layers
-        if even and (not found or chunks >= _MORE_CHUNKS * found[-1]):
-            found.append(chunks)
-    return found or [2]
+    several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
+    largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
+    for most in (layers, _UNEVEN * layers):
+        for chunks in several:
+            apart = (max(chunks, other) >= _MORE_CHUNKS * min(chunks, other) for other in found)
+            if largest[chunks] <= most and all(apart):
+                found.append(chunks)
+    return sorted(found) or [2]
 
 
 def several_stages(space: Space, point: Point) -> list[Point]:

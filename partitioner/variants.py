@@ -22,7 +22,7 @@ from partitioner.units import bytes_text, divisors, plural
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
 # Ways of doing what a plan may not do at all.
 _WAYS = ("context", "dispatch", "hierarchical", "grad_compression", "data_shares")
-_MOST_DEVICES = 32768
+_MOST_DEVICES, _MOST_BATCHES = 32768, 12
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
@@ -121,7 +121,7 @@ def _batches(asked: Asked, base: Variant) -> Iterator[Variant]:
     parts = {(given.dp or 1) * (given.microbatch_size or 1)}
     parts |= {groups * part for part in divisors(base.topology.num_devices)}
     near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
-    for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:4]:
+    for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:_MOST_BATCHES]:
         text = f"global_batch={size} instead of {batch}"
         kind = "more" if size > batch else "less"
         yield _and(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
@@ -172,7 +172,8 @@ def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     if short_of_memory:
         return
     pinned = math.prod(base.constraints.pinned.values())
-    sizes = {pinned * -(-now // pinned), max(1, now // pinned) * pinned, 1 << (now.bit_length() - 1)} - {now}
+    sizes = {pinned * -(-now // pinned), max(1, now // pinned) * pinned} | {1 << n for n in range(now.bit_length())}
+    sizes -= {now}
     for size in sorted(sizes):
         other = with_devices(topology, size)
         if other is None and size % topology.devices_per_node == 0:

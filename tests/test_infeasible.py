@@ -185,6 +185,9 @@ JOBS: dict[str, Infeasible] = {
     ),
     "batch: smaller than dp": Infeasible(ConstraintError, "dp=|global_batch=", batch=2, pins={"dp": 4}),
     "world: no mesh of a prime": Infeasible(PlanError, "devices|global_batch=", cluster(64, 7), batch=4),
+    "world: far more devices than a sample keeps busy": Infeasible(
+        PlanError, "global_batch=20", cluster(64, 4, 25), width=251, batch=1, depth=7
+    ),
     "stage_of: no such module": Infeasible(ConstraintError, "layers.3", pins={"pp": 2, "stage_of": {"layer.3": -1}}),
     "stage_of: nothing like it": Infeasible(ConstraintError, "no stage_of", pins={"pp": 2, "stage_of": {"decoder": 0}}),
     "stage_of: many that are wrong": Infeasible(

@@ -189,6 +189,21 @@ def best_schedule(
     return best, _with(certificate, rows, best, found)
 
 
+def without_limit(certificate: Certificate, found: Solved, again: Solved) -> tuple[Solved, Certificate]:
+    """The better one of a plan that was looked for as one that beats others, and of one without such a limit."""
+    if again.estimate.step_time >= found.estimate.step_time:
+        return found, certificate
+    told = evaluated(again)
+    row = candidate(again.point, told).model_copy(update={"status": "chosen"})
+    rows = [
+        row.model_copy(update={"bound": min(old.bound, told.step_time)}) if old.status == "chosen" else old
+        for old in certificate.candidates
+    ]
+    bound, gap = bound_and_gap(told.step_time, [certificate.bound])
+    better = {"objective": told.step_time, "bound": bound, "gap": gap, "candidates": tuple(rows)}
+    return again, certificate.model_copy(update=better)
+
+
 def evaluated(solved: Solved) -> Evaluated:
     """What the search asks of a solved candidate."""
     estimate = solved.estimate
@@ -221,4 +236,4 @@ def _same(row: Candidate, other: Candidate) -> bool:
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several"]
+__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several", "without_limit"]

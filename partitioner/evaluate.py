@@ -129,6 +129,11 @@ class Evaluator:
             min(expected.step_time, *judge.leasts),
         )
 
+    @property
+    def afresh(self) -> Evaluator:
+        """The same, but for what was told of placements while others were to be beaten."""
+        return replace(self, _records=defaultdict(Record))
+
     def _likely(self, point: Point) -> Callable[[Machine], float]:
         """Seconds of a step under 1F1B, which a formula says: what placements of a schedule that is followed differ in,
         collectives and what follows the pipeline, is the same. Infinite where it does not fit."""

@@ -16,6 +16,7 @@ from partitioner.alternatives import (
     effort,
     evaluated,
     schedules_of_several,
+    without_limit,
 )
 from partitioner.baselines import compared, is_known, no_candidates, standards, unpinned
 from partitioner.context import check_algorithm
@@ -214,6 +215,8 @@ def _explore(
         found, certificate = best_schedule(
             evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
         )
+    if certificate.cut_off is None and not evaluator.tries_all(found.point):
+        found, certificate = without_limit(certificate, found, evaluator.afresh.solve(found.point))
 
     as_long_s = max(_LEAST_S, time.monotonic() - start)
 

@@ -185,7 +185,10 @@ def best_schedule(
     if best is not found:
         whole = evaluate(best.point)
         proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
-        rows = [_at_least(row, proven) if _same(row, candidate(best.point)) else row for row in rows]
+        chosen = candidate(best.point, whole)
+        if whole.step_time < best.estimate.step_time:
+            best, rows = whole.payload, [chosen if _same(row, chosen) else row for row in rows]
+        rows = [_at_least(row, proven) if _same(row, chosen) else row for row in rows]
     return best, _with(certificate, rows, best, found)
 
 

@@ -101,7 +101,12 @@ def plan(
     ] = None,
     more: Annotated[
         str | None,
-        typer.Option("--constraints", metavar="NAME=VALUE,...", help="Any other constraint.", show_default=False),
+        typer.Option(
+            "--constraints",
+            metavar="NAME=VALUE,...",
+            help="Any other constraint; what has several values: A+B.",
+            show_default=False,
+        ),
     ] = None,
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")

@@ -27,15 +27,40 @@ class TargetError(PartitionError):
 
 
 def constraints_of(text: str) -> dict[str, Any]:
-    """``tp=8,schedule=gpipe`` as names and values. Raises :class:`TargetError` for what is not of that form."""
+    """``tp=8,schedule=gpipe`` as names and values; what is several has ``+`` between them, as in ``data_shares=3+2``,
+    and a stage its prefix before it, as in ``stage_of=embed:0+head:-1``. Raises :class:`TargetError` for what is not
+    of that form."""
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise TargetError(f"{part!r} is no constraint; expected name=value, as in tp=8,schedule=gpipe")
-        words = {"true": True, "false": False}
-        found[name.replace("-", "_")] = int(value) if value.lstrip("-").isdigit() else words.get(value.lower(), value)
+        name = name.replace("-", "_")
+        found[name] = _OF_SEVERAL.get(name, _value)(value)
     return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False}
+    return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
+
+
+def _stages(text: str) -> dict[str, Any]:
+    """``prefix:stage+prefix:stage``."""
+    parts = [part.rpartition(":") for part in text.split("+")]
+    for prefix, colon, stage in parts:
+        if not (prefix and colon and stage):
+            raise TargetError(
+                f"stage_of={text} names no stages; expected PREFIX:STAGE, several joined by +, as in "
+                "stage_of=model.embed_tokens:0+lm_head:-1"
+            )
+    return {prefix.strip(): _value(stage.strip()) for prefix, _, stage in parts}
+
+
+_OF_SEVERAL: dict[str, Callable[[str], Any]] = {
+    "data_shares": lambda text: [_value(part.strip()) for part in text.split("+")],
+    "stage_of": _stages,
+}
 
 
 def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:

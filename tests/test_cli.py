@@ -97,6 +97,20 @@ def test_any_constraint_can_be_given(folder: Path):
     assert "speed" in result.output
 
 
+def test_constraints_of_several_values_can_be_given(folder: Path):
+    where = (f"{folder / 'model.py'}:make", "--topology", "local:2", "-o", folder / "several.json")
+    pins = "pp=2,microbatch_size=1,schedule=1f1b,stage_of=up:0+down:-1"
+    result = invoke("plan", *where, "--constraints", pins)
+    assert result.exit_code == 0, result.output
+    assert Plan.load(folder / "several.json").constraints.stage_of == {"up": 0, "down": -1}
+    result = invoke("plan", *where, "--constraints", "dp=2,microbatch_size=1,data_shares=5+3")
+    assert result.exit_code == 0, result.output
+    assert Plan.load(folder / "several.json").data_shares == (5, 3)
+    result = invoke("plan", *where, "--constraints", "pp=2,stage_of=up")
+    assert result.exit_code == 2
+    assert "PREFIX:STAGE" in result.stderr
+
+
 def test_prove_says_what_is_proven(made: Path):
     result = invoke("prove", made)
     assert result.exit_code == 0, result.output

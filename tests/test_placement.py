@@ -413,6 +413,16 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+PLAIN: dict[str, Any] = {
+    "kinds": ["a100-80gb"],
+    "per_node": 8,
+    "memory": [80] * 8,
+    "speed": [1.0] * 8,
+    "network": [1.0],
+    "bandwidth": 10.0,
+}
+
+
 def described(cluster: dict[str, Any], order: Sequence[int] | None = None) -> Topology:
     """The cluster with its nodes in this order."""
     order = range(len(cluster["kinds"])) if order is None else order
@@ -506,6 +516,29 @@ def test_thousands_of_devices_that_are_alike_have_few_placements():
     assert found[0].device_of_rank == tuple(range(16384))
     for machine in found:
         assert sorted(machine.device_of_rank) == list(range(16384))
+
+
+def test_exchanges_go_by_what_is_quick_to_tell():
+    """A schedule that is followed judges few placements: those that a formula says are likely come first."""
+    topology = described({**PLAIN, "speed": [0.5, 0.9, 0.6, 1.0, 0.7, 0.8, 0.55, 0.95]})
+    mesh = {"pp": 4, "dp": 2, "cp": 1, "tp": 1, "ep": 1}
+    wanted = {frozenset((0, 7)), frozenset((1, 6)), frozenset((2, 5)), frozenset((3, 4))}  # no order has these
+
+    def together(machine: Machine) -> float:
+        stages = np.asarray(machine.devices).reshape(4, 2).tolist()
+        return 5.0 - sum(frozenset(stage) in wanted for stage in stages)
+
+    judged: list[Machine] = []
+
+    def judge(machine: Machine) -> tuple[float, None]:
+        judged.append(machine)
+        return together(machine), None
+
+    unaided = Placements(topology).best(mesh, judge, exchanges=0)
+    count = len(judged)
+    told = Placements(topology).best(mesh, judge, exchanges=0, likely=together)
+    assert told.cost < unaided.cost
+    assert len(judged) - count <= count
 
 
 def test_members_of_groups_are_matched_by_their_links():

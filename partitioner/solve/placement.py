@@ -151,7 +151,7 @@ class Placements:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         if best is not None and not self.complete(mesh):
-            best = self._improved(best, judge, least, costs, errors, enough, exchanges)
+            best = self._improved(best, judge, least, costs, errors, enough, exchanges, likely)
         if best is None:
             raise nearest(errors)
         return best
@@ -165,9 +165,11 @@ class Placements:
         errors: list[PartitionError],
         enough: float,
         exchanges: int,
+        likely: Callable[[Machine], float] | None,
     ) -> Found[Result]:
         """``best``, or what exchanges make of it: once for a mesh. For its other microbatches the best of the
-        candidates, which took ``costs``, and ranks on their namesakes, are enough."""
+        candidates, which took ``costs``, and ranks on their namesakes, are enough. Where ``likely`` tells placements
+        apart, exchanges go by that first."""
         mesh = best.machine.mesh
         key = _key(mesh)
         if key not in self._narrowed:
@@ -178,7 +180,13 @@ class Placements:
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
             return best
         self._exchanged.add(key)
-        improved = self._exchange(best, judge, least, errors, enough, exchanges)
+        improved = best
+        if likely is not None:
+            start = Found(best.machine, likely(best.machine), None)
+            told = self._exchange(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
+            if told is not start and (found := _judged(told.machine, judge, errors)) is not None:
+                improved = found if found.cost < best.cost * (1 - _BETTER) else best
+        improved = self._exchange(improved, judge, least, errors, enough, exchanges)
         if improved is not best:
             self._candidates[key].append(improved.machine)
         return improved

@@ -149,7 +149,8 @@ class Evaluator:
 
     def tries_all(self, point: Point) -> bool:
         """Whether plans of a point are tried on all placements, and with all shares of the batch for each rank."""
-        return self.placements.complete(point.grid) and not (self._mixed and self.job.goes_apart(point))
+        complete, nested = self.placements.complete(point.grid), self.placements.nested(point.grid)
+        return complete and (nested or not self.job.goes_apart(point))  # nested replicas are all alike
 
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
         """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s``. Raises as
@@ -260,7 +261,8 @@ class Evaluator:
 
     def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
         """What calls take on every kind of device, over the best groups that there could be."""
-        all_wait = point.pp == 1 and not self.job.goes_apart(point)
+        one_each = point.parts(self.job.global_batch) == point.dp
+        all_wait = point.pp == 1 and (one_each or not self.job.goes_apart(point))
         best = partial(self.placements.best_group, everywhere=all_wait)
         machine = self.job.dressed(Machine(self.job.topology, point.grid), point)
         sizes = {axis: size for axis, size in {**point.grid, "ep": point.ep}.items() if axis != "pp" and size > 1}

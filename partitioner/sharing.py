@@ -12,7 +12,7 @@ import numpy as np
 from partitioner.cost.calls import CallCost
 from partitioner.cost.machine import Machine, Seats
 from partitioner.cost.paces import Pipelines, work_and_speeds
-from partitioner.cost.seats import Costs, SeatCosts, fastest, slowest
+from partitioner.cost.seats import Costs, SeatCosts, fastest, longest
 from partitioner.job import Job
 from partitioner.localize import LocalModel
 from partitioner.solve.pipelines import is_formula, least_fill
@@ -69,10 +69,13 @@ class Sharing:
         kinds = dict.fromkeys(pipelines)
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
-        return [
-            slowest([_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds])
+        paced = [
+            [_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
             for s in range(point.pp)
         ]
+        if point.pp == 1:  # all calls are one stage's
+            return [max(paced[0], key=lambda costs: sum(self._through(costs)))]
+        return [longest(of_stage) for of_stage in paced]
 
     def least(self, machine: Machine) -> float:
         """Seconds that no plan on ``machine`` goes below, whatever the shares: stages that are all as fast as the best

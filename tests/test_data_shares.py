@@ -7,6 +7,7 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,6 +259,49 @@ def test_faster_devices_get_more_of_the_batch():
     assert plan_timeline(plan).step_time == pytest.approx(plan.estimate.step_time, rel=0.1)
     longest = follow(plan)
     assert all(plan.data_shares[place] == len(plan.program.share(place)) for place in longest.places)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(1024, 3 * 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            q, k, v = self.into(x).unflatten(-1, (8, 384)).transpose(1, 2).chunk(3, -1)
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+LINKS = """
+types: {fast: {memory: 80 GB, peak: {fp32: 100 TFLOP/s}, memory_bandwidth: 2 TB/s}}
+nodes: [{type: fast, devices: 3, count: 2}]
+levels:
+- {name: inside, bandwidth: 200 GB/s, latency: 5 us, nodes: 1}
+- {name: network, bandwidth: 5 GB/s, latency: 20 us}
+"""
+
+
+@pytest.mark.parametrize("pins", [{"dp": 3, "tp": 2, "pp": 1}, {"dp": 3, "cp": 2, "tp": 1, "pp": 1}], ids=str)
+def test_a_replica_whose_ranks_are_on_two_nodes_gets_less_of_the_batch(pins: dict[str, Any]):
+    """Of three groups of two on nodes of three one talks over the network, and the others need not wait for it."""
+    with torch.device("meta"):
+        model, width = (Attending(), 1024) if "cp" in pins else (Wide(), 4096)
+        inputs = (torch.empty(48, 4096, width),)
+    zero = {"zero": 0, "microbatch_size": 1}
+    plan = partition(model, loads(LINKS), inputs, constraints=Constraints(**pins, **zero))
+    devices = np.array(plan.devices).reshape(3, 2)
+    parted = [len({plan.topology.node_of[d] for d in pair.tolist()}) == 2 for pair in devices]
+    assert sum(parted) == 1
+    place = parted.index(True)
+    assert plan.data_shares[place] < min(share for k, share in enumerate(plan.data_shares) if k != place)
+    even = Constraints(**pins, **zero, data_shares=(sum(plan.data_shares) // 3,) * 3)
+    alike = partition(model, loads(LINKS), inputs, constraints=even)
+    assert plan.estimate.step_time < 0.9 * alike.estimate.step_time
+    assert plan_timeline(plan).step_time == pytest.approx(plan.estimate.step_time, rel=0.02)
+    waiting = partition(model, loads(LINKS), inputs, constraints=Constraints(**pins, zero=2, microbatch_size=1))
+    assert not waiting.data_shares  # who meet in every microbatch
+    assert plan.certificate.bound <= plan.estimate.step_time
 
 
 @settings(max_examples=8, deadline=None)

@@ -22,6 +22,7 @@ from partitioner.topology.groups import (
     between,
     placed,
     reference_type,
+    replica_groups,
     replica_paces,
     stage_capacity,
     stage_groups,
@@ -290,18 +291,31 @@ class Machine:
         return self._once(("pipelines", self.ep, self.expert_tp), self._pipelines)
 
     def _pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        if len(self.topology.paces[0]) == 1:
-            return (self.seats,) * self.mesh.get("dp", 1)
-        groups = [of_stage[0].groups for of_stage in self.seats]
+        dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
+        if dp == 1 or self.nested:
+            return (self.seats,) * dp
+        inside: dict[str, tuple[Mapping[str, int], str]] = {
+            axis: (self.mesh, axis) for axis in ("cp", "tp") if self.mesh.get(axis, 1) > 1
+        }
+        if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # else experts bring replicas together
+            inside["ep"] = expert_mesh, "cp"
+        numbers, paces = replica_paces(self.topology, self.mesh, self.devices)
+        columns, groups = [numbers], list[list[Group]]()
+        for mesh, axis in inside.values():
+            of_axis, different = replica_groups(self.topology, mesh, dp, axis, self.devices)
+            columns, groups = [*columns, of_axis], [*groups, different]
+        kinds, of_replica = np.unique(np.stack(columns).transpose(2, 1, 0), axis=0, return_inverse=True)
         known: dict[Any, Any] = {}
         found = []
-        for by_stage in replica_paces(self.topology, self.mesh, self.devices):
+        for by_stage in kinds.tolist():
             seats = []
-            for paces, of_stage in zip(by_stage, groups, strict=True):
-                each = tuple(Seat(kind, speed, of_stage) for kind, speed in paces)
+            for (pace, *own), of_stage in zip(by_stage, self.seats, strict=True):
+                slower = {axis: each[k] for axis, each, k in zip(inside, groups, own, strict=True)}
+                over = tuple((axis, slower.get(axis, group)) for axis, group in of_stage[0].groups)
+                each = tuple(Seat(kind, speed, over) for kind, speed in paces[pace])
                 seats.append(known.setdefault(each, each))
             found.append(known.setdefault(tuple(seats), tuple(seats)))
-        return tuple(found)
+        return tuple(found[k] for k in of_replica.reshape(-1).tolist())
 
     def devices_of(self, stage: int) -> list[DeviceType]:
         """The different kinds of devices, at their speeds."""

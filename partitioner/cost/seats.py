@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 from partitioner.cost.calls import Again, CallCost, CallWork, selective
 from partitioner.cost.machine import Machine, Seat
@@ -102,7 +103,7 @@ def fastest(costs: Sequence[Costs]) -> Costs:
 
 
 def slowest(costs: Sequence[Costs]) -> Costs:
-    """Call by call the most seconds."""
+    """Call by call the most seconds, of ranks that wait for each other in each collective."""
     if len(costs) == 1:
         return costs[0]
     return {
@@ -117,6 +118,26 @@ def slowest(costs: Sequence[Costs]) -> Costs:
         )
         for name in costs[0]
     }
+
+
+def longest(costs: Sequence[Costs]) -> Costs:
+    """Call by call those that take longest, of ranks that do not wait for each other."""
+    if len(costs) == 1:
+        return costs[0]
+    found: Costs = {}
+    for name, first in costs[0].items():
+        each = [of[name] for of in costs]
+        ahead, back = (max(each, key=attrgetter(total)) for total in ("forward_total_s", "backward_total_s"))
+        found[name] = replace(
+            first,
+            forward_s=ahead.forward_s,
+            forward_comm_s=ahead.forward_comm_s,
+            backward_s=back.backward_s,
+            backward_comm_s=back.backward_comm_s,
+            weights_s=back.weights_s,
+            selective_s=max(cost.selective_s for cost in each),
+        )
+    return found
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:

@@ -188,13 +188,32 @@ def stage_paces(
 
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
-) -> list[tuple[tuple[tuple[str, float], ...], ...]]:
-    """For each rank of ``dp``, for each stage, the different (kind, speed) of its devices."""
+) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
+    """The different (kind, speed) of the devices of each rank of ``dp`` in each stage: numbers, shape ``[pp, dp]``, and
+    what each stands for."""
     paces, of_device = topology.paces
-    pp, dp = mesh.get("pp", 1), mesh.get("dp", 1)
-    grid = of_device[placed(topology, mesh, devices).reshape(pp, dp, -1)]
-    rows = [[tuple(paces[k] for k in np.unique(row).tolist()) for row in of_stage] for of_stage in grid]
-    return [tuple(of_stage[place] for of_stage in rows) for place in range(dp)]
+    grid = of_device[placed(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
+    numbers, sets = _sets(grid, len(paces))
+    return numbers, [tuple(paces[k] for k in own) for own in sets]
+
+
+def replica_groups(
+    topology: Topology, mesh: Mapping[str, int], dp: int, axis: str, devices: Devices = None
+) -> tuple[NDArray[np.int64], list[Group]]:
+    """The slowest of the groups over ``axis`` inside each of ``dp`` replicas in each stage: numbers, shape
+    ``[pp, dp]``, and what each stands for. The ranks of a replica follow each other in ``mesh``."""
+    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, axis)])
+    numbers, sets = _sets(kinds.reshape(mesh.get("pp", 1), dp, -1), len(groups))
+    return numbers, [slowest([groups[k] for k in own]) for own in sets]
+
+
+def _sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
+    """Which of so many ``kinds`` there are along the last dim: the number of each set, and the sets."""
+    shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
+    has = np.zeros((len(rows), count), dtype=bool)
+    np.put_along_axis(has, rows, values=True, axis=1)
+    sets, numbers = np.unique(has, axis=0, return_inverse=True)
+    return numbers.reshape(shape), [np.flatnonzero(own).tolist() for own in sets]
 
 
 def reference_type(topology: Topology) -> str:

@@ -180,6 +180,7 @@ def _explore(
 
     def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
         nonlocal best_s
+        proven = proven and evaluator.placements.complete(point.grid)
         try:
             found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
         except PartitionError as error:

@@ -143,10 +143,12 @@ def best_schedule(
     """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline`` or
     ``KeyboardInterrupt``.
 
-    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own;
+    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own (nor has
+    that one where not all placements are tried);
     ``last``: as :func:`partitioner.solve.bestfirst.search` has it.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
+    better: Evaluated | None = None
 
     def tried(point: Point, enough_s: float) -> Evaluated | None:
         """``None`` where it is no better, by its bounds."""
@@ -178,12 +180,12 @@ def best_schedule(
             if told is not None and told.step_time > _WORTH_IT * enough_s:
                 group.clear()
             elif told is not None and told.step_time < enough_s:
-                best = told.payload
+                best, better = told.payload, told
     except KeyboardInterrupt:  # the best so far is a plan
         cut_off = "interruption"
     certificate = certificate.model_copy(update={"cut_off": cut_off})
-    if best is not found:
-        whole = evaluate(best.point)
+    if better is not None:
+        whole = better if better.partly else evaluate(best.point)  # of some placements a bound says nothing
         proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
         chosen = candidate(best.point, whole)
         if whole.step_time < best.estimate.step_time:

@@ -299,21 +299,19 @@ class Machine:
         }
         if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # else experts bring replicas together
             inside["ep"] = expert_mesh, "cp"
-        numbers, paces = replica_paces(self.topology, self.mesh, self.devices)
-        columns, groups = [numbers], list[list[Group]]()
-        for mesh, axis in inside.values():
-            of_axis, different = replica_groups(self.topology, mesh, dp, axis, self.devices)
-            columns, groups = [*columns, of_axis], [*groups, different]
-        kinds, of_replica = np.unique(np.stack(columns).transpose(2, 1, 0), axis=0, return_inverse=True)
+        of_paces, paces = replica_paces(self.topology, self.mesh, self.devices)
+        each = [replica_groups(self.topology, mesh, dp, axis, devices=self.devices) for mesh, axis in inside.values()]
+        numbers = np.stack([of_paces, *(of_axis for of_axis, _ in each)])
+        kinds, of_replica = np.unique(numbers.transpose(2, 1, 0), axis=0, return_inverse=True)
         known: dict[Any, Any] = {}
         found = []
         for by_stage in kinds.tolist():
             seats = []
             for (pace, *own), of_stage in zip(by_stage, self.seats, strict=True):
-                slower = {axis: each[k] for axis, each, k in zip(inside, groups, own, strict=True)}
-                over = tuple((axis, slower.get(axis, group)) for axis, group in of_stage[0].groups)
-                each = tuple(Seat(kind, speed, over) for kind, speed in paces[pace])
-                seats.append(known.setdefault(each, each))
+                groups = {axis: of_kind[k] for axis, (_, of_kind), k in zip(inside, each, own, strict=True)}
+                over = tuple((axis, groups.get(axis, group)) for axis, group in of_stage[0].groups)
+                here = tuple(Seat(kind, speed, over) for kind, speed in paces[pace])
+                seats.append(known.setdefault(here, here))
             found.append(known.setdefault(tuple(seats), tuple(seats)))
         return tuple(found[k] for k in of_replica.reshape(-1).tolist())
 

@@ -75,13 +75,8 @@ def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices:
 
 def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> tuple[Group, ...]:
     """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them."""
-    assert "pp" not in axes, axes
-    rows = placed(topology, mesh, devices)[rank_grid(mesh, *axes)]
-    kinds, groups = kinds_of(topology, rows)
-    # groups of one stage follow each other, since pp is the outermost axis
-    if len(groups) == 1:
-        return (groups[0],) * mesh.get("pp", 1)
-    return tuple(slowest([groups[k] for k in np.unique(own)]) for own in kinds.reshape(mesh.get("pp", 1), -1))
+    numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices)
+    return tuple(groups[k] for k in numbers[:, 0].tolist())
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
@@ -198,11 +193,13 @@ def replica_paces(
 
 
 def replica_groups(
-    topology: Topology, mesh: Mapping[str, int], dp: int, axis: str, devices: Devices = None
+    topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[Group]]:
-    """The slowest of the groups over ``axis`` inside each of ``dp`` replicas in each stage: numbers, shape
-    ``[pp, dp]``, and what each stands for. The ranks of a replica follow each other in ``mesh``."""
-    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, axis)])
+    """The slowest of the groups over ``axes``, ``pp`` not among them, inside each of ``dp`` replicas in each stage:
+    numbers, shape ``[pp, dp]``, and what each stands for. The ranks of a replica follow each other in ``mesh``."""
+    assert "pp" not in axes, axes
+    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)])
+    # groups of one stage follow each other, since pp is the outermost axis
     numbers, sets = _sets(kinds.reshape(mesh.get("pp", 1), dp, -1), len(groups))
     return numbers, [slowest([groups[k] for k in own]) for own in sets]
 
@@ -210,6 +207,8 @@ def replica_groups(
 def _sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
     """Which of so many ``kinds`` there are along the last dim: the number of each set, and the sets."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
+    if count == 1:
+        return np.zeros(shape, dtype=np.int64), [[0]]
     has = np.zeros((len(rows), count), dtype=bool)
     np.put_along_axis(has, rows, values=True, axis=1)
     sets, numbers = np.unique(has, axis=0, return_inverse=True)

@@ -78,7 +78,7 @@ def _join_results(graph: fx.Graph) -> None:
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
     """Let states that are returned as they are pass through an operator; which name went where."""
-    output = next(reversed(graph.nodes))
+    output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
         if node.op == "placeholder" and node.meta["state"] is not None:

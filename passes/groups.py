@@ -123,7 +123,7 @@ def _scaled(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dic
     """Return each of ``nodes`` divided by the number of groups; which name went where."""
     if num_groups == 1:
         return {}
-    output = next(reversed(graph.nodes))
+    output = graph.output_node()
     moved: dict[str, str] = {}
     with graph.inserting_before(output):
         for node in nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,10 +31,12 @@ class Measured:
 class Trainer:
     """One plan's engine with AdamW as everybody uses it."""
 
-    def __init__(self, program: Program, weights: str, batch: dict[str, Tensor]) -> None:
-        communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
+    def __init__(self, program: Program, weights: str, batch: dict[str, Tensor], device: str = "cpu") -> None:
+        communicator = TorchCommunicator(program.world_size, torch.device(device))
         self.engine = Engine(program, weights, communicator=communicator)
-        self.optimizer = torch.optim.AdamW([p for p in self.engine.parameters() if p.requires_grad], lr=1e-5)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.engine.parameters() if p.requires_grad], lr=1e-5, fused=device == "cuda" or None
+        )
         self.batch = batch
 
     def step(self) -> float:
@@ -81,3 +84,27 @@ def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s
         dist.barrier()
         peaks.append(peak_bytes(lambda p=program: Trainer(p, weights, inputs).step) if runs else 0)
     return [Measured(*found) if runs else None for runs, *found in zip(took, steps, updates, peaks, strict=True)]
+
+
+def measure_apart(plans: Sequence[str], weights: str, batch: str, steps: int, device: str = "cuda") -> list[Any]:
+    """Of plans of one rank, each alone on the GPU: median seconds of a step, and the most bytes of tensors in one."""
+    inputs: dict[str, Any] = torch.load(batch, weights_only=True)
+    found: list[tuple[float, int]] = []
+    for path in plans:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        trainer = Trainer(program_of(path), weights, inputs, device)
+        for _ in range(3):
+            trainer.step()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            trainer.step()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found.append((statistics.median(seconds), torch.cuda.max_memory_allocated() - before))
+        del trainer
+    return found

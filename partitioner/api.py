@@ -50,8 +50,8 @@ def partition(
         global_batch: the inputs' batch is only a sample of this many.
         loss: makes the scalar loss of the model's output; ``None``: the output is, or has, the loss.
         constraints: what is given is fixed.
-        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``fp8``: bf16, but
-            for products with weights; with experts planned only.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
+            products on GPUs. ``fp8``: bf16, but for products with weights; with experts planned only.
         estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans. Memory
             is by the search's tables, mostly up to a tenth above what a program takes.
         time_limit_s: seconds after which the search ends with the best plan that it has found; ``certificate.gap``
@@ -67,6 +67,7 @@ def partition(
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
         work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
+        topology = topology.in_tf32 if kind == "tf32" else topology
         return Job(*work, topology, constraints, train, optimizer, kind)
 
     with advised(Asked(topology, constraints, global_batch, job_of)):

@@ -24,7 +24,7 @@ Layout = Annotated[
 ]
 Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
 Precision = Annotated[
-    str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `fp64` or `fp8`; default: as the parameters are.")
+    str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: as the parameters are.")
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)

@@ -6,12 +6,12 @@ from partitioner.plan import Plan
 from partitioner.timing import common_precision
 from partitioner.units import digits
 
-_OTHERS = {"bf16": "fp16", "fp16": "bf16"}
+_OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
 _MUCH = 2.0  # times as fast: from here on it is told
 
 
 def precision_notes(plan: Plan) -> list[str]:
-    """For each kind of device that multiplies much faster in the other type of 16 bits, that it does."""
+    """For each kind of device that multiplies much faster in the other type of as many bits, that it does."""
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     other = _OTHERS.get(precision)
     if other is None:

@@ -234,6 +234,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         reducing=chosen.reducing,
     )
     program = with_fp8(program) if job.precision == "fp8" else program
+    program = program.model_copy(update={"tf32": job.precision == "tf32"})
     facts = ProgramFacts(program)
     prove(program, facts=facts)
     if program.offload:

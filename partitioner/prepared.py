@@ -155,8 +155,8 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
-    if precision not in (None, *PRECISIONS, "fp8"):
-        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, fp8 or None; got {precision!r}")
+    if precision not in (None, *PRECISIONS, "tf32", "fp8"):
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
     return PreparedModel(model, inputs, loss, objective, precision)
 
 

@@ -18,6 +18,7 @@ from passes.errors import InputsError
 
 OBJECTIVES = ("train", "infer")
 _SHOWN = 3  # leaves of a result that a message lists
+_AROUND = {"fp8": "bf16", "tf32": "fp32"}  # of products, and what is between them
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -99,13 +100,14 @@ def _output_text(model: FoldedModel) -> str:
 
 
 def type_of(precision: str | None) -> str | None:
-    """The type of parameters and activations: under fp8 only products are shorter than bf16."""
-    return "bf16" if precision == "fp8" else precision
+    """The type of parameters and activations: under fp8 and TF32 only products are shorter."""
+    return _AROUND.get(precision, precision) if precision else precision
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """The floating type of most of the parameters, as hardware files name it; ``fp8`` where that is asked for."""
-    if asked == "fp8":
+    """The floating type of most of the parameters, as hardware files name it; ``fp8`` or ``tf32`` where that is asked
+    for."""
+    if asked in _AROUND:
         return asked
     sizes: Counter[torch.dtype] = Counter()
     for state in model.states.values():

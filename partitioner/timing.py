@@ -97,7 +97,8 @@ class PlanDurations:
         self._seats = seats
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
-        self.machine = Machine(plan.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
+        self.topology = plan.topology.in_tf32 if precision == "tf32" else plan.topology
+        self.machine = Machine(self.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
         here = self.plan.program.stages[stage]
@@ -115,7 +116,7 @@ class PlanDurations:
         if abs(source - target) == 1:
             return message_time(nbytes, self.machine.links[min(source, target)])
         ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
-        link = self.plan.topology.link(devices[ranks[source].start], devices[ranks[target].start])
+        link = self.topology.link(devices[ranks[source].start], devices[ranks[target].start])
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:
@@ -148,7 +149,7 @@ class PlanDurations:
     def costs(self) -> tuple[dict[str, CallCost], ...]:
         """By stage and block."""
         program = self.plan.program
-        costs = SeatCosts(self.blocks, self.plan.topology, program.objective == "train", partial(_again, program))
+        costs = SeatCosts(self.blocks, self.topology, program.objective == "train", partial(_again, program))
         return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
 
     @cached_property

@@ -93,7 +93,7 @@ class Block:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        output = self.graph.output_node()
+        output: Any = self.graph.output_node()
         return tuple(output.args[0])
 
     def copy(self) -> Block:

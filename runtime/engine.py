@@ -41,7 +41,7 @@ from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
 from runtime.planfile import placement_of, program_of
-from runtime.precision import check_fp8
+from runtime.precision import check_fp8, products_of
 from runtime.program import Program, RankProgram
 from runtime.recorder import Phase
 from runtime.scaling import Scale, scale_of
@@ -197,7 +197,8 @@ class Engine:
         for name in self._gradients.passing:
             self._parameters[name].grad = None
         try:
-            self._executor.run(inputs, self.steps)
+            with products_of(self.program, self.device):
+                self._executor.run(inputs, self.steps)
         except BaseException:
             self._gradients.restore()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +45,20 @@ def with_fp8(program: Program) -> Program:
         return data.model_copy(update={"nodes": block_to_data(block)}) if in_eight_bits(block) else data
 
     return program.model_copy(update={"blocks": {n: rounded(n, block) for n, block in program.blocks.items()}})
+
+
+@contextmanager
+def products_of(program: Program, device: torch.device) -> Iterator[None]:
+    """Where products in float32 are rounded to TF32 first, if ``program`` has them so and ``device`` is a GPU."""
+    if not program.tf32 or device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def check_fp8(program: Program, device: torch.device) -> None:

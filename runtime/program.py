@@ -181,6 +181,7 @@ class Program(Data):
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
     fused_attention: bool = True  # kernels keep no scores, whatever the widths of heads
+    tf32: bool = False  # products in float32 take the rounded operands of GPUs' tensor cores
     whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
     # what is kept in host memory, and whether the optimizer's states are on disk instead
     offload: tuple[Literal["optimizer", "activations", "parameters", "disk"], ...] = ()

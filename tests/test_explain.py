@@ -269,7 +269,7 @@ def test_the_largest_part_need_not_be_most(plan: Plan):
 
 
 def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
-    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, fp8 or None; got 'int8'"):
+    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, tf32, fp8 or None; got 'int8'"):
         prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")
 
 

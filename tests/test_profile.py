@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +24,10 @@ from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
 from partitioner.profile import profile, transfers
+from partitioner.profile import ranks as on_ranks
 from partitioner.profile.cases import SIZES, attentions, build, on_rows, products
-from partitioner.profile.fit import FitError, fit_concurrent, fit_device, fit_level, fit_overlap
+from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, fit_overlap
+from partitioner.profile.issuing import issuing
 from partitioner.profile.lines import fit_line
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
 from partitioner.profile.text import machine_yaml, profile_parts
@@ -328,3 +334,62 @@ def test_ranks_and_devices_that_are_not_there():
     if not torch.cuda.is_available():
         with pytest.raises(TopologyError, match="torch sees no GPU"):
             profile(2, device="cuda")
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def h200() -> tuple[list[KernelSample], float]:
+    """What a profile measured on an H200 (torch 2.11, CUDA 13), and the seconds of its host for an operator."""
+    data = json.loads((Path(__file__).parent / "h200_kernels.json").read_text())
+    samples = []
+    for row in data["kernels"]:
+        one = {name: math.inf if value is None else value for name, value in zip(data["columns"], row, strict=True)}
+        name, seconds = one.pop("name"), one.pop("seconds")
+        samples.append(KernelSample(name, Kernel(**one), seconds))
+    return samples, statistics.median(data["issued_s"])
+
+
+def test_a_gpu_is_what_its_sheet_says_less_what_it_loses():
+    samples, dispatch = h200()
+    found = fit_device(samples, memory=1, dispatch=dispatch)
+    sheet = Topology.preset("dgx-h200").device_type(0)
+    assert 0.8 * sheet.memory_bandwidth < found.memory_bandwidth < sheet.memory_bandwidth
+    for precision in ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8"):
+        assert 0.7 * sheet.peak_of(precision) < found.peak[precision] < sheet.peak_of(precision)
+    assert 1e-6 < found.launch < 3e-6 < dispatch
+    curve = [share for _, share in found.matmul_efficiency]
+    assert curve == sorted(curve) and curve[-1] == 1
+    errors = {e.what: e.median for e in device_errors(samples, found)}
+    assert all(errors[what] < 0.1 for what in ("matmul bf16", "attention", "pointwise", "special", "optimizer"))
+
+
+def test_what_the_host_hides_counts_for_nothing():
+    samples, dispatch = h200()
+    hidden = [
+        replace(s, seconds=s.seconds * 3) if s.kernel.kind == "norm" and s.seconds < dispatch / 3 else s
+        for s in samples
+    ]
+    assert hidden != samples
+    found = fit_device(hidden, memory=1, dispatch=dispatch)
+    assert found.memory_efficiency["norm"] == fit_device(samples, memory=1, dispatch=dispatch).memory_efficiency["norm"]
+    told = {e.what: e.num_samples for e in device_errors(samples, found)}
+    assert 0 < told["norm"] < sum(s.kernel.kind == "norm" for s in samples)
+
+
+def test_every_precision_that_is_measured_can_be_in_a_file(tmp_path: Path):
+    samples, dispatch = h200()
+    found = fit_device(samples, memory=80 << 30, dispatch=dispatch)
+    topology = Topology(name="one", nodes=({"type": "cuda", "devices": 1},), types={"cuda": found})
+    (tmp_path / "gpu.yaml").write_text(machine_yaml(topology, [], "a GPU"))
+    read = Topology.load(tmp_path / "gpu.yaml").types["cuda"]
+    assert read.peak.keys() == found.peak.keys() >= set(SIZES["cuda", False].precisions)
+    assert read.dispatch == pytest.approx(dispatch, rel=1e-3)
+
+
+def test_the_host_is_timed_by_what_the_engine_issues():
+    with issuing() as plan, LocalRanks(1) as ranks:
+        ((one, *_),) = ranks.call(on_ranks.time_hosts, plan, "cpu", 2, timeout=120)
+    assert plan.operators > 1000 and plan.operators == pytest.approx(round(plan.operators))
+    assert 1e-7 < one < 1e-3

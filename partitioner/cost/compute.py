@@ -35,7 +35,7 @@ def kernel_time(kernel: Kernel, device: DeviceType) -> float:
 
 def kernel_times(columns: Columns, device: DeviceType) -> Column:
     """:func:`kernel_time` of many kernels at once, shape ``[kernels]``."""
-    rates = np.array([_best_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
+    rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
     if device.memory_sizes:
         moved = columns.num_bytes / np.maximum(1.0, columns.launches)
         rates = np.minimum(rates, _along(moved, device.memory_sizes))
@@ -71,15 +71,16 @@ def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
 
 
 # The kind that stands in for one that a device does not list, before ``default``.
-_ALIKE = {"optimizer": "pointwise", "special": "pointwise", "softmax": "reduction"}
+_ALIKE = {"optimizer": "pointwise", "special": "pointwise", "broadcast": "pointwise", "softmax": "reduction"}
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
     """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
-    return device.memory_bandwidth * min(_best_efficiency(kind, device), _largest_factor(num_bytes, device))
+    return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
-def _best_efficiency(kind: str, device: DeviceType) -> float:
+def memory_efficiency(kind: str, device: DeviceType) -> float:
+    """The fraction of the memory bandwidth that kernels of ``kind`` reach, by the row that is nearest to it."""
     table = device.memory_efficiency
     return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
 

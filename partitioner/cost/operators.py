@@ -359,14 +359,10 @@ def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
 
 
 def kind_of(node: fx.Node, name: str) -> str:
-    if name in _NORMS:
-        return "norm"
-    if name in _SOFTMAXES:
-        return "softmax"
-    if name in _REDUCTIONS:
-        return "reduction"
-    if name in _SORTS:
-        return "sort"
+    named = {"norm": _NORMS, "softmax": _SOFTMAXES, "reduction": _REDUCTIONS, "sort": _SORTS}
+    for kind, names in named.items():
+        if name in names:
+            return kind
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return "special" if name in _SPECIAL else "pointwise"
@@ -385,6 +381,8 @@ def _kernel(
     precision: str = "fp32",
     launches: int = 1,
 ) -> Kernel:
+    if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
+        kind = "broadcast"  # found by index, not by place
     rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]
     return Kernel(
         kind,

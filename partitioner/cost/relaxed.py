@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partitioner.cost.compute import matmul_efficiency
+from partitioner.cost.compute import matmul_efficiency, memory_efficiency
 from partitioner.cost.machine import HERE, Machine
 from partitioner.topology.groups import num_communicators
 from partitioner.topology.hosts import BOUNDLESS, HostShare
@@ -52,12 +52,7 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
             "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
             "unaligned": max(kind.unaligned for kind in types),
             "attention_efficiency": max(kind.attention_efficiency for kind in types),
-            "memory_efficiency": {
-                name: max(
-                    kind.memory_efficiency.get(name, kind.memory_efficiency.get("default", 1.0)) for kind in types
-                )
-                for name in kernels
-            },
+            "memory_efficiency": {name: max(memory_efficiency(name, kind) for kind in types) for name in kernels},
             "overlap_slowdown": min(kind.overlap_slowdown for kind in types),
         }
     )

@@ -25,8 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp8": torch.float8_e4m3fn,
 }
-ROW = 256  # elements along the dim that is reduced, normalised or sorted
+ROW = {"cpu": 256, "cuda": 2048}  # elements along the dim that is reduced, normalised or sorted
 _TABLE_ROWS = 4096
+_LARGEST = 3  # sizes of what a rank updates
 _FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}  # bytes: more than caches keep for one rank
 _MAX_COPIES = 128
 _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/states.py charges an update with
@@ -71,12 +72,12 @@ class _Store:
     """Random numbers, of which every tensor is the next piece: fresh to the caches, and made only once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.randn(_FOOTPRINT[device.type] // 4, device=device)
+        self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
         self.next = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
-        if count > len(self.numbers):
+        if 2 * count > len(self.numbers):  # the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)
         start = self.next if self.next + count <= len(self.numbers) else 0
         self.next = start + -(-count // 16) * 16  # whole cache lines
@@ -133,45 +134,51 @@ def _on_rows(
     kind: str, function: Callable[..., object], num_operands: int, results: float, case: Case, device: torch.device
 ) -> Built:
     """An operator on tensors of ``[rows, ROW]``; ``results``: elements of its results per element of an operand."""
-    (rows,) = case.shape
-    operands = [_random(rows, ROW, device=device) for _ in range(num_operands)]
-    num_bytes = 4 * rows * ROW * (num_operands + results)
+    (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
+    operands = [_random(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
+    num_bytes = dtype.itemsize * rows * row * (num_operands + results)
     return Built(partial(function, *operands), Kernel(kind, float(num_bytes)))
+
+
+def _launch(case: Case, device: torch.device) -> Built:
+    """A kernel that has nothing to do but start."""
+    one = torch.ones(case.shape, device=device)
+    return Built(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    return _random(_TABLE_ROWS, ROW, device=device)
+    return _random(_TABLE_ROWS, ROW[device.type], device=device)
 
 
 def _embedding(case: Case, device: torch.device) -> Built:
     (rows,) = case.shape
     table = _table(device)
     index = torch.randint(_TABLE_ROWS, (rows,), device=device)
-    num_bytes = index.nbytes + 2 * 4 * rows * ROW
+    num_bytes = index.nbytes + 2 * rows * table[0].nbytes
     return Built(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
 
 
 def _gather(case: Case, device: torch.device) -> Built:
-    (rows,) = case.shape
-    x, index = _random(rows, ROW, device=device), torch.randint(ROW, (rows, ROW), device=device)
+    (rows,), row = case.shape, ROW[device.type]
+    x, index = _random(rows, row, device=device), torch.randint(row, (rows, row), device=device)
     return Built(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
 
 
 def _adamw(case: Case, device: torch.device) -> Built:
-    (rows,) = case.shape
-    weight = torch.nn.Parameter(_random(rows, ROW, device=device).clone())
-    weight.grad = _random(rows, ROW, device=device)
-    step = torch.optim.AdamW([weight], lr=1e-4).step
-    return Built(step, Kernel("optimizer", float(_ADAM_BYTES * rows * ROW)))
+    (rows,), row = case.shape, ROW[device.type]
+    weight = torch.nn.Parameter(_random(rows, row, device=device).clone())
+    weight.grad = _random(rows, row, device=device)
+    step = torch.optim.AdamW([weight], lr=1e-4, fused=device.type == "cuda").step
+    return Built(step, Kernel("optimizer", float(_ADAM_BYTES * rows * row)))
 
 
 def _layer_norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, (ROW,))
+    return F.layer_norm(x, x.shape[1:])
 
 
 def _rms_norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (ROW,))
+    return F.rms_norm(x, x.shape[1:])
 
 
 def _last(function: Callable[..., object], x: Tensor) -> object:
@@ -179,7 +186,13 @@ def _last(function: Callable[..., object], x: Tensor) -> object:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    return x.t().contiguous()
+    """Rows of heads as heads of rows."""
+    made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
+    return made
+
+
+def _broadcast(x: Tensor) -> Tensor:
+    return x * x[0]
 
 
 def _joined(x: Tensor, y: Tensor) -> Tensor:
@@ -191,14 +204,16 @@ _Family = Callable[[Case, torch.device], Built]
 FAMILIES: dict[str, _Family] = {
     **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _product),
     "attention": _attention,
+    "launch": _launch,
     "add": partial(_on_rows, "pointwise", torch.add, 2, 1),
     "mul": partial(_on_rows, "pointwise", torch.mul, 2, 1),
+    "broadcast": partial(_on_rows, "broadcast", _broadcast, 1, 1),
     "silu": partial(_on_rows, "special", F.silu, 1, 1),
     "exp": partial(_on_rows, "special", torch.exp, 1, 1),
-    "sum": partial(_on_rows, "reduction", partial(_last, torch.sum), 1, 1 / ROW),
-    "mean": partial(_on_rows, "reduction", partial(_last, torch.mean), 1, 1 / ROW),
+    "sum": partial(_on_rows, "reduction", partial(_last, torch.sum), 1, 0.0),
+    "mean": partial(_on_rows, "reduction", partial(_last, torch.mean), 1, 0.0),
     "softmax": partial(_on_rows, "softmax", partial(_last, torch.softmax), 1, 1),
-    "logsumexp": partial(_on_rows, "softmax", partial(_last, torch.logsumexp), 1, 1 / ROW),
+    "log_softmax": partial(_on_rows, "softmax", partial(_last, torch.log_softmax), 1, 1),
     "layer_norm": partial(_on_rows, "norm", _layer_norm, 1, 1),
     "rms_norm": partial(_on_rows, "norm", _rms_norm, 1, 1),
     "embedding": _embedding,
@@ -208,8 +223,9 @@ FAMILIES: dict[str, _Family] = {
     "transpose": partial(_on_rows, "default", _transposed, 1, 1),
     "adamw": _adamw,
 }
-ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention"))
-LAUNCH = Case("add", (1,))  # so small that only its launch counts
+_IN_FP32 = ("embedding", "gather", "sort", "adamw")  # move elements, or are in float32 in programs, too
+ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention", "launch"))
+LAUNCH = Case("launch", (1,))
 
 
 @dataclass(frozen=True)
@@ -233,12 +249,12 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
         ("fp32", "bf16", "fp16", "fp64"),
     ),
     ("cuda", True): Sizes(
-        (16, 128, 1024, 4096), (4096,), (1024, 16384, 131072), ((2, 16, 2048, 128),), ("bf16", "fp16", "fp32")
+        (16, 128, 1024, 4096), (4096,), (512, 4096, 32768), ((2, 16, 2048, 128),), ("bf16", "fp16", "fp32")
     ),
     ("cuda", False): Sizes(
         (1, 16, 64, 128, 256, 512, 1024, 2048, 4096),
         (4096, 8192),
-        (256, 1024, 4096, 16384, 65536, 262144),
+        (32, 128, 512, 2048, 8192, 32768),
         ((8, 16, 1024, 64), (2, 16, 4096, 128), (1, 16, 8192, 128)),
         ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64"),
     ),
@@ -266,4 +282,10 @@ def attentions(sizes: Sizes) -> list[Case]:
 
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[Case]:
-    return [Case(name, (rows,)) for name in names for rows in sizes.rows]
+    """In float32, and what computes in any type in the leading precision."""
+    return [
+        Case(name, (rows,), precision)
+        for name in names
+        for precision in dict.fromkeys(("fp32", "fp32" if name in _IN_FP32 else sizes.precisions[0]))
+        for rows in (sizes.rows if name != "adamw" else sizes.rows[-_LARGEST:])  # all parameters at once
+    ]

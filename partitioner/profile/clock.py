@@ -11,15 +11,20 @@ import torch
 
 _BLOCK_S = 2e-3  # long against the clock, short against what disturbs it
 _FEWEST = 3
+_QUEUED = 24  # calls of a few kernels each: CUDA queues about a thousand before the host waits
+_CYCLES_PER_S = 2e9  # of a GPU's clock, at most
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Seconds of one ``run``: the median over blocks of calls, for about ``budget_s`` seconds, but three at least.
 
-    The calls of a block follow each other without waiting for the device, as in a program. On a CPU it is the time in
-    which this thread ran: what others took of its core in between is not the kernel's.
+    On a CPU it is the time in which this thread ran: what others took of its core in between is not the kernel's. On a
+    GPU it is the device's own: the calls of a block are queued while it is kept busy, and follow each other then as
+    where the host is ahead. How long the host takes is for :func:`host_seconds`.
     """
     run()
+    if device.type == "cuda":
+        return _on_gpu(run, device, budget_s)
     first = _block(run, 1, device)
     count = max(1, math.ceil(min(_BLOCK_S, budget_s / _FEWEST) / max(first, 1e-7)))
     blocks: list[float] = []
@@ -30,13 +35,55 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
 
 
 def _block(run: Callable[[], object], count: int, device: torch.device) -> float:
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    synchronize(device)
-    start = clock()
+    start = time.thread_time()
     for _ in range(count):
         run()
+    return time.thread_time() - start
+
+
+def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     synchronize(device)
-    return clock() - start
+    host = host_seconds(run, 1, device)
+    count, hold = _QUEUED, _BLOCK_S + 2 * _QUEUED * host
+    blocks: list[float] = []
+    start = time.perf_counter()
+    while len(blocks) < _FEWEST or time.perf_counter() - start < budget_s:
+        took = _queued(run, count, hold, device)
+        if took is not None:
+            blocks.append(took / count)
+        elif hold < budget_s:
+            hold *= 2
+        else:  # it waits for the device itself, or its kernels are too many
+            count, hold = 1, 0.0
+        if count > 1 and took is not None and took > budget_s / _FEWEST:
+            count = max(1, round(count * budget_s / _FEWEST / took))
+    return statistics.median(blocks)
+
+
+def _queued(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
+    """Seconds of ``count`` runs on the device, which is kept busy for ``hold`` seconds while they are queued; ``None``
+    where that was too short."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if hold:
+        torch.cuda._sleep(int(hold * _CYCLES_PER_S))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    ahead = not hold or not begin.query()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 if ahead else None
+
+
+def host_seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds until the host has queued ``count`` runs, of what takes the device less."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    took = time.perf_counter() - start
+    synchronize(device)
+    return took / count
 
 
 def synchronize(device: torch.device) -> None:

@@ -57,7 +57,7 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
     if not products or not any(s.kernel.kind == "pointwise" and s.kernel.num_bytes > _NEGLIGIBLE_BYTES for s in moves):
         raise TopologyError("a device needs times of matrix products and of pointwise kernels; measure both")
     launch = fit_launch(moves)
-    bandwidth, efficiency, sizes = fit_memory(moves, launch)
+    bandwidth, efficiency, sizes = fit_memory(moves, launch, given.get("dispatch", 0.0))
     draft = DeviceType(
         peak=_ANY_PEAK,
         memory_bandwidth=bandwidth,
@@ -78,18 +78,22 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 
 
 def fit_memory(
-    samples: Iterable[KernelSample], launch: float
+    samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
     """Bandwidth, the fraction of it by kind, and the most of it that any kernel reaches, by size.
 
     Pointwise kernels do little but move memory: their rates are what memory gives at their size, and the largest ones
-    tell the bandwidth. Of a kind, the efficiency is the one with the least sum of relative errors.
+    tell the bandwidth. Of a kind, the efficiency is the one with the least sum of relative errors, over what takes
+    longer than ``dispatch``, the host's part, behind which the rest is hidden.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
+    seen: dict[str, list[tuple[float, float]]] = {}  # of those that the host does not hide
     for s in samples:
         if s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
             rate = s.kernel.num_bytes / max(s.seconds - launch, _LEAST_SHARE * s.seconds)
             rates.setdefault(s.kernel.kind, []).append((s.kernel.num_bytes, rate))
+            if s.seconds > dispatch:
+                seen.setdefault(s.kernel.kind, []).append((s.kernel.num_bytes, rate))
     by_size: dict[float, list[float]] = {}
     for num_bytes, rate in rates["pointwise"]:
         by_size.setdefault(_bin(num_bytes), []).append(rate)
@@ -99,7 +103,7 @@ def fit_memory(
     bounded = DeviceType(
         memory=1, peak=_ANY_PEAK, memory_bandwidth=bandwidth, memory_sizes=curve, memory_efficiency=_UNBOUNDED
     )
-    efficiency = {kind: _memory_efficiency(found, bounded) for kind, found in sorted(rates.items())}
+    efficiency = {kind: _memory_efficiency(seen.get(kind, found), bounded) for kind, found in sorted(rates.items())}
     efficiency.setdefault("default", 1.0)
     return bandwidth, efficiency, curve
 
@@ -131,7 +135,8 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
         efficiency = {**device.memory_efficiency, "matmul": float(share)}
         rates = _product_rates(curve_samples, device.model_copy(update={"memory_efficiency": efficiency}))
         knots = sorted(rates)
-        curve = list(accumulate((rates[k] for k in knots), max))  # more work in every dim is never slower
+        # more work in every dim is never slower; of less, memory's share hides the rate
+        curve = list(accumulate((rates[k] for k in reversed(knots)), min))[::-1]
         peak = curve[-1]
         found = device.model_copy(
             update={
@@ -156,12 +161,20 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """By the smallest dim, the median of FLOP/s in the time that launch and memory leave."""
-    rates: dict[float, list[float]] = {}
+    """By the smallest dim, the FLOP/s in the time that launch and memory leave, with the least relative errors."""
+    found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
-        left = s.seconds - _without_products(s.kernel, device)
-        rates.setdefault(s.kernel.smallest, []).append(s.kernel.flops / max(left, _LEAST_SHARE * s.seconds))
-    return {smallest: statistics.median(found) for smallest, found in rates.items()}
+        found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
+    return {smallest: _product_rate(rest) for smallest, rest in found.items()}
+
+
+def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
+    """Of one smallest dim, one of those measured; ``samples``: with the seconds of launch and memory."""
+
+    def error(rate: float) -> float:
+        return sum(abs((rest + s.kernel.flops / rate) / s.seconds - 1) for s, rest in samples)
+
+    return min((s.kernel.flops / max(s.seconds - rest, _LEAST_SHARE * s.seconds) for s, rest in samples), key=error)
 
 
 def _without_products(kernel: Kernel, device: DeviceType) -> float:
@@ -252,10 +265,10 @@ class _Line:
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
-    """By kind of kernel; products by precision."""
+    """By kind of kernel; products by precision; of those that take longer than their host does to issue the next."""
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
-        if s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
+        if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):
             label = f"matmul {s.kernel.precision}" if s.kernel.kind == "matmul" else s.kernel.kind
             groups.setdefault(label, []).append(s)
     return [

@@ -24,6 +24,7 @@ from partitioner.profile.fit import (
     fit_level,
     level_errors,
 )
+from partitioner.profile.issuing import issuing
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements
 from partitioner.profile.text import machine_yaml
 from partitioner.topology import Topology
@@ -144,6 +145,10 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort)
         found = pool.call(on_ranks.time_overlap, active, kind, effort.repeats, timeout=_TIMEOUT_S)
         measured.overlaps += found[0]
 
+    def issue(measured: Measurements) -> None:
+        with issuing() as plan:
+            measured.issued_s += pool.call(on_ranks.time_hosts, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
+
     def sharing(measured: Measurements) -> None:
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
@@ -151,6 +156,8 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort)
             measured.all_s.append(every)
 
     yield "launches", kernels([LAUNCH] * effort.repeats)
+    if kind == "cuda":
+        yield "operators on the host", issue
     yield "matrix products", kernels(products(sizes))
     yield "attention", kernels(attentions(sizes))
     for name in ON_ROWS:
@@ -187,6 +194,7 @@ def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, 
         measured.overlaps,
         memory=described["memory"],
         reserved=described["reserved"],
+        dispatch=float(torch.tensor(measured.issued_s).median()) if measured.issued_s else 0.0,
         fused_attention=kind != "cpu",
         whole_scatter=kind == "cpu",
         single_ring=kind == "cpu",

@@ -39,11 +39,13 @@ class Overlap:
 class Measurements:
     """All that one profile measured.
 
-    ``few_s`` and ``all_s``: the same work on one rank, while as many ranks work as there are cores, and while all do.
+    ``issued_s``: a host's, for an operator, in turns. ``few_s`` and ``all_s``: the same work on one rank, while as
+    many ranks work as there are cores, and while all do.
     """
 
     kernels: list[KernelSample] = field(default_factory=list)
     collectives: list[CollectiveSample] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
+    issued_s: list[float] = field(default_factory=list)
     few_s: list[float] = field(default_factory=list)
     all_s: list[float] = field(default_factory=list)

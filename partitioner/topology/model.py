@@ -99,7 +99,12 @@ class Topology(Part):
 
     def changed(self, **fields: Any) -> Topology:
         """The same with other ``fields``. Raises :class:`TopologyError` as a new one does."""
-        return Topology(**{**{name: getattr(self, name) for name in type(self).model_fields}, **fields})
+        return Topology(**({name: getattr(self, name) for name in type(self).model_fields} | fields))
+
+    @cached_property
+    def in_tf32(self) -> Topology:
+        """Its products in float32 at the rate of TF32."""
+        return self.changed(types={name: kind.in_tf32 for name, kind in self.types.items()})
 
     @property
     def num_devices(self) -> int:
@@ -324,9 +329,8 @@ class Topology(Part):
         Raises :class:`TopologyError` for a device that is not there.
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
-        if len(outside):
-            self._refuse(int(outside[0]))
+        for outside in chosen[(chosen < 0) | (chosen >= self.num_devices)].tolist():
+            self._refuse(outside)
         return pair_links(self, chosen[:, None], chosen[None, :])
 
     def _refuse(self, k: int) -> None:

@@ -31,7 +31,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-PRECISIONS = ("fp8", "fp16", "bf16", "fp32", "fp64")
+PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
 class DeviceType(Part):
@@ -132,6 +132,18 @@ class DeviceType(Part):
         """Whether it multiplies in fp8: its peak lists it. CPUs compute it slowly, to try things out."""
         return "fp8" in self.peak or self.torch == "cpu"
 
+    @property
+    def in_tf32(self) -> DeviceType:
+        """The same with its products in float32 at the rate of TF32, as far as it has that; fused attention in float32
+        takes no such operands (torch 2.11 on H200)."""
+        faster = self.peak_of("tf32") / self.peak_of("fp32")
+        return self.model_copy(
+            update={
+                "peak": {**self.peak, "fp32": self.peak_of("tf32")},
+                "attention_efficiency": self.attention_efficiency / faster,
+            }
+        )
+
     def peak_of(self, precision: str) -> float:
         """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
         for name in (precision, *_STAND_INS.get(precision, ())):
@@ -140,7 +152,13 @@ class DeviceType(Part):
         return min(self.peak.values())
 
 
-_STAND_INS = {"fp8": ("fp16", "bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp64": ("fp32",)}
+_STAND_INS = {
+    "fp8": ("fp16", "bf16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+    "tf32": ("fp32",),
+    "fp64": ("fp32",),
+}
 
 
 def _is_whole(value: Any) -> bool:

@@ -28,7 +28,7 @@ from partitioner.evaluate import Evaluator, Solved
 from partitioner.floors import Floors
 from partitioner.job import Job
 from partitioner.laggards import is_even, without_laggards
-from partitioner.plan import Baseline, Candidate, Certificate, Limits
+from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estimate, Limits
 from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
@@ -38,6 +38,7 @@ from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from passes.errors import PartitionError
 from runtime.offload import Offload
+from runtime.program import Program
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
 OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
@@ -46,18 +47,20 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
+Emitted = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
 _LEAST_S = 5.0  # for smaller clusters, which are looked at for no longer than the plan itself was
 
 
 @dataclass(frozen=True)
 class Explored:
     """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
-    ``rows``: what became of all points."""
+    ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program."""
 
     chosen: Solved
     certificate: Certificate
     baselines: Later[tuple[Baseline, ...]]
     rows: Mapping[Point, Row] = field(default_factory=dict)
+    ahead: tuple[Solved, Later[Emitted]] | None = None
 
     def compared(self, least_s: float = math.inf) -> Certificate:
         """The certificate with the standard layouts in it; ``least_s``: of plans that this search left out."""
@@ -92,10 +95,12 @@ def explore(
     compare: bool = True,
     enough_s: float = math.inf,
     before: Explored | None = None,
+    emit: Callable[[Solved], Emitted] | None = None,
 ) -> Explored:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
     are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
+    ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
 
     Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better; with
     optimizer states on disk at last, where it is a host that lacks memory.
@@ -123,7 +128,7 @@ def explore(
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, hosts=hosts)
+            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, emit, hosts=hosts)
         except CapacityError as error:
             short = error if asked is job or short is None else short  # without offload, which is no less short
         finally:
@@ -162,6 +167,7 @@ def _explore(
     deadline: float,
     enough_s: float,
     before: Mapping[Point, Row],
+    emit: Callable[[Solved], Emitted] | None,
     *,
     hosts: bool,
 ) -> Explored:
@@ -209,7 +215,10 @@ def _explore(
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
     rows = certificate.candidates
+    ahead: tuple[Solved, Later[Emitted]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
+        evaluator.locals.end()  # its process makes room for the next
+        ahead = None if emit is None else (found, Later(partial(emit, found)))
         known = {**solved(before), **solved(result.rows)}
         several = schedules_of_several(space, known, found.point, result.rows, floors)
         attempt = partial(evaluate, proven=False)
@@ -243,7 +252,7 @@ def _explore(
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
     certificate = certificate.model_copy(update={"limits": _limits(space)})
-    return Explored(found, certificate, baselines, result.rows)
+    return Explored(found, certificate, baselines, result.rows, ahead)
 
 
 def _limits(space: Space) -> Limits:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -17,7 +19,7 @@ from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.evaluate import Solved
-from partitioner.explore import Explored
+from partitioner.explore import Emitted, Explored
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
@@ -43,9 +45,18 @@ NEAR = 0.05  # of a device's memory: what is above it by less may be, where noth
 
 
 class Find(Protocol):
-    """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free."""
+    """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free; ``emit``:
+    makes a plan's program and what is told of it, which may be begun before the search has ended."""
 
-    def __call__(self, job: Job, time_limit_s: float | None, /, *, before: Explored | None) -> Explored: ...
+    def __call__(
+        self,
+        job: Job,
+        time_limit_s: float | None,
+        /,
+        *,
+        before: Explored | None,
+        emit: Callable[[Solved], Emitted] | None,
+    ) -> Explored: ...
 
 
 def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
@@ -70,13 +81,14 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             least_s = least_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
-            explored = find(job, left, before=explored)
+            emit = None if estimate_only or job.constraints.planned_only else partial(_emitted, job)
+            explored = find(job, left, before=explored, emit=emit)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
             break
-        with explored.baselines:
+        with explored.baselines, nullcontext() if explored.ahead is None else explored.ahead[1]:
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
@@ -110,9 +122,24 @@ def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:
     if beyond:
         ways = () if estimate_only else context_ways(job, chosen)
         return Finished(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
+    plan, ahead = explored.ahead or (None, None)
+    if ahead is not None and plan is chosen:
+        program, estimate, told = ahead.result()
+        ways = context_ways(job, chosen) if told is None else told
+        return Finished(chosen, explored.certificate, program, estimate, (), ways)
+    if ahead is not None:
+        ahead.end()
     with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
-        emitted = emit_program(job, chosen)
-        return Finished(chosen, explored.certificate, *emitted, (), later.result())
+        return Finished(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
+
+
+def _emitted(job: Job, chosen: Solved) -> Emitted:
+    """The program, and what is told of it, unless that takes what only the first process has."""
+    program, estimate = emit_program(job, chosen)
+    try:
+        return program, estimate, context_ways(job, chosen)
+    except RuntimeError:
+        return program, estimate, None
 
 
 @dataclass(frozen=True)

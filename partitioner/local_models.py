@@ -31,7 +31,7 @@ from passes.microbatch import couples_samples, split_batch
 
 _SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
 _LEAST_ROUNDS = 2
-_WORTH_S = 0.25  # of sharding, after which another process helps
+_WORTH_S = 0.05  # of sharding, after which another process helps
 
 # tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
 LocalKey = tuple[int, int, int, bool, bool, Split]

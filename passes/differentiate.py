@@ -73,6 +73,22 @@ class Differentiated:
     grad_states: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a block in one graph: its outputs are (outputs, gradients), its inputs (states, inputs,
+    tangents). ``needs``: which of states and inputs get a gradient; ``with_grad``: which outputs have one."""
+
+    graph: fx.Graph
+    block: Block
+    needs: tuple[bool, ...]
+    with_grad: tuple[int, ...]
+
+    def cut(self, again: Collection[str] = ()) -> Differentiated:
+        """The block's functions. What the nodes ``again`` of the block make is not saved: backward makes it once
+        more."""
+        return _cut(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
+
+
 def differentiate(
     block: Block,
     device: torch.device,
@@ -83,9 +99,20 @@ def differentiate(
     *,
     fused: bool = False,
 ) -> Differentiated:
-    """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
+    """The functions of :func:`joint_of`, cut with ``again``: see :meth:`Joint.cut`."""
+    return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
-    What the nodes ``again`` of the block make is not saved: backward makes it once more.
+
+def joint_of(
+    block: Block,
+    device: torch.device,
+    needs_input_grad: Sequence[bool],
+    needs_state_grad: Sequence[bool],
+    output_grads: Sequence[bool],
+    *,
+    fused: bool = False,
+) -> Joint:
+    """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
 
     Operators that differ between devices (fused attention) are those of ``device``; ``fused``: as accelerators have
     them, which ``device`` need not be for what is only looked at. What goes from function to function
@@ -125,7 +152,7 @@ def differentiate(
     _simplify(graph)
     take_out_zeros(graph)
     _locate(graph)
-    return _cut(graph, block, needs, taken, frozenset(again))
+    return Joint(graph, block, tuple(needs), tuple(taken))
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
@@ -286,9 +313,9 @@ def _locate(graph: fx.Graph) -> None:
 
 
 def _cut(
-    graph: fx.Graph, block: Block, needs: list[bool], with_grad: list[int], again: frozenset[str]
+    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
-    """The pieces of the joint graph: its outputs are (outputs, gradients), its inputs (states, inputs, tangents)."""
+    """The pieces of the joint graph, which stays as it is."""
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     num_primals = len(block.placeholders)

@@ -19,7 +19,7 @@ from torch.fx import Node
 from passes.blocks import Block, TensorSpec
 from passes.check import GraphError, check_block
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
-from passes.differentiate import CollectiveUse, Differentiated, collectives_of, differentiate
+from passes.differentiate import CollectiveUse, Differentiated, Joint, collectives_of, joint_of
 from passes.gradients import accumulated_in
 from passes.serialize import GraphFormatError, block_from_data, dtype_of
 from runtime.compression import wire_share
@@ -336,6 +336,12 @@ def _differentiated(
     fused: bool,
     *needs: Flags,
 ) -> Differentiated:
-    of_inputs, of_states, of_outputs = needs
-    block, device = _block(nodes, name, states, inputs), torch.device("cpu")
-    return differentiate(block, device, of_inputs, of_states, of_outputs, again, fused=fused)
+    return _joint(nodes, name, states, inputs, fused, *needs).cut(again)
+
+
+@lru_cache(maxsize=256)
+def _joint(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
+) -> Joint:
+    """What is cut with and without recomputation, traced once."""
+    return joint_of(_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

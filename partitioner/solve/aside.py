@@ -142,6 +142,10 @@ class Later(Generic[R]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """It is not asked for any more."""
         if self._aside is not None:
             self._aside.end()
 

@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import runtime
 from benchmarks import local_steps
-from benchmarks.local_accuracy import pinned, spearman
+from benchmarks.local_accuracy import pinned, spearman, written
 from partitioner import Plan, Topology, partition, prepare
 from partitioner.profile import profile
+from runtime.files import write_text
 
 Form = tuple[int, str, str]  # microbatch size, recomputation, precision
 
@@ -114,13 +114,8 @@ class Row:
 
 def measure(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[tuple[float, int]]:
     with tempfile.TemporaryDirectory() as folder, runtime.LocalRanks(1) as pool:
-        paths = [str(plan.save(Path(folder, f"{i}.json"))) for i, plan in enumerate(plans)]
-        weights, batch = Path(folder, "weights.safetensors"), Path(folder, "batch.pt")
-        save_file({k: v.detach().clone().contiguous() for k, v in model.state_dict().items()}, weights)
-        torch.save(inputs, batch)
-        found: list[tuple[float, int]] = pool.call(
-            local_steps.measure_apart, paths, str(weights), str(batch), steps, timeout=900
-        )[0]
+        files = written(plans, model, inputs, Path(folder))
+        found: list[tuple[float, int]] = pool.call(local_steps.measure_apart, *files, steps, timeout=900)[0]
         return found
 
 
@@ -205,7 +200,7 @@ def main() -> int:
     both = topology, Topology.detect()
     rows = [row for name in options.only for row in rows_of(name, both, options.steps)]
     if options.json:
-        runtime.files.write_text(Path(options.json), json.dumps([asdict(r) for r in rows], indent=1))
+        write_text(Path(options.json), json.dumps([asdict(r) for r in rows], indent=1))
     show(rows)
     return 0
 

@@ -148,15 +148,21 @@ def first_devices(topology: Topology, count: int) -> Topology:
     return Topology(**{**fields, "nodes": [{**fields["nodes"][0], "devices": count}]})
 
 
+def written(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], folder: Path) -> tuple[list[str], str, str]:
+    """The files that ranks read: plans, weights and batch."""
+    paths = [str(plan.save(folder / f"{i}.json")) for i, plan in enumerate(plans)]
+    weights, batch = folder / "weights.safetensors", folder / "batch.pt"
+    save_file({k: v.detach().clone().contiguous() for k, v in model.state_dict().items()}, weights)
+    torch.save(inputs, batch)
+    return paths, str(weights), str(batch)
+
+
 def measure(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], rounds: int) -> list[list[Any]]:
     """By rank and plan. Raises :class:`runtime.RankError` where a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [str(plan.save(Path(folder, f"{i}.json"))) for i, plan in enumerate(plans)]
-        weights, batch = Path(folder, "weights.safetensors"), Path(folder, "batch.pt")
-        save_file({k: v.detach().clone().contiguous() for k, v in model.state_dict().items()}, weights)
-        torch.save(inputs, batch)
+        files = written(plans, model, inputs, Path(folder))
         with runtime.LocalRanks(max(p.program.world_size for p in plans)) as pool:
-            return pool.call(local_steps.measure, paths, str(weights), str(batch), rounds, 0.2, timeout=900)
+            return pool.call(local_steps.measure, *files, rounds, 0.2, timeout=900)
 
 
 def row(constraints: Constraints, plan: Plan, measured: list[local_steps.Measured]) -> Row:

@@ -18,7 +18,7 @@ from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, prepare
-from partitioner.requests import check_precision, check_request, check_seconds, precision_of, torch_device
+from partitioner.requests import check_precision, check_request, check_seconds, precision_of, rated, torch_device
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from partitioner.variants import Asked
@@ -67,8 +67,7 @@ def partition(
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
         work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
-        topology = topology.in_tf32 if kind == "tf32" else topology
-        return Job(*work, topology, constraints, train, optimizer, kind)
+        return Job(*work, rated(topology, kind), constraints, train, optimizer, kind)
 
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)

@@ -104,6 +104,11 @@ def type_of(precision: str | None) -> str | None:
     return _AROUND.get(precision, precision) if precision else precision
 
 
+def rated(topology: Topology, precision: str) -> Topology:
+    """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it."""
+    return topology.in_tf32 if precision == "tf32" else topology
+
+
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
     """The floating type of most of the parameters, as hardware files name it; ``fp8`` or ``tf32`` where that is asked
     for."""

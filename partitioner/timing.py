@@ -17,6 +17,7 @@ from partitioner.cost.reducer import coding_time
 from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
+from partitioner.requests import rated
 from partitioner.topology.groups import Group, stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from passes.blocks import Block
@@ -97,7 +98,7 @@ class PlanDurations:
         self._seats = seats
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
-        self.topology = plan.topology.in_tf32 if precision == "tf32" else plan.topology
+        self.topology = rated(plan.topology, precision)
         self.machine = Machine(self.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:

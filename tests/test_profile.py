@@ -24,10 +24,9 @@ from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
 from partitioner.cost.operators import Kernel
 from partitioner.errors import TopologyError
 from partitioner.profile import profile, transfers
-from partitioner.profile import ranks as on_ranks
 from partitioner.profile.cases import SIZES, attentions, build, on_rows, products
 from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, fit_overlap
-from partitioner.profile.issuing import issuing
+from partitioner.profile.issuing import issuing, time_issuing
 from partitioner.profile.lines import fit_line
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
 from partitioner.profile.text import machine_yaml, profile_parts
@@ -390,6 +389,6 @@ def test_every_precision_that_is_measured_can_be_in_a_file(tmp_path: Path):
 
 def test_the_host_is_timed_by_what_the_engine_issues():
     with issuing() as plan, LocalRanks(1) as ranks:
-        ((one, *_),) = ranks.call(on_ranks.time_hosts, plan, "cpu", 2, timeout=120)
+        ((one, *_),) = ranks.call(time_issuing, plan, "cpu", 2, timeout=120)
     assert plan.operators > 1000 and plan.operators == pytest.approx(round(plan.operators))
     assert 1e-7 < one < 1e-3

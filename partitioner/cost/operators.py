@@ -105,6 +105,8 @@ _REDUCTIONS = frozenset(
 )
 # Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
 _SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
+_NAMED = {"sort": _SORTS, "reduction": _REDUCTIONS, "softmax": _SOFTMAXES, "norm": _NORMS}  # the last of two counts
+_KINDS = {name: kind for kind, names in _NAMED.items() for name in names}
 # ``passes/entropy.py``: a piece of the logits is read twice, what is made of it written and read, twice where they are
 # short and widened first; backward it is read and its gradient written, what is made in between written and read twice.
 CROSS_ENTROPY = frozenset(("cross_entropy", "target_and_logsumexp"))
@@ -359,10 +361,8 @@ def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
 
 
 def kind_of(node: fx.Node, name: str) -> str:
-    named = {"norm": _NORMS, "softmax": _SOFTMAXES, "reduction": _REDUCTIONS, "sort": _SORTS}
-    for kind, names in named.items():
-        if name in names:
-            return kind
+    if name in _KINDS:
+        return _KINDS[name]
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return "special" if name in _SPECIAL else "pointwise"

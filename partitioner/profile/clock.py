@@ -43,7 +43,7 @@ def _block(run: Callable[[], object], count: int, device: torch.device) -> float
 
 def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     synchronize(device)
-    host = host_seconds(run, 1, device)
+    host = host_seconds(run, device)
     count, hold = _QUEUED, _BLOCK_S + 2 * _QUEUED * host
     blocks: list[float] = []
     start = time.perf_counter()
@@ -75,15 +75,14 @@ def _queued(run: Callable[[], object], count: int, hold: float, device: torch.de
     return begin.elapsed_time(end) / 1e3 if ahead else None
 
 
-def host_seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds until the host has queued ``count`` runs, of what takes the device less."""
+def host_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the host has queued one ``run``, of what takes the device less."""
     synchronize(device)
     start = time.perf_counter()
-    for _ in range(count):
-        run()
+    run()
     took = time.perf_counter() - start
     synchronize(device)
-    return took / count
+    return took
 
 
 def synchronize(device: torch.device) -> None:

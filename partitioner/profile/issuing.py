@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.profile.clock import host_seconds
+from partitioner.profile.ranks import open_device
 from partitioner.topology import Topology
 from runtime.communicator import TorchCommunicator
 from runtime.engine import Engine
@@ -48,15 +49,16 @@ def issuing() -> Iterator[Issuing]:
         yield Issuing(str(plan.save(Path(folder, "plan.json"))), plan.estimate.step_time)
 
 
-def time_issuing(plan: Issuing, device: torch.device, repeats: int) -> list[float]:
+def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
     """Seconds for an operator, in turns, on rank 0; nothing on others."""
     if dist.get_rank():
         return []
+    device = open_device(kind)
     engine = Engine(plan.path, communicator=TorchCommunicator(1, device))
     batch = (_batch().to(device),)
     for _ in range(_STEPS):
         engine.step(batch)
-    return [host_seconds(lambda: engine.step(batch), 1, device) / plan.operators for _ in range(repeats)]
+    return [host_seconds(lambda: engine.step(batch), device) / plan.operators for _ in range(repeats)]
 
 
 def _batch() -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from partitioner.profile.cases import Case, build
 from partitioner.profile.clock import median_seconds, synchronize
-from partitioner.profile.issuing import Issuing, time_issuing
 from partitioner.profile.samples import KernelSample, Overlap
 from runtime.communicator import TorchCommunicator
 from runtime.groups import Group
@@ -63,11 +62,6 @@ def time_kernels(cases: Sequence[Case], kind: str, active: int, budget_s: float)
             continue
         samples.append(KernelSample(str(case), built.kernel, seconds))
     return samples
-
-
-def time_hosts(plan: Issuing, kind: str, repeats: int) -> list[float]:
-    """:func:`~partitioner.profile.issuing.time_issuing` on this rank's device."""
-    return time_issuing(plan, open_device(kind), repeats)
 
 
 def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:

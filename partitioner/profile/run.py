@@ -24,7 +24,7 @@ from partitioner.profile.fit import (
     fit_level,
     level_errors,
 )
-from partitioner.profile.issuing import issuing
+from partitioner.profile.issuing import issuing, time_issuing
 from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements
 from partitioner.profile.text import machine_yaml
 from partitioner.topology import Topology
@@ -147,7 +147,7 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort)
 
     def issue(measured: Measurements) -> None:
         with issuing() as plan:
-            measured.issued_s += pool.call(on_ranks.time_hosts, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
+            measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)

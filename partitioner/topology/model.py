@@ -296,7 +296,7 @@ class Topology(Part):
         if i == j:
             bandwidth = self.device_type(i).memory_bandwidth
             return Link(name="memory", bandwidth=bandwidth, latency=0.0, level=-1)
-        own = self.own_links.get(self._pair(i, j)) or self._inside_node(i, j)
+        own = self.own_links.get((min(i, j), max(i, j))) or self._inside_node(i, j)
         if own is not None:
             return own
         for number, (level, groups) in enumerate(zip(self.levels, self.groups, strict=True)):
@@ -329,8 +329,9 @@ class Topology(Part):
         Raises :class:`TopologyError` for a device that is not there.
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        for outside in chosen[(chosen < 0) | (chosen >= self.num_devices)].tolist():
-            self._refuse(outside)
+        outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
+        if len(outside):
+            self._refuse(int(outside[0]))
         return pair_links(self, chosen[:, None], chosen[None, :])
 
     def _refuse(self, k: int) -> None:
@@ -340,10 +341,6 @@ class Topology(Part):
     def roads(self) -> nx.Graph[str]:
         """:meth:`graph`, made once."""
         return self.graph()
-
-    @staticmethod
-    def _pair(i: int, j: int) -> tuple[int, int]:
-        return (i, j) if i < j else (j, i)
 
     def graph(self) -> nx.Graph[str]:
         """Devices by name, and a hub for each group of a level that more than one device shares.

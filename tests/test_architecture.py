@@ -1,4 +1,4 @@
-"""The floors hold: imports only point down, files stay small, and nothing knows a model by name."""
+"""The architecture holds: imports only point down, files stay readable, and no code knows a model by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOORS = ("passes", "runtime", "partitioner")  # each may import those before it
 MODULES = sorted(path.relative_to(ROOT) for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 OUTSIDE = {"tests", "examples", "benchmarks", "transformers"}
 
-MAX_LINES = 400
+MAX_LINES = 700
 MAX_API_LINES = 100
 LONGER: dict[str, str] = {}  # module -> why it is one idea all the same
 

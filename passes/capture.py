@@ -8,10 +8,11 @@ that are tensors. Nothing else in the project looks at the model itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
-from passes.blocks import State, TensorSpec
+from passes.blocks import CallSignature, State, TensorSpec
 from passes.caches import caches_matter, held_by
 from passes.errors import CaptureError, InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
@@ -36,12 +37,16 @@ from passes.inputs import (
     NO_BATCH,
     Bound,
     Inputs,
+    arguments_of,
     bind_inputs,
+    lift_leaves,
+    plain_numbers,
     sample_batch,
     sample_dims_of,
     split_inputs,
     without_numbers,
 )
+from passes.lifted_numbers import LiftScope, NotLiftable
 from passes.likeness import Group
 from passes.putaway import PutAway
 from passes.repeats import Repeats
@@ -69,6 +74,7 @@ def capture(
     precision: str | None = None,
     objective: str = "train",
     device: str = "cpu",
+    lift_numbers: bool = True,
 ) -> Captured:
     """Trace ``model`` on one whole global batch. The model is not changed and no weight is copied.
 
@@ -79,6 +85,7 @@ def capture(
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``: parameters, buffers and inputs as ``model.to`` would cast
             them; ``fp64`` also makes casts to other floating types inside the model casts to float64.
         device: ``cpu`` or ``cuda``, on which the model is to run: what ``torch.autocast`` in forward is about.
+        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors, where the forward allows it.
 
     Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
     """
@@ -97,28 +104,19 @@ def capture(
         canonical, kept = _canonical_names(program.state_dict.items()), {}
         captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
-        if objective == "train":
+        train = objective == "train"
+        if train:
             refuse_hooks(model)
         twin = make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
-        args, kwargs = bind_inputs(
-            twin,
-            model,
-            inputs,
-            global_batch=global_batch,
-            dtype=dtype,
-            with_labels=objective == "train" and loss is None,
+        arguments = bind_inputs(
+            twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-        with hooks_refused() if objective == "train" else nullcontext():
-            train = objective == "train"
-            twin, notes = _with_caches_settled(model, twin, (args, kwargs), dtype)
-            captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
-            pairs = []
-            for parity, empty in enumerate(captured.turns):
-                twin = _as_new(twin, model, dtype, hits.leaving_out(parity))
-                pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
-            captured = captured.with_(turns=tuple(pairs))
-        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        with hooks_refused() if train else nullcontext():
+            twin, notes = _with_caches_settled(model, twin, arguments, dtype)
+            trace = _Tracing(model, dtype, loss, canonical, train)
+            captured, asked = trace.capture(twin, arguments, lift_numbers)
+        notes += _decided(captured, {canonical[name] for name in asked})
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -138,6 +136,73 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
     if count is None:
         raise InputsError(NO_BATCH)
     return count, dims
+
+
+@dataclass(frozen=True)
+class _Tracing:
+    """What every trace of one capture has in common."""
+
+    model: nn.Module
+    dtype: torch.dtype | None
+    loss: Callable[[Any], Tensor] | None
+    canonical: Mapping[str, str]
+    train: bool
+
+    def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool) -> tuple[Captured, set[str]]:
+        """The captured model, and the names of the buffers by whose numbers the forward has decided."""
+        numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
+        if numbers:
+            lifted = self.renew(twin, numbers=numbers)
+            with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
+                return self._trace_turns(lifted, lift_leaves(arguments, lifted), uses)
+            twin = self.renew(twin)
+        return self._trace_turns(twin, arguments, uses)
+
+    def renew(self, twin: Twin, hits: Hits | None = None, numbers: Mapping[str, int | float] | None = None) -> Twin:
+        """Another twin, as if the forward had not run."""
+        numbers = twin.numbers if numbers is None else numbers
+        made = _as_new(twin, self.model, self.dtype, hits or Hits())
+        return replace(made, numbers=numbers, scope=LiftScope(twin.scope.find_line))
+
+    def _choose_numbers(self, twin: Twin, arguments: Bound) -> tuple[dict[str, int | float], dict[str, str]]:
+        """By path, the numbers of the inputs for which the forward can be given tensors; and what it uses the others
+        for."""
+        numbers, uses = plain_numbers(arguments), dict[str, str]()
+
+        def runs(chosen: dict[str, int | float]) -> bool:
+            tried = self.renew(twin, numbers=chosen)
+            result = try_forward(tried, *lift_leaves(arguments, tried))
+            if len(chosen) == 1:
+                uses.update(dict.fromkeys(chosen, tried.scope.problem))
+            return not isinstance(result, Exception) and not tried.scope.problem
+
+        if not numbers or runs(numbers) or not runs({}):  # where it does not run in any case, the trace will tell
+            return numbers, {}
+        return {path: value for path, value in numbers.items() if runs({path: value})}, uses
+
+    def _trace_turns(self, twin: Twin, arguments: Bound, uses: Mapping[str, str]) -> tuple[Captured, set[str]]:
+        captured, hits = self._trace(twin, *arguments)
+        asked, scope, pairs = twin.asked, twin.scope, []
+        for parity, empty in enumerate(captured.turns):
+            twin = self.renew(twin, hits.leaving_out(parity))
+            pairs += [empty, self._trace(twin, *arguments)[0]]
+        signature = replace(captured.signature, arguments=arguments_of(self.model), guards=tuple(scope.guards))
+        notes = (*captured.notes, *_notes_on_fixed(signature, uses))
+        return captured.with_(turns=tuple(pairs), signature=signature, notes=notes), asked
+
+    def _trace(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Hits]:
+        return _trace(self.model, twin, args, kwargs, self.dtype, self.loss, self.canonical, self.train)
+
+
+def _notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
+    """What to know of inputs whose values are part of the plan."""
+    given = {path: value for path, value in signature.fixed.items() if value is not None}
+    if given:
+        texts = [
+            f"{path}={value!r}" + (f" (used as {uses[path]})" if uses.get(path) else "")
+            for path, value in given.items()
+        ]
+        yield f"fixed inputs: {', '.join(texts)}: a batch with another value is refused; plan again for it"
 
 
 def _trace(
@@ -161,7 +226,8 @@ def _trace(
 
         def captured(parity: int | None) -> Captured:
             decided = hits.guards.decided if hits.guards is not None else ()
-            return finish(assemble(program, canonical, loss is not None, empty_turns=parity, decided=decided))
+            with_loss, numbers = loss is not None, twin.numbers
+            return finish(assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers))
 
         whole = captured(hits.leaves_out if hits.guards is not None else None)
         pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
@@ -206,7 +272,8 @@ def _trace(
 
 def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
     """Another twin, as if forward had not run."""
-    return replace(make_twin(model, dtype, twin.mode, twin.casts, twin.kept), asked=twin.asked, hits=hits)
+    made = make_twin(model, dtype, twin.mode, twin.casts, twin.kept)
+    return replace(made, asked=twin.asked, hits=hits, numbers=twin.numbers, scope=twin.scope)
 
 
 def _with_caches_settled(

@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,7 @@ from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
+from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, numbers_followed
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
@@ -64,6 +65,8 @@ class Twin:
     ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
     ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
+    ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
+    each, and ``scope`` holds what it did with them.
     """
 
     module: nn.Module
@@ -74,6 +77,8 @@ class Twin:
     held: Mapping[str, Tensor] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     hits: Hits = field(default_factory=Hits)
+    numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
@@ -152,9 +157,13 @@ def export(
             _conversions(twin),
             known,
             hits_traced(twin.hits),
+            _numbers_lifted(twin),
         ):
-            return torch.export.export(twin.module, args, kwargs, strict=False)
-    except PartitionError:
+            program = torch.export.export(twin.module, args, kwargs, strict=False)
+        if twin.scope.problem:
+            raise NotLiftable(twin.scope.problem)
+        return program
+    except (PartitionError, NotLiftable):
         raise
     except Exception as error:
         if not diagnose:
@@ -195,6 +204,28 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
         return pytree.tree_map(lambda leaf: leaf if _is_plain(leaf) else None, output) if bare else output
 
     with mock.patch.dict(model.__dict__, {"forward": contained}):
+        yield
+
+
+@contextlib.contextmanager
+def _numbers_lifted(twin: Twin) -> Iterator[None]:
+    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number."""
+    if not twin.numbers:
+        yield
+        return
+    forward = twin.module.forward
+
+    def lift(path: str, leaf: Any) -> Any:
+        if path not in twin.numbers or not isinstance(leaf, Tensor):
+            return leaf
+        return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
+
+    @functools.wraps(forward)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        twin.scope.start()
+        return forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
+
+    with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
         yield
 
 
@@ -245,7 +276,7 @@ def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, co
     inputs nor weights has numbers."""
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
-        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin):
+        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin), _numbers_lifted(twin):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
@@ -369,6 +400,13 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(str(_key(k)) for k in path), leaf) for path, leaf in leaves]
+
+
+def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
+    """``tree`` with ``change(path, leaf)`` in place of each leaf; paths are those of :func:`leaf_paths`."""
+    leaves, spec = pytree.tree_flatten(tree)
+    paths = [path for path, _ in leaf_paths(tree)]
+    return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)
 
 
 def _key(key: Any) -> Any:

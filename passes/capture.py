@@ -8,49 +8,40 @@ that are tensors. Nothing else in the project looks at the model itself.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
-from passes.blocks import CallSignature, State, TensorSpec
-from passes.caches import caches_matter, held_by
-from passes.errors import CaptureError, InputsError, UnsupportedError
-from passes.expand import Unrepeated, expand, in_order
+from passes.blocks import TensorSpec
+from passes.caches import caches_matter
+from passes.errors import InputsError, UnsupportedError
 from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
-from passes.hits import Hits
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import (
     NO_BATCH,
     Bound,
     Inputs,
-    arguments_of,
     bind_inputs,
-    lift_leaves,
-    plain_numbers,
     sample_batch,
     sample_dims_of,
     split_inputs,
     without_numbers,
 )
-from passes.lifted_numbers import LiftScope, NotLiftable
-from passes.likeness import Group
-from passes.putaway import PutAway
-from passes.repeats import Repeats
+from passes.python_state import PythonState
 from passes.retype import retype
+from passes.tracing import Tracer, notes_on_fixed
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
@@ -113,10 +104,12 @@ def capture(
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
         with hooks_refused() if train else nullcontext():
+            before = PythonState.of(twin.module, model.forward, loss)
             twin, notes = _with_caches_settled(model, twin, arguments, dtype)
-            trace = _Tracing(model, dtype, loss, canonical, train)
-            captured, asked = trace.capture(twin, arguments, lift_numbers)
-        notes += _decided(captured, {canonical[name] for name in asked})
+            trace = Tracer(model, dtype, loss, canonical, train).capture(twin, arguments, lift_numbers, before)
+        captured = trace.captured
+        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += tuple(notes_on_fixed(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -138,144 +131,6 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
     return count, dims
 
 
-@dataclass(frozen=True)
-class _Tracing:
-    """What every trace of one capture has in common."""
-
-    model: nn.Module
-    dtype: torch.dtype | None
-    loss: Callable[[Any], Tensor] | None
-    canonical: Mapping[str, str]
-    train: bool
-
-    def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool) -> tuple[Captured, set[str]]:
-        """The captured model, and the names of the buffers by whose numbers the forward has decided."""
-        numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
-        if numbers:
-            lifted = self.renew(twin, numbers=numbers)
-            with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
-                return self._trace_turns(lifted, lift_leaves(arguments, lifted), uses)
-            twin = self.renew(twin)
-        return self._trace_turns(twin, arguments, uses)
-
-    def renew(self, twin: Twin, hits: Hits | None = None, numbers: Mapping[str, int | float] | None = None) -> Twin:
-        """Another twin, as if the forward had not run."""
-        numbers = twin.numbers if numbers is None else numbers
-        made = _as_new(twin, self.model, self.dtype, hits or Hits())
-        return replace(made, numbers=numbers, scope=LiftScope(twin.scope.find_line))
-
-    def _choose_numbers(self, twin: Twin, arguments: Bound) -> tuple[dict[str, int | float], dict[str, str]]:
-        """By path, the numbers of the inputs for which the forward can be given tensors; and what it uses the others
-        for."""
-        numbers, uses = plain_numbers(arguments), dict[str, str]()
-
-        def runs(chosen: dict[str, int | float]) -> bool:
-            tried = self.renew(twin, numbers=chosen)
-            result = try_forward(tried, *lift_leaves(arguments, tried))
-            if len(chosen) == 1:
-                uses.update(dict.fromkeys(chosen, tried.scope.problem))
-            return not isinstance(result, Exception) and not tried.scope.problem
-
-        if not numbers or runs(numbers) or not runs({}):  # where it does not run in any case, the trace will tell
-            return numbers, {}
-        return {path: value for path, value in numbers.items() if runs({path: value})}, uses
-
-    def _trace_turns(self, twin: Twin, arguments: Bound, uses: Mapping[str, str]) -> tuple[Captured, set[str]]:
-        captured, hits = self._trace(twin, *arguments)
-        asked, scope, pairs = twin.asked, twin.scope, []
-        for parity, empty in enumerate(captured.turns):
-            twin = self.renew(twin, hits.leaving_out(parity))
-            pairs += [empty, self._trace(twin, *arguments)[0]]
-        signature = replace(captured.signature, arguments=arguments_of(self.model), guards=tuple(scope.guards))
-        notes = (*captured.notes, *_notes_on_fixed(signature, uses))
-        return captured.with_(turns=tuple(pairs), signature=signature, notes=notes), asked
-
-    def _trace(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Hits]:
-        return _trace(self.model, twin, args, kwargs, self.dtype, self.loss, self.canonical, self.train)
-
-
-def _notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
-    """What to know of inputs whose values are part of the plan."""
-    given = {path: value for path, value in signature.fixed.items() if value is not None}
-    if given:
-        texts = [
-            f"{path}={value!r}" + (f" (used as {uses[path]})" if uses.get(path) else "")
-            for path, value in given.items()
-        ]
-        yield f"fixed inputs: {', '.join(texts)}: a batch with another value is refused; plan again for it"
-
-
-def _trace(
-    model: nn.Module,
-    twin: Twin,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: torch.dtype | None,
-    loss: Callable[[Any], Tensor] | None,
-    canonical: Mapping[str, str],
-    train: bool,
-) -> tuple[Captured, Hits]:
-    """The twin's graph, and what was found on the way: of layers that are alike one is traced, or all where that
-    fails."""
-    if loss is not None:
-        _append_loss(twin.module, loss)
-
-    def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> tuple[Captured, Hits]:
-        hits = twin.hits
-        hits.check()
-
-        def captured(parity: int | None) -> Captured:
-            decided = hits.guards.decided if hits.guards is not None else ()
-            with_loss, numbers = loss is not None, twin.numbers
-            return finish(assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers))
-
-        whole = captured(hits.leaves_out if hits.guards is not None else None)
-        pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
-        return whole.with_(turns=tuple(pairs)), hits
-
-    repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
-    while repeats.groups and twin.hits.guards is None:
-        away = repeats.away
-        try:
-            with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
-            if away is None:
-                return made(twin, program, expand)
-            return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
-        except Unrepeated as error:
-            repeats.refuse(error.number)
-        except Exception:  # the shortcut's or the model's own: the full trace will tell
-            pass
-        refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = _as_new(twin, model, dtype, twin.hits.leaving_out(twin.hits.leaves_out))
-        if loss is not None:
-            _append_loss(twin.module, loss)
-        left = Repeats.of(twin.module).without(given_up)
-        if refused:
-            repeats = left.put_away(twin.module) if away is not None else left
-        else:  # the weights that were put away may have been missed
-            repeats = left if away is not None else Repeats([])
-    try:
-        program = export(twin, args, kwargs, train=train)
-    except CaptureError as error:
-        if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
-            raise
-        twin = _as_new(twin, model, dtype, twin.hits.guarded())
-        if loss is not None:
-            _append_loss(twin.module, loss)
-        try:
-            program = export(twin, args, kwargs, train=train, diagnose=False)
-        except Exception:  # another decision stands in the way, which has been told
-            raise error from error.__cause__
-    return made(twin, flatten_program(program), lambda captured: captured)
-
-
-def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
-    """Another twin, as if forward had not run."""
-    made = make_twin(model, dtype, twin.mode, twin.casts, twin.kept)
-    return replace(made, asked=twin.asked, hits=hits, numbers=twin.numbers, scope=twin.scope)
-
-
 def _with_caches_settled(
     model: nn.Module, twin: Twin, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[Twin, tuple[str, ...]]:
@@ -286,18 +141,9 @@ def _with_caches_settled(
         without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
     )
     run = functools.partial(try_forward, twin, args, kwargs, constants=True)
-    before = held_by(twin.module)
     matter = caches_matter(twin.module, twin.mode, twin.caches, run)
-    if matter or held_by(twin.module) != before:
-        twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
-
-
-def _restored(
-    states: Mapping[int, Sequence[State | None]], canonical: Mapping[str, str], captured: Captured
-) -> Captured:
-    """With copies for the layers that are alike, and the states that the trace did not see."""
-    return in_order(expand(captured, states), canonical.values())
 
 
 def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
@@ -312,36 +158,7 @@ def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
 
 
-def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:
-    """The states of modules whose parameters the trace did not see, by number of the module."""
-    names: dict[str, list[str]] = {}
-    for alias, name in canonical.items():
-        names.setdefault(name, []).append(alias)
-
-    def state(alias: str) -> State:
-        name, parameter = canonical[alias], away.parameters[alias]
-        others = tuple(n for n in names[name] if n != name)
-        return State(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
-
-    return {
-        number: [state(name) if name is not None else None for name in of_module]
-        for number, of_module in away.by_number().items()
-    }
-
-
 # --- the model --------------------------------------------------------------------------------------------------------
-
-
-def _append_loss(twin: nn.Module, loss: Callable[[Any], Tensor]) -> None:
-    """Make the twin return (output, loss of output)."""
-    forward = twin.forward
-
-    @functools.wraps(forward)
-    def with_loss(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        output = forward(*args, **kwargs)
-        return output, loss(output)
-
-    twin.forward = with_loss
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

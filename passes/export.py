@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import io
+import linecache
 import logging
 import re
 import sys
@@ -43,7 +44,7 @@ from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
-from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, numbers_followed
+from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
@@ -59,6 +60,25 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 @dataclass(frozen=True)
+class Counter:
+    """A Python number that the forward changes, the attribute ``name`` of the module ``path``. The traced copy of the
+    model holds it as the buffer ``buffer``, a 0-dimensional tensor; ``value``: what it is at first."""
+
+    path: str
+    name: str
+    buffer: str
+    value: int | float
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if isinstance(self.value, float) else torch.int64
+
+
+@dataclass(frozen=True)
 class Twin:
     """The copy without numbers, and the mode that its tensors belong to.
 
@@ -66,7 +86,8 @@ class Twin:
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
     ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
     ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
-    each, and ``scope`` holds what it did with them.
+    each, and ``scope`` holds what it did with them. ``counters``: Python numbers that the forward changes, as buffers.
+    ``attributes``: by module and name, attributes that are set before the forward runs.
     """
 
     module: nn.Module
@@ -78,6 +99,8 @@ class Twin:
     asked: set[str] = field(default_factory=set)
     hits: Hits = field(default_factory=Hits)
     numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    counters: tuple[Counter, ...] = ()
+    attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -209,8 +232,9 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_lifted(twin: Twin) -> Iterator[None]:
-    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number."""
-    if not twin.numbers:
+    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number, and has
+    one in place of each attribute that is a counter, which is written back to its buffer in the end."""
+    if not twin.numbers and not twin.counters:
         yield
         return
     forward = twin.module.forward
@@ -223,10 +247,30 @@ def _numbers_lifted(twin: Twin) -> Iterator[None]:
     @functools.wraps(forward)
     def lifted(*args: Any, **kwargs: Any) -> Any:
         twin.scope.start()
-        return forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
+        holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
+        for held, counter in holders:
+            buffer = twin.module.get_buffer(counter.buffer)
+            value = buffer.detach().clone()  # what is computed with is not what is written to
+            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), twin.scope)
+        output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
+        for held, counter in holders:
+            _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
+        return output
 
     with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
         yield
+
+
+def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
+    with torch.no_grad():
+        if is_lifted(value):
+            buffer.copy_(value.tensor)
+        elif type(value) in (int, float):
+            buffer.fill_(value)
+        else:
+            raise scope.refuse(f"{counter.full_name} = a {type(value).__name__}")
+        if isinstance(value, float) and not isinstance(counter.value, float):
+            raise scope.refuse(f"{counter.full_name}, a whole number, as a fraction")
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -356,6 +400,12 @@ def _line_now() -> str:
     """`` (file:line)`` of the innermost frame that is the user's."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def line_of(frame: FrameType) -> str:
+    """`` at file:line (code)`` of a frame."""
+    code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f" at {shorten(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
 @lru_cache(maxsize=65536)

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-Expression = Sequence[Any]  # ("number", value) or ("given", name) or (operator, expression, ...)
+# ("number", value), ("given", path of an input), ("state", name of an attribute), or (operator, expression, ...)
+Expression = Sequence[Any]
 Number = int | float
 
 
@@ -49,16 +50,27 @@ class Guard:
         except (ArithmeticError, ValueError):
             return False
 
+    @property
+    def reads_state(self) -> bool:
+        """Whether the decision is by a number that the forward changes."""
+        return _reads_state(self.expression)
+
     def __str__(self) -> str:
         text = describe(self.expression)
         return text if self.outcome else f"not ({text})"
 
 
+def _reads_state(expression: Expression) -> bool:
+    kind, *operands = expression
+    return kind == "state" or (kind not in ("number", "given") and any(map(_reads_state, operands)))
+
+
 @dataclass
 class LiftScope:
-    """What one run of the forward did with its lifted numbers. ``decide``: whether it may take decisions by them."""
+    """What one run of the forward did with its lifted numbers. ``flipped``: decisions that are to go the other way."""
 
     find_line: Callable[[], str]
+    flipped: Sequence[Expression] = ()
     guards: list[Guard] = field(default_factory=list)
     problem: str = ""  # the first use that cannot be followed, and where it is
 
@@ -73,6 +85,8 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
+        """Note a decision; whether it is taken as by the numbers of now."""
+        outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
         if all(g.expression != expression for g in self.guards):
             self.guards.append(guard)
@@ -150,7 +164,7 @@ def evaluate(expression: Expression, numbers: Mapping[str, Number]) -> Any:
     kind, *operands = expression
     if kind == "number":
         return operands[0]
-    if kind == "given":
+    if kind in ("given", "state"):
         return numbers[operands[0]]
     return OPERATORS[kind].on_numbers(*(evaluate(o, numbers) for o in operands))
 
@@ -160,7 +174,7 @@ def describe(expression: Expression) -> str:
     kind, *operands = expression
     if kind == "number":
         return repr(operands[0])
-    if kind == "given":
+    if kind in ("given", "state"):
         return str(operands[0])
     texts = [describe(o) for o in operands]
     symbol = OPERATORS[kind].symbol

@@ -32,11 +32,11 @@ from passes.assemble import Captured
 from passes.export import is_users, line_of
 from passes.lifted_numbers import is_lifted
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
 _MOST_ELEMENTS = 4096  # of a container that is looked into
 _DEPTH = 6
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "forward"})  # of a module: looked at elsewhere
+_OWN = frozenset({*vars(nn.Module()), "forward"}) - {"training"}  # attributes of every module, looked at elsewhere
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _FIRST_DRAWS = (0.02, 0.98)  # a draw below the one and a draw above the other tell what a draw can change
 _SEEDS = 4096
@@ -163,7 +163,7 @@ def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Place]:
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
     codes = [f for f in functions if f is not None]
-    codes += [v for part in module.modules() for v in vars(part).values() if _is_function(v)]
+    codes += [v for part in module.modules() for n, v in vars(part).items() if n not in _OWN and _is_function(v)]
     for cls in classes:
         for name, value in list(vars(cls).items()):
             if not name.startswith("__") and _is_data(value):
@@ -275,10 +275,10 @@ def _told(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     ``known``: of objects that were told already, by identity.
     """
     kind = type(value)
-    if is_lifted(value):
-        return "number"
     if kind in _PLAIN:
         return kind, repr(value)
+    if is_lifted(value):
+        return "number"
     if isinstance(value, Tensor):
         return "tensor"
     if depth > _DEPTH or isinstance(value, nn.Module | type | types.ModuleType):

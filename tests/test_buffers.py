@@ -200,7 +200,9 @@ class Cache(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("held", "said"), [(True, "to of shape .9,.; expected the same shape"), (False, "no buffer")])
+@pytest.mark.parametrize(
+    ("held", "said"), [(True, "to float32 of shape .9,.; expected the same shape"), (False, "no buffer")]
+)
 def test_other_shapes_and_plain_tensors_are_refused(held: bool, said: str):
     model = Around(Cache(held))
     with pytest.raises(UnsupportedError, match=said):

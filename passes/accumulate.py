@@ -1,8 +1,8 @@
 """Buffers that take a sum over the batch, where each rank works on it in several microbatches.
 
-Requires: the model of one microbatch, split along ``data``, whose samples meet in collectives. Provides: the same model,
-in which each microbatch makes its part of what such a buffer takes, and the parts add up to it. That is exact where the
-new value is linear in what meets, but for a term that is the same for all microbatches: ``old + counts``,
+Requires: the model of one microbatch, split along ``data``, whose samples meet in collectives. Provides: the same
+model, in which each microbatch makes its part of what such a buffer takes, and the parts add up to it. That is exact
+where the new value is linear in what meets, but for a term that is the same for all microbatches: ``old + counts``,
 ``0.9 * old + 0.1 * mean``, ``old`` with the batch's rows in some places. The first microbatch adds that term. A value
 that is read elsewhere, too, is needed whole within the step: its collective stays.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor, fx
 from passes.blocks import FoldedModel, TensorSpec
 from passes.check import axis_of
 from passes.collectives import COMMUNICATING, collective_name, ops
-from passes.factors import factors_of, operands_of
+from passes.factors import Strategy, factors_of, local_call, operands_of, strategies
 from passes.infer import META, call
+from passes.layouts import PARTIAL, shard
 from passes.rewrite import val
-from passes.rules.algebra import with_operands
+from passes.rules.algebra import argument, as_dim, with_operands
 from passes.unused import drop_unused
 
 aten = torch.ops.aten
@@ -123,8 +125,7 @@ class _Accumulation:
 
         def build(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             with graph.inserting_before(graph.output_node()):
-                made = call(graph, target, args, kwargs, like=node)
-            return made
+                return call(graph, target, args, kwargs, like=node)
 
         return build
 
@@ -151,21 +152,22 @@ class _Accumulation:
             adds, once = self._part(name, node.args[0])  # type: ignore[arg-type]
             return _item(build, adds, node.args[1]), _item(build, once, node.args[1])
         operands = operands_of(node)
-        of = [self._part(name, o) for o in operands]
         if node.target in _SUMS and len(operands) == 1 and isinstance(node.args[0], fx.Node):
-            return self._with_number(node, of[0], build)
-        summed = {i for i, (adds, _) in enumerate(of) if adds is not None}
+            return self._with_number(node, self._part(name, operands[0]), build)
+        summed = {i for i, o in enumerate(operands) if o in self.meeting}
         together = next((p for p in _linear_in(node) if summed <= p), None)
-        if together is None or any(val(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
+        if together is None:
+            return self._of_rows(name, node, build)
+        if any(val(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
             raise _NotLinear
         zero = aten.zeros_like.default
-        added, once = list(operands), list(operands)
-        for i in together:
-            adds, rest = of[i]
+        added, terms = list(operands), list(operands)
+        of = {i: self._part(name, operands[i]) for i in together}
+        for i, (adds, once) in of.items():
             added[i] = adds if adds is not None else build(zero, operands[i])
-            once[i] = rest if rest is not None else build(zero, added[i])
-        some = any(of[i][1] is not None for i in together)
-        return _again(node, added, build), _again(node, once, build) if some else None
+            terms[i] = once if once is not None else build(zero, added[i])
+        some = any(once is not None for _, once in of.values())
+        return _again(node, added, build), _again(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """``x`` and a number, added up: the number is added once."""
@@ -176,6 +178,58 @@ class _Accumulation:
             adds = build(aten._to_copy.default, adds, dtype=val(node).dtype)
         return adds, _again(node, [once], build)
 
+    def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
+        """A sum over samples of what each of them makes: added to the first operand at places, or of all of them."""
+        operands = operands_of(node)
+        rows = _added_rows(node)
+        if rows is not None:
+            mine = [self._rows(name, o, dim) for o, dim in zip(operands[1:], rows, strict=True)]
+            adds, once = self._part(name, operands[0])
+            adds = adds if adds is not None else build(aten.zeros_like.default, operands[0])
+            return _again(node, [adds, *mine], build), once
+        for strategy in strategies(node, self.parts):
+            if strategy.factor is not None and all(layout == PARTIAL for layout in strategy.results):
+                with suppress(_NotLinear):
+                    return self._of_samples(name, node, strategy), None
+        raise _NotLinear
+
+    def _rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
+        """A microbatch's part of ``node`` along ``dim``. Raises :class:`_NotLinear` where it is not of its samples."""
+        build = self._builder(name, node)
+        if node not in self.meeting:
+            if val(node).shape[dim] % self.parts:
+                raise _NotLinear
+            return build(aten.index_select.default, node, dim, self._places(build, val(node).shape[dim] // self.parts))
+        if self._meets(node):
+            if collective_name(node.target) == "all_gather" and node.args[1] == dim:
+                return node.all_input_nodes[0]
+            raise _NotLinear
+        if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
+            for strategy in strategies(node, self.parts):
+                if strategy.factor is not None and strategy.results == (shard(dim),):
+                    with suppress(_NotLinear):
+                        return self._of_samples(name, node, strategy)
+        raise _NotLinear
+
+    def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
+        """What ``node`` makes of a microbatch's part of its operands."""
+        operands = []
+        for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
+            if layout.is_shard and not layout.sections:
+                operands.append(self._rows(name, operand, layout.dim))
+            elif layout.is_whole and operand not in self.meeting:
+                operands.append(operand)
+            else:
+                raise _NotLinear
+        graph = self.blocks[name].graph
+        with graph.inserting_before(graph.output_node()):
+            return local_call(node, strategy, self.axis, self.parts, operands, graph)
+
+    def _places(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
+        """The places of a microbatch's ``length`` rows among those of all."""
+        start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
+        return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
+
     def _own(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
         """What a microbatch adds to what ``node`` brings together."""
         kind, mine = collective_name(node.target), node.all_input_nodes[0]
@@ -183,9 +237,8 @@ class _Accumulation:
             return mine
         if kind != "all_gather" or val(mine).dtype == torch.bool:
             raise _NotLinear
-        dim, length = int(node.args[1]), val(mine).shape[node.args[1]]  # type: ignore[arg-type,index]
-        start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
-        places = build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
+        dim = int(node.args[1])  # type: ignore[arg-type]
+        places = self._places(build, val(mine).shape[dim])
         whole = build(aten.zeros.default, list(val(node).shape), dtype=val(mine).dtype, device=META)
         return build(aten.index_add.default, whole, dim, places, mine)
 
@@ -267,6 +320,25 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
     if node.target is aten.copy.default and val(node).dtype == val(operands_of(node)[1]).dtype:
         return (*known, frozenset((1,)))
     return known
+
+
+def _added_rows(node: fx.Node) -> list[int] | None:
+    """Of an operator that adds rows to its first operand, at places: the dim of rows of each other operand."""
+    operands = operands_of(node)
+    shapes = [val(o).shape for o in operands]
+    if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
+        dim = as_dim(argument(node, "dim"), len(shapes[0]))
+        rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
+    elif node.target is aten.index_put.default and argument(node, "accumulate"):
+        indexed = [d for d, i in enumerate(argument(node, "indices")) if i is not None]
+        at = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+        if any(len(s) != 1 for s in shapes[1:-1]) or len(shapes[-1]) != len(shapes[0]) - len(indexed) + 1:
+            return None
+        rows = [0] * len(indexed) + [at]
+    else:
+        return None
+    sizes = {s[d] for s, d in zip(shapes[1:], rows, strict=True)}
+    return rows if len(sizes) == 1 else None
 
 
 def _again(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:

@@ -10,7 +10,7 @@ that is read elsewhere, too, is needed whole within the step: its collective sta
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,38 @@ class _Accumulation:
     def finished(self, keeps: dict[str, float]) -> FoldedModel:
         for block in self.blocks.values():
             drop_unused(block.graph)
+        passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}
+        while self._drop_unread(passed):
+            pass
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
+
+    def _drop_unread(self, passed: Collection[str]) -> bool:
+        """Take out of the blocks those of the values that are ``passed`` in parts now that nothing reads; whether there
+        were some."""
+        read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
+        read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
+        dropped = False
+        for name, block in self.blocks.items():
+            nodes = {n.name: n for n in block.placeholders}
+            runs = {i: c for i, c in enumerate(self.calls) if c.block == name}
+            keep_in = [i for i, n in enumerate(block.inputs)
+                       if nodes[n].users or not all(c.inputs[i] in passed for c in runs.values())]  # fmt: skip
+            keep_out = [k for k in range(len(block.outputs))
+                        if any(c.outputs[k] in read or c.outputs[k] not in passed for c in runs.values())]  # fmt: skip
+            if len(keep_in) == len(block.inputs) and len(keep_out) == len(block.outputs):
+                continue
+            dropped = True
+            for i in set(range(len(block.inputs))) - set(keep_in):
+                block.graph.erase_node(nodes[block.inputs[i]])
+            block.inputs = tuple(block.inputs[i] for i in keep_in)
+            block.graph.output_node().args = (tuple(block.outputs[k] for k in keep_out),)
+            drop_unused(block.graph)
+            for number, run in runs.items():
+                inputs, outputs = tuple(run.inputs[i] for i in keep_in), tuple(run.outputs[k] for k in keep_out)
+                self.calls[number] = replace(run, inputs=inputs, outputs=outputs)
+                for gone in set(run.outputs) - set(outputs):
+                    del self.values[gone]
+        return dropped
 
     def _sum(self, name: str, node: fx.Node) -> fx.Node:
         """A microbatch's part: of the first, with what is added once."""

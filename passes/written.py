@@ -1,7 +1,7 @@
 """States that forward changes in ways that torch.export loses or cannot follow, as it is traced.
 
-Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end,
-which torch.export itself sees to for buffers of the outermost module alone. ``x.data`` is ``x.detach()``; what forward
+Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end, of
+whichever module it is. ``x.data`` is ``x.detach()``; what forward
 sets as ``x.data`` is read instead of ``x`` from there on, and written to ``x`` in the end, so that views of the old
 memory keep what they show. A batch norm that averages over all batches so far (``momentum=None``) counts them by a
 tensor, where torch asks what number that holds.
@@ -10,14 +10,17 @@ tensor, where torch asks what number that holds.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules import module as nn_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -45,7 +48,7 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
         held = _Held.by(model)  # the tensors of this trace
-        with _Data(held, (args, kwargs), double) as data:
+        with _export_unaware(), _Data(held, (args, kwargs), double) as data:
             output = data.output(forward(*args, **kwargs))
         _write_all([*data.writes(), *held.set_anew(data)], held, double)
         return output
@@ -59,6 +62,18 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
             model.__dict__["forward"] = own
         for module in averaging:
             module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _export_unaware() -> Iterator[None]:
+    """Inside, torch.export does not note which buffers of the outermost module are set: it would write to one after the
+    other, and to what another is still to be set to."""
+    hooks = nn_module._global_buffer_registration_hooks
+    others = {
+        number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")
+    }
+    with mock.patch.object(nn_module, "_global_buffer_registration_hooks", OrderedDict(others)):
+        yield
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ import runtime
 from partitioner import Constraints, Plan, Topology, partition
 from passes.capture import capture
 from passes.errors import PartitionError, UnsupportedError
-from runtime import Engine
+from runtime import Engine, LocalRanks
+from runtime.communicator import TorchCommunicator
+from runtime.program import Program
 from tests.state_models import BATCH, DIM, OTHERS, SUMS, UPDATES, Contrast, Experts, Scheduled, Summing, Teacher
 from tests.test_runtime_state import on_every_rank
 
@@ -396,3 +398,32 @@ def test_counts_of_tokens_of_experts(where: str, mesh: dict[str, Any], accumulat
     assert "layers.*" in plan.program.blocks
     assert "buffer tokens" in judged(model, plan)
     trained(model, plan, 2, accumulate)
+
+
+def _steps(program: Program, model: nn.Module, batches: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
+    engine = Engine(program, model, communicator=communicator)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    for batch in batches:
+        engine.step(batch)
+        optimizer.step()
+    return engine.state_dict(full=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [Experts, Teacher])
+def test_real_ranks_leave_what_one_process_does(build: type[nn.Module]):
+    torch.manual_seed(0)
+    model = build(layers=3).double()
+    plan = planned(model, batch_of(model), dp=2, zero=2, microbatch_size=2)
+    batches = [batch_of(model, step) for step in range(3)]
+    judge = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        judge(*batch).backward()
+        optimizer.step()
+    with LocalRanks(2) as ranks:
+        found = ranks.call(_steps, plan.program, model, batches, timeout=240)[0]
+    for name, tensor in judge.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)

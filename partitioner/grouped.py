@@ -40,7 +40,7 @@ def run_groups(
     losses: list[Tensor] = []
     grads: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    changed: frozenset[str] = frozenset()
+    changed, parameters = frozenset[str](), frozenset[str]()
     for group in range(batch // size):
         found = run_reference(
             model,
@@ -51,7 +51,7 @@ def run_groups(
             buffers=buffers,
             counters=counters,
         )
-        buffers, changed = found.buffers, changed | found.changed
+        buffers, changed, parameters = found.buffers, changed | found.changed, found.parameters
         losses += [] if found.loss is None else [found.loss]
         for path, output in found.outputs.items():
             outputs.setdefault(path, []).append(output)
@@ -60,7 +60,7 @@ def run_groups(
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
     wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
-    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed)
+    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed, parameters)
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

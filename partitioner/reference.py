@@ -32,13 +32,15 @@ _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.comple
 @dataclass(frozen=True)
 class Reference:
     """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name;
-    and every buffer by name, as forward leaves it, with the names of those that it ``changed``."""
+    and every buffer and parameter by name, as forward leaves it, with the names of those that it ``changed``, and of
+    the ``parameters`` among all."""
 
     outputs: dict[str, Any]
     loss: Tensor | None
     grads: dict[str, Tensor]
     buffers: dict[str, Tensor]
     changed: frozenset[str]
+    parameters: frozenset[str] = frozenset()
 
 
 class _Float64(TorchDispatchMode):
@@ -266,19 +268,21 @@ def run_reference(
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
-    numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. ``counters``: names of
-    attributes that are Python numbers, which are told among the buffers. The caller's gradients are left alone.
+    numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead of the
+    model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. The caller's
+    gradients are left alone.
     """
     model = _copy(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffers:
-            buffer.copy_(buffers[name])
-    for name, held in (buffers or {}).items():
-        if name in counters:
-            path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, held.item())
+    held = _held_by(model)
+    with torch.no_grad():
+        for name, value in (buffers or {}).items():
+            if name in held:
+                held[name].copy_(value)
+            else:
+                path, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(path), attribute, value.item())
     with (
         float64() if double else nullcontext(),
         _ByPlace(seed, group) as streams,
@@ -335,22 +339,31 @@ def _run(
 ) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    before = {name: held.detach().clone() for name, held in _held_by(model).items()}
     with torch.set_grad_enabled(train), _failing_by_itself(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:
             total.backward()
-    named = model.named_parameters(remove_duplicate=False)
-    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    grads = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items() if p.requires_grad
+    }
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
-    after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    after = {name: held.detach() for name, held in _held_by(model).items()}
     numbers = {name: number_of(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
-    changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))
-    return Reference(leaves, None if total is None else total.detach(), grads if train else {}, after, changed)
+    changed = frozenset(name for name, held in after.items() if not _alike(held, before.get(name)))
+    total = None if total is None else total.detach()
+    return Reference(leaves, total, grads if train else {}, after, changed, frozenset(named))
+
+
+def _held_by(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers under all of their names."""
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(held)
 
 
 @contextmanager
@@ -367,11 +380,11 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _alike(buffer: Tensor, before: Tensor | None) -> bool:
-    """Whether a buffer is what it was; what is no number counts as one."""
-    if before is None or before.shape != buffer.shape:
+def _alike(held: Tensor, before: Tensor | None) -> bool:
+    """Whether a buffer or parameter is what it was; what is no number counts as one."""
+    if before is None or before.shape != held.shape:
         return False
-    return torch.allclose(buffer, before, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def find_loss(output: Any) -> Tensor | None:

@@ -26,7 +26,7 @@ _ROUNDING_SCALE = 1e-3
 @dataclass(frozen=True)
 class Verification:
     """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``, and
-    ``buffer ...`` for those that forward changes)."""
+    ``buffer ...`` and ``parameter ...`` for those that forward changes)."""
 
     ok: bool
     max_error: float
@@ -46,8 +46,8 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare outputs, loss, every gradient, and what forward leaves in buffers. ``loss``: as it was given to
-    ``partition``.
+    """Compare outputs, loss, every gradient, and what forward leaves in buffers and frozen parameters. ``loss``: as it
+    was given to ``partition``.
 
     Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
     after the other, and the mean is taken.
@@ -85,7 +85,7 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     """The relative error of everything that the model gives, by name.
 
     A gradient that is zero but for rounding (a key's bias under softmax) is measured against the largest of all, and so
-    is a buffer (the running mean of what another norm has made).
+    is a buffer (the running mean of what another norm has made) or a parameter that forward changes.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:
@@ -102,7 +102,8 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     largest = max((float(b.abs().max()) for b in sums), default=0.0)
     for name, buffer in buffers.items():
         least = _ROUNDING_SCALE * largest if buffer.is_floating_point() else 0.0
-        errors[f"buffer {name}"] = relative_error(run.buffers.get(name), buffer, least)
+        kind = "parameter" if name in reference.parameters else "buffer"
+        errors[f"{kind} {name}"] = relative_error(run.buffers.get(name), buffer, least)
     return errors
 
 

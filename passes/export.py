@@ -168,7 +168,10 @@ def export(
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked)
-        contained, written = _in_containers(twin.module, bare=twin.kept), writes_traced(twin.module)
+        contained, written = (
+            _in_containers(twin.module, bare=twin.kept),
+            writes_traced(twin.module, double=twin.casts is None),
+        )
         with (
             _quiet(),
             _lines_noted(),

@@ -43,6 +43,7 @@ from passes.inputs import (
     without_numbers,
 )
 from passes.likeness import Group
+from passes.own_terms import with_terms_added
 from passes.putaway import PutAway
 from passes.repeats import Repeats
 from passes.retype import retype
@@ -161,7 +162,8 @@ def _trace(
 
         def captured(parity: int | None) -> Captured:
             decided = hits.guards.decided if hits.guards is not None else ()
-            return finish(assemble(program, canonical, loss is not None, empty_turns=parity, decided=decided))
+            made = assemble(program, canonical, loss is not None, empty_turns=parity, decided=decided)
+            return with_terms_added(finish(made))
 
         whole = captured(hits.leaves_out if hits.guards is not None else None)
         pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []

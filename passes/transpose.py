@@ -1,0 +1,225 @@
+"""What a traced ``backward`` is, the other way round.
+
+``backward`` takes gradients of results and gives gradients of inputs: ``g -> B g + c``. What is made of it takes
+changes of the inputs and gives those of the results, ``B`` transposed, and ``c``. It is made without numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from passes.affine import NOT_LINEAR, NotAffine, Part, parts_of, without_shape_reads
+from passes.unused import drop_unused
+
+__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose"]
+
+aten = torch.ops.aten
+Backward = Callable[..., Sequence[Tensor | None]]  # gradients of results -> gradients of inputs; ``None`` is zero
+
+ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """``graph``: changes of the inputs -> changes of the results, then ``c`` for the inputs at the places ``constant``.
+
+    ``complete``: every result changes with every input, and nothing is constant.
+    """
+
+    graph: fx.GraphModule
+    num_results: int
+    constant: tuple[int, ...]
+    complete: bool
+
+    def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+        """The changes of the results, and the constant parts by place of the input."""
+        found: Any = self.graph(*changes)
+        return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
+
+
+def transpose(backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transposed:
+    """Trace and transpose ``backward``, which takes gradients like ``results`` and gives gradients for ``inputs``.
+
+    Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
+    """
+    with disable_proxy_modes_tracing():
+        seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
+        changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+        traced = _Traced.of(backward, seeds)
+        made = make_fx(lambda *given: traced.transpose(*given), tracing_mode="real")(seeds, changes)
+    _drop_seeds(made, len(seeds))
+    output: Any = made.graph.output_node().args[0]
+    given = {n for n in made.graph.nodes if n.op == "placeholder"}
+    complete = not traced.constant and all(given <= _read_by(node) for node in output)
+    return Transposed(made, len(seeds), traced.constant, complete)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A functional graph of ``backward``. ``held``: the tensors by placeholder that it reads besides gradients."""
+
+    graph: fx.Graph
+    seeds: list[fx.Node]
+    held: Mapping[fx.Node, Tensor]
+    results: Sequence[fx.Node | None]
+    parts: Mapping[fx.Node, Part]
+
+    @classmethod
+    def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
+        graph, tensors = _functional(backward, seeds)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
+        held = dict(zip(read, tensors, strict=True))
+        _check_effects(graph, given)
+        for node in graph.nodes:
+            if node.target is aten.detach.default:  # a first derivative goes through it
+                node.replace_all_uses_with(node.args[0])
+        without_shape_reads(graph)
+        drop_unused(graph)
+        zeros = [n for n, tensor in held.items() if _is_zero(tensor)]
+        results: Any = graph.output_node().args[0]
+        return cls(graph, given, held, results, parts_of(graph, given, zeros))
+
+    @property
+    def constant(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
+
+    def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
+        grads = [g.detach().requires_grad_() for g in seeds]
+        env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                with torch.set_grad_enabled(self.parts[node].depends):
+                    env[node] = _run(node, env.__getitem__)
+        found = [(env[n], c) for n, c in zip(self.results, changes, strict=True) if n is not None]
+        found = [(x, c) for x, c in found if x.requires_grad]
+        moved: Sequence[Tensor | None] = [None] * len(grads)
+        if found:
+            try:
+                moved = torch.autograd.grad([x for x, _ in found], grads, [c for _, c in found], allow_unused=True)
+            except (RuntimeError, NotImplementedError) as error:
+                raise NotAffine(f"cannot be transposed ({error})", "write it with plain operators") from error
+        linear = [_zeros(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
+        start = _AtZero(self.parts, env)
+        return [*linear, *(start.value(self.results[i]) for i in self.constant)]
+
+
+class _AtZero:
+    """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
+
+    def __init__(self, parts: Mapping[fx.Node, Part], env: Mapping[fx.Node, Any]) -> None:
+        self.parts = parts
+        self.known = {n: value for n, value in env.items() if not parts[n].depends}
+
+    def value(self, node: fx.Node | None) -> Any:
+        assert node is not None
+        if node not in self.known:
+            self.known[node] = self._zero(node) if self.parts[node].zero else self._made(node)
+        return self.known[node]
+
+    def _zero(self, node: fx.Node) -> Any:
+        return _zeros(node.meta["val"])
+
+    def _made(self, node: fx.Node) -> Any:
+        if node.target is aten.add.Tensor and not node.kwargs:
+            for zero, other in (node.args[:2], node.args[1::-1]):
+                both = isinstance(zero, fx.Node) and isinstance(other, fx.Node)
+                if both and self.parts[zero].zero and _alike(other, node):  # type: ignore[index]
+                    return self.value(other)  # type: ignore[arg-type]
+        with torch.no_grad():
+            return _run(node, self.value)
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be zero."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return not tensor.any()
+
+
+def _zeros(value: Tensor) -> Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _alike(one: Any, other: fx.Node) -> bool:
+    mine, theirs = one.meta["val"], other.meta["val"]
+    return bool(mine.shape == theirs.shape and mine.dtype == theirs.dtype)
+
+
+def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    assert callable(node.target), node
+    return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
+
+
+def _functional(backward: Backward, seeds: Sequence[Tensor]) -> tuple[fx.Graph, list[Tensor]]:
+    """A graph of ``backward`` without operators that write, and what it takes besides ``seeds``."""
+    try:
+        raw = make_fx(backward, tracing_mode="real")(*seeds)
+    except ASKS_NUMBERS as error:
+        raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or decide in forward") from error
+    names = list(dict.fromkeys(str(n.target) for n in raw.graph.nodes if n.op == "get_attr"))
+    tensors = [getattr(raw, name) for name in names]
+    if not all(isinstance(t, Tensor) for t in tensors):
+        raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
+
+    def run(given: list[Tensor], held: list[Tensor]) -> Any:
+        return _Holding(raw, dict(zip(names, held, strict=True))).run(*given, enable_io_processing=False)
+
+    made = make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(list(seeds), tensors)
+    return made.graph, tensors
+
+
+class _Holding(fx.Interpreter):
+    """Runs a graph whose attributes are given."""
+
+    def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self.held = held
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.held[target]
+
+
+def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
+    """Raise :class:`NotAffine` where ``graph`` does more than to compute what it returns."""
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
+        if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
+            if node.args[0] not in seeds:
+                raise NotAffine("changes a tensor in place that it has not made", "change a copy (clone()) of it")
+            graph.erase_node(node)
+
+
+def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
+    """Take the gradients out of the transpose, which is linear if their numbers are not read."""
+    drop_unused(made.graph)
+    for seed in [n for n in made.graph.nodes if n.op == "placeholder"][:num_seeds]:
+        for user in seed.users:
+            raise NotAffine(NOT_LINEAR.format(user.target))
+        made.graph.erase_node(seed)
+    made.graph.set_codegen(fx.graph.CodeGen())
+    made.recompile()
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """All that ``node`` is computed from."""
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        waiting += new
+    return seen

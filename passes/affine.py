@@ -125,7 +125,7 @@ def _is_zero(operand: Any, found: Mapping[fx.Node, Part]) -> bool:
 def _is_zero_by_itself(node: fx.Node) -> bool:
     name = _name(node.target)
     if name in ("full", "fill", "full_like", "new_full"):
-        return not isinstance(node.args[-1], fx.Node) and node.args[-1] == 0
+        return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False
     return name in ("zeros", "zeros_like", "new_zeros", "zero")
 
 
@@ -222,6 +222,7 @@ _LINEAR = _table(
 
 # Operators of which some forms alone are linear.
 _ONLY_IF: dict[str, Callable[[fx.Node], bool]] = {
+    "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,
     "scatter": lambda node: "reduce" not in node.kwargs,
     "scatter_reduce": lambda node: node.args[4] in ("sum", "mean"),

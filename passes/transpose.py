@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.affine import NOT_LINEAR, NotAffine, Part, parts_of, without_shape_reads
+from passes.rules import has_rule
 from passes.unused import drop_unused
 
 __all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose"]
@@ -30,19 +33,21 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 @dataclass(frozen=True)
 class Transposed:
-    """``graph``: changes of the inputs -> changes of the results, then ``c`` for the inputs at the places ``constant``.
+    """``graph``: changes of the inputs, and what backward has ``held`` -> changes of the results, then ``c`` for the
+    inputs at the places ``constant``.
 
     ``complete``: every result changes with every input, and nothing is constant.
     """
 
     graph: fx.GraphModule
+    held: Sequence[Tensor]
     num_results: int
     constant: tuple[int, ...]
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
         """The changes of the results, and the constant parts by place of the input."""
-        found: Any = self.graph(*changes)
+        found: Any = self.graph(*changes, *self.held)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
 
@@ -55,12 +60,14 @@ def transpose(backward: Backward, results: Sequence[Tensor], inputs: Sequence[Te
         seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
         changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         traced = _Traced.of(backward, seeds)
-        made = make_fx(lambda *given: traced.transpose(*given), tracing_mode="real")(seeds, changes)
+        made, held = _functional(
+            lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
+        )
     _drop_seeds(made, len(seeds))
     output: Any = made.graph.output_node().args[0]
-    given = {n for n in made.graph.nodes if n.op == "placeholder"}
-    complete = not traced.constant and all(given <= _read_by(node) for node in output)
-    return Transposed(made, len(seeds), traced.constant, complete)
+    given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
+    complete = not traced.constant and all(_read_by(node).issuperset(given) for node in output)
+    return Transposed(made, held, len(seeds), traced.constant, complete)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,11 @@ class _Traced:
 
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
-        graph, tensors = _functional(backward, seeds)
+        try:
+            module, tensors = _functional(backward, seeds)
+        except ASKS_NUMBERS as error:
+            raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or in forward") from error
+        graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
         held = dict(zip(read, tensors, strict=True))
@@ -161,22 +172,27 @@ def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
 
 
-def _functional(backward: Backward, seeds: Sequence[Tensor]) -> tuple[fx.Graph, list[Tensor]]:
-    """A graph of ``backward`` without operators that write, and what it takes besides ``seeds``."""
-    try:
-        raw = make_fx(backward, tracing_mode="real")(*seeds)
-    except ASKS_NUMBERS as error:
-        raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or decide in forward") from error
+def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+    """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
+    raw = make_fx(function, tracing_mode="real")(*arguments)
     names = list(dict.fromkeys(str(n.target) for n in raw.graph.nodes if n.op == "get_attr"))
     tensors = [getattr(raw, name) for name in names]
     if not all(isinstance(t, Tensor) for t in tensors):
         raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
 
-    def run(given: list[Tensor], held: list[Tensor]) -> Any:
-        return _Holding(raw, dict(zip(names, held, strict=True))).run(*given, enable_io_processing=False)
+    def run(*given: Tensor) -> Any:
+        held = dict(zip(names, given[len(arguments) :], strict=True))
+        return _Holding(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
 
-    made = make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(list(seeds), tensors)
-    return made.graph, tensors
+    functional = torch.func.functionalize(run, remove="mutations")
+    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors), tensors
+
+
+@cache
+def _spelled_out() -> dict[Any, Callable[..., Any]]:
+    """Derivatives of operators that have no rule of their own, as other operators."""
+    known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
+    return {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
 
 
 class _Holding(fx.Interpreter):
@@ -208,7 +224,7 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     drop_unused(made.graph)
     for seed in [n for n in made.graph.nodes if n.op == "placeholder"][:num_seeds]:
         for user in seed.users:
-            raise NotAffine(NOT_LINEAR.format(user.target))
+            raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
         made.graph.erase_node(seed)
     made.graph.set_codegen(fx.graph.CodeGen())
     made.recompile()

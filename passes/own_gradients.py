@@ -137,7 +137,7 @@ def _transposed(
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
-    def backward(*grads: Tensor) -> list[Tensor | None]:
+    def backward(*grads: Tensor | None) -> list[Tensor | None]:
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         refused = mock.patch.object(torch.autograd, "backward", functools.partial(_refuse_backward, cls))
@@ -150,8 +150,9 @@ def _transposed(
                 raise _Wrong(next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__) from error
             return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
 
+    some = not ctx.materialize_grads and len(which) > 1
     try:
-        made = transpose(backward, [outputs[k] for k in which], _needing(args, needs))
+        made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
     except _Wrong as error:
         raise UnsupportedError(
             f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "
@@ -161,12 +162,6 @@ def _transposed(
         raise UnsupportedError(
             f"{_named(cls)}.backward {error.what}, which cannot be kept exact on parts of it; {error.instead}"
         ) from error
-    if made.constant and not ctx.materialize_grads and len(which) > 1:
-        raise UnsupportedError(
-            f"{_named(cls)}.backward has a part that does not depend on the gradients that it is given, and may look "
-            "which of them are None: a plan cannot know that; expected gradients of zero for results that are not "
-            "used: leave out ctx.set_materialize_grads(False)"
-        )
     return made
 
 
@@ -184,8 +179,8 @@ def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool])
 def _as_input(grad: Tensor, x: Tensor) -> Tensor:
     """A gradient in the shape and type of what it is for."""
     if grad.shape != x.shape:
-        fits = grad.dim() >= x.dim() and torch.broadcast_shapes(grad.shape, x.shape) == grad.shape
-        if not fits:
+        behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
+        if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
             raise _Wrong(f"it returns a gradient of shape {tuple(grad.shape)} for one of {tuple(x.shape)}")
         grad = grad.sum_to_size(x.shape)
     if grad.is_complex() and not x.is_complex():

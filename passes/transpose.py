@@ -6,6 +6,7 @@ changes of the inputs and gives those of the results, ``B`` transposed, and ``c`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,8 @@ __all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose"]
 aten = torch.ops.aten
 Backward = Callable[..., Sequence[Tensor | None]]  # gradients of results -> gradients of inputs; ``None`` is zero
 
+_MOST_RESULTS = 5  # of which each may be None
+_MATERIALIZE = "leave out ctx.set_materialize_grads(False), and take zeros"
 ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -51,8 +54,12 @@ class Transposed:
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
 
-def transpose(backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transposed:
+def transpose(
+    backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
+) -> Transposed:
     """Trace and transpose ``backward``, which takes gradients like ``results`` and gives gradients for ``inputs``.
+
+    ``some``: it takes ``None`` instead of gradients of zero.
 
     Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
     """
@@ -60,6 +67,8 @@ def transpose(backward: Backward, results: Sequence[Tensor], inputs: Sequence[Te
         seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
         changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         traced = _Traced.of(backward, seeds)
+        if some:
+            _check_none_is_zero(backward, seeds, traced)
         made, held = _functional(
             lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
         )
@@ -124,6 +133,57 @@ class _Traced:
         return [*linear, *(start.value(self.results[i]) for i in self.constant)]
 
 
+def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
+    """Raise :class:`NotAffine` where ``None`` may give something else than a gradient of zero."""
+    numbers = range(len(seeds))
+    if len(seeds) > _MOST_RESULTS:
+        raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
+    for given in itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:]):
+
+        def partly(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
+            by_place = dict(zip(given, grads, strict=True))
+            return backward(*(by_place.get(k) for k in numbers))
+
+        try:
+            part = _Traced.of(partly, [seeds[k] for k in given])
+        except NotAffine:
+            raise
+        except Exception:  # the model's own: no step has None there
+            continue
+        names = _Expressions()
+        zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
+        if names.of(part, given, ()) != names.of(whole, numbers, zeros):
+            raise NotAffine("tells gradients that are None from gradients of zero", _MATERIALIZE)
+
+
+class _Expressions:
+    """Numbers for expressions, equal for those that are written alike."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
+        """What the results of a graph are, its gradients by ``names``; those of ``zeros`` are zero."""
+        held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
+        parts = parts_of(traced.graph, zeros, held_zero)
+        env: dict[fx.Node, Any] = {n: _identity(tensor) for n, tensor in traced.held.items()}
+        env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                continue
+            other = _other_addend(node, parts)
+            if parts[node].zero:
+                env[node] = None
+            elif other is not None:
+                env[node] = env[other]
+            elif node.op == "call_function":
+                read = fx.node.map_aggregate(
+                    (node.args, dict(node.kwargs)), lambda a: ("value", env[a]) if isinstance(a, fx.Node) else a
+                )
+                env[node] = self.numbers.setdefault(repr((node.target, read)), len(self.numbers))
+        return [None if n is None else env[n] for n in traced.results]
+
+
 class _AtZero:
     """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
 
@@ -141,11 +201,9 @@ class _AtZero:
         return _zeros(node.meta["val"])
 
     def _made(self, node: fx.Node) -> Any:
-        if node.target is aten.add.Tensor and not node.kwargs:
-            for zero, other in (node.args[:2], node.args[1::-1]):
-                both = isinstance(zero, fx.Node) and isinstance(other, fx.Node)
-                if both and self.parts[zero].zero and _alike(other, node):  # type: ignore[index]
-                    return self.value(other)  # type: ignore[arg-type]
+        other = _other_addend(node, self.parts)
+        if other is not None:
+            return self.value(other)
         with torch.no_grad():
             return _run(node, self.value)
 
@@ -158,13 +216,29 @@ def _is_zero(tensor: Tensor) -> bool:
         return not tensor.any()
 
 
+def _identity(tensor: Tensor) -> Any:
+    """Equal for the same tensor, and for equal small ones whose numbers are known."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.numel() > 1:
+        return "tensor", id(tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return "number", tensor.dtype, tuple(tensor.shape), tensor.tolist()
+
+
 def _zeros(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _alike(one: Any, other: fx.Node) -> bool:
-    mine, theirs = one.meta["val"], other.meta["val"]
-    return bool(mine.shape == theirs.shape and mine.dtype == theirs.dtype)
+def _other_addend(node: fx.Node, parts: Mapping[fx.Node, Part]) -> fx.Node | None:
+    """What a sum is equal to, of which one operand is zero."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    wanted = node.meta["val"]
+    for zero, other in (node.args[:2], node.args[1::-1]):
+        if isinstance(zero, fx.Node) and isinstance(other, fx.Node) and parts[zero].zero:
+            value = other.meta["val"]
+            if (value.shape, value.dtype) == (wanted.shape, wanted.dtype):
+                return other
+    return None
 
 
 def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 from unittest import mock
@@ -54,10 +55,10 @@ def traced_with_own_gradients() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
-        needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if _is_torchs(cls) or not any(needs) or not torch.is_grad_enabled():
+        takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+        if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        return _apply(cls, args, kwargs, needs)
+        return _apply(cls, _positional(cls, args, kwargs))
 
     # Below Function.apply, which models keep: ``rounded = Rounding.apply``.
     with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply)):
@@ -68,17 +69,31 @@ def _is_torchs(cls: type) -> bool:
     return cls.__module__.split(".")[0] == "torch"
 
 
-def _apply(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], needs: tuple[bool, ...]) -> Any:
+def _positional(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call in the order of forward's parameters, as autograd counts them."""
+    if not kwargs:
+        return args
+    before = () if _is_setup_context_defined(cls.setup_context) else (None,)
+    bound = inspect.signature(cls.forward).bind(*before, *args, **kwargs)
+    if bound.kwargs:
+        raise UnsupportedError(
+            f"{_named(cls)}.apply is called with {', '.join(bound.kwargs)} by keyword; expected positional arguments"
+        )
+    return bound.args[len(before) :]
+
+
+def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+    needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
     inputs = _needing(args, needs)
     changes = [x - x.detach() for x in inputs]  # before forward, which may write to its arguments
     given = tuple(_copied(a) for a in args) if _marks_dirty(cls) else args
     with torch.no_grad():
         if _is_setup_context_defined(cls.setup_context):
-            made = cls.forward(*given, **kwargs)
+            made = cls.forward(*given)
             cls.setup_context(ctx, given, made)
         else:
-            made = cls.forward(ctx, *given, **kwargs)
+            made = cls.forward(ctx, *given)
     if ctx.dirty_tensors and given is args:
         raise UnsupportedError(
             f"{_named(cls)}.forward changes its arguments in place and says so through another function; expected "
@@ -116,13 +131,14 @@ def _needing(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
 
 
 def _marks_dirty(cls: Any) -> bool:
-    return any("mark_dirty" in function.__code__.co_names for function in (cls.forward, cls.setup_context))
+    functions = (inspect.unwrap(function) for function in (cls.forward, cls.setup_context))
+    return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
 def _copied(argument: Any) -> Any:
-    return (
-        argument.detach().clone().requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
-    )
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
 
 
 def _transposed(

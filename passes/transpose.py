@@ -18,6 +18,7 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.affine import NOT_LINEAR, NotAffine, Part, parts_of, without_shape_reads
@@ -248,7 +249,8 @@ def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 
 def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
     """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
-    raw = make_fx(function, tracing_mode="real")(*arguments)
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        raw = make_fx(function, tracing_mode="real")(*arguments)
     names = list(dict.fromkeys(str(n.target) for n in raw.graph.nodes if n.op == "get_attr"))
     tensors = [getattr(raw, name) for name in names]
     if not all(isinstance(t, Tensor) for t in tensors):
@@ -266,7 +268,33 @@ def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tu
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
     """Derivatives of operators that have no rule of their own, as other operators."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
-    return {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
+    table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
+    return table | {aten.convolution_backward.default: _convolution_input_gradient}
+
+
+def _convolution_input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> Any:
+    """The gradient of a convolution for its input, where no other is wanted: a convolution, which does not read the
+    input."""
+    if list(output_mask) != [True, False, False]:
+        return NotImplemented
+    added = [0] * len(padding)
+    if not transposed:
+        geometry = zip(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        added = [size - ((n - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, n, k, step, pad, apart in geometry]
+    made = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, added, groups)
+    return made, None, None
 
 
 class _Holding(fx.Interpreter):
@@ -285,12 +313,18 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if torch.Tag.nondeterministic_seeded in node.target.tags and not _drops_nothing(node):
             raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
         if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
             if node.args[0] not in seeds:
                 raise NotAffine("changes a tensor in place that it has not made", "change a copy (clone()) of it")
             graph.erase_node(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether an operator draws for a dropout alone, which is off."""
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
+    return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:

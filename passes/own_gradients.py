@@ -10,7 +10,6 @@ gradient of ``y`` is the gradient of ``c (x - detach(x))``, a term that is added
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -18,7 +17,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx, _is_setup_context_defined, _SingleLevelFunction
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd.function import (
+    Function,
+    FunctionCtx,
+    _is_setup_context_defined,
+    _SingleLevelFunction,
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.autocast import without_autocast
@@ -60,8 +66,19 @@ def traced_with_own_gradients() -> Iterator[None]:
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         return _apply(cls, _positional(cls, args, kwargs))
 
+    def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_torchs(cls):
+            raise UnsupportedError(
+                f"{_named(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), through which a "
+                "plan cannot follow its gradient; expected a call outside of it, on the whole batch"
+            )
+        return custom_function_call(cls, *args, **kwargs)
+
     # Below Function.apply, which models keep: ``rounded = Rounding.apply``.
-    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply)):
+    with (
+        mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply)),
+        mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
+    ):
         yield
 
 
@@ -156,8 +173,7 @@ def _transposed(
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
-        refused = mock.patch.object(torch.autograd, "backward", functools.partial(_refuse_backward, cls))
-        with torch.no_grad(), refused:
+        with torch.no_grad(), _side_effects_refused(cls):
             try:
                 found = own(ctx, *given.values())
             except (PartitionError, *ASKS_NUMBERS):
@@ -208,12 +224,36 @@ class _Wrong(Exception):
     """Backward fails, or autograd refuses what it returns."""
 
 
-def _refuse_backward(cls: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{_named(cls)}.backward runs layers again and calls backward() on them, so that "
-        "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns all "
-        "gradients: call the layers in forward without it, and let the plan choose what is recomputed (recompute=)"
-    )
+@contextlib.contextmanager
+def _side_effects_refused(cls: Any) -> Iterator[None]:
+    """Inside, gradients of weights cannot be set but by what backward returns."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward runs layers again and calls backward() on them, so that "
+            "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
+            "all gradients: call the layers in forward without it, and let the plan choose what is recomputed "
+            "(recompute=)"
+        )
+
+    with mock.patch.object(torch.autograd, "backward", refuse), _SettingGrad(cls):
+        yield
+
+
+class _SettingGrad(TorchFunctionMode):
+    """Refuses ``weight.grad = ...``."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
+            raise UnsupportedError(
+                f"{_named(self.cls)}.backward sets the gradient of a tensor as a side effect, of which a plan cannot "
+                "know; expected a backward that returns all gradients: pass the tensor to apply()"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _named(cls: Any) -> str:

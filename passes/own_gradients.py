@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from passes.autocast import without_autocast
 from passes.errors import PartitionError, UnsupportedError
+from passes.journal import unjournaled
 from passes.marks import OWN
 from passes.transpose import ASKS_NUMBERS, NotAffine, Transposed, transpose
 
@@ -184,7 +185,8 @@ def _transposed(
 
     some = not ctx.materialize_grads and len(which) > 1
     try:
-        made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
+        with unjournaled():
+            made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
     except _Wrong as error:
         raise UnsupportedError(
             f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "

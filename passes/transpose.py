@@ -167,7 +167,7 @@ class _Expressions:
         """What the results of a graph are, its gradients by ``names``; those of ``zeros`` are zero."""
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
-        env: dict[fx.Node, Any] = {n: _identity(tensor) for n, tensor in traced.held.items()}
+        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
         env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
         for node in traced.graph.nodes:
             if node.op == "output":
@@ -209,20 +209,25 @@ class _AtZero:
             return _run(node, self.value)
 
 
+def _is_known(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return _is_known(tensor) and tensor.dim() == 0
+
+
+def _numbers(tensor: Tensor) -> Any:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return tensor.tolist()
+
+
 def _is_zero(tensor: Tensor) -> bool:
     """Whether a tensor is known to be zero."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if not _is_known(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return not tensor.any()
-
-
-def _identity(tensor: Tensor) -> Any:
-    """Equal for the same tensor, and for equal small ones whose numbers are known."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.numel() > 1:
-        return "tensor", id(tensor)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return "number", tensor.dtype, tuple(tensor.shape), tensor.tolist()
 
 
 def _zeros(value: Tensor) -> Tensor:
@@ -251,17 +256,19 @@ def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tu
     """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
-    names = list(dict.fromkeys(str(n.target) for n in raw.graph.nodes if n.op == "get_attr"))
-    tensors = [getattr(raw, name) for name in names]
-    if not all(isinstance(t, Tensor) for t in tensors):
+    read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
+    if not all(isinstance(tensor, Tensor) for tensor in read.values()):
         raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
+    numbers = {name: (_numbers(tensor), tensor.dtype) for name, tensor in read.items() if _is_number(tensor)}
+    tensors = {name: tensor for name, tensor in read.items() if name not in numbers}
 
     def run(*given: Tensor) -> Any:
-        held = dict(zip(names, given[len(arguments) :], strict=True))
+        held = dict(zip(tensors, given[len(arguments) :], strict=True))
+        held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
         return _Holding(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
-    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors), tensors
+    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
 
 
 @cache

@@ -31,6 +31,7 @@ from passes.hits import Hits
 from passes.inputs import Bound, arguments_of, lift_leaves, plain_numbers
 from passes.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from passes.likeness import Group
+from passes.own_terms import with_terms_added
 from passes.putaway import PutAway
 from passes.python_state import Attributes, Change, Clock, PythonState, attributes_of, find_draw, same_computation
 from passes.repeats import Repeats
@@ -147,7 +148,7 @@ class Tracer:
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers)
-                return _with_counters(finish(found), twin.counters)
+                return with_terms_added(_with_counters(finish(found), twin.counters))
 
             whole = captured(hits.leaves_out if hits.guards is not None else None)
             pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []

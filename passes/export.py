@@ -45,6 +45,7 @@ from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
+from passes.selections import selections_traced
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -151,6 +152,7 @@ def export(
             grouped_traced(),
             _conversions(twin),
             known,
+            selections_traced(),
             hits_traced(twin.hits),
         ):
             return torch.export.export(twin.module, args, kwargs, strict=False)
@@ -288,8 +290,6 @@ _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
-    "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
-    "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
-ITEMS = {aten.item.default, aten._local_scalar_dense.default}
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,6 @@ class Size:
 
     def __int__(self) -> int:
         return int(self.mask.meta["val"].shape[0])
-
-
-class Counted:
-    """What is computed of such a number, which only what is asserted of it may read."""
 
 
 class Unselectable(Exception):
@@ -118,9 +113,11 @@ def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
+    if x in build.rows:
+        return _take_of_rows(build, x, given)
     if index.meta["val"].dtype == torch.bool and index not in build.rows:
-        if len(given) != 1 or x in build.rows:
-            raise Unselectable
+        if len(given) != 1:
+            return _take_by_both(build, x, indices)
         pairs = _pairs(build, index)
         if pairs:
             return take_rows(build, x, [*indices[:first], *pairs])
@@ -134,9 +131,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         if first == 0:
             build.read[made] = x, (mask,)
         return made
-    if x not in build.rows and not any(i in build.rows for _, i in given):
+    if not any(i in build.rows for _, i in given):
         return None
-    if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+    if [d for d, _ in given] != list(range(first, first + len(given))):
         raise Unselectable
     rows = build.same(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
@@ -148,6 +145,78 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
     return made
+
+
+def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
+    """Of rows those for which a further condition holds, or an element of each."""
+    rows = build.rows[x]
+    dim, index = given[0]
+    if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:
+        raise Unselectable
+    if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
+        made = build.call(aten.alias.default, x)
+        build.rows[made] = Rows(build.narrowed(rows.mask, index), dim)
+        return build.harmless(made)
+    if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
+        raise Unselectable
+    number = build.harmless(given[1][1], 0)
+    places = [1] * x.meta["val"].dim()
+    places[0] = int(number.meta["val"].shape[0])
+    wide = [*places[:1], 1, *x.meta["val"].shape[2:]]
+    places = build.call(aten.expand.default, build.call(aten.reshape.default, number, places), wide)
+    taken = build.call(aten.gather.default, x, 1, places)
+    made = build.call(aten.squeeze.dim, taken, 1)
+    build.rows[made] = rows
+    return made
+
+
+def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    """``x[mask, numbers[mask]]``: the places of a mask, and rows that it selects."""
+    spread: list[Any] = []
+    for i in indices:
+        if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
+            spread += _ones(build, i, build.mask_of(i))
+        else:
+            spread.append(i)
+    rows = {build.rows[i].mask for i in spread if i is not None and i in build.rows}
+    if len(rows) != 1:
+        raise Unselectable
+    return take_rows(build, x, spread)
+
+
+def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
+    """``masked_select``: both broadcast, and what is selected in one dim."""
+    if x in build.rows or mask in build.rows:
+        if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
+            raise Unselectable
+        return take_rows(build, x, [mask])
+    shape = list(torch.broadcast_shapes(x.meta["val"].shape, mask.meta["val"].shape))
+    both = [n if list(n.meta["val"].shape) == shape else build.call(aten.expand.default, n, shape) for n in (x, mask)]
+    return take_rows(build, both[0], [both[1]])
+
+
+def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
+    if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
+
+
+def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
+    """``index_copy``, and ``index_fill`` with one number."""
+    if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    dim %= x.meta["val"].dim()
+    if isinstance(values, fx.Node) and values in build.rows:
+        return put_rows(build, x, [*[None] * dim, index], values)
+    covered, _ = _coordinates(build, x, dim, [index])
+    if len(covered) != 1 or (isinstance(values, fx.Node) and values.meta["val"].dim()):
+        raise Unselectable
+    sizes = [1] * x.meta["val"].dim()
+    sizes[dim] = covered[0]
+    chosen = build.call(aten.reshape.default, build.same(index).mask, sizes)
+    if not isinstance(values, fx.Node):
+        return build.call(aten.masked_fill.Scalar, x, chosen, values)
+    return build.call(aten.masked_fill.Tensor, x, chosen, values)
 
 
 def _guarded(build: SelectedRows, indices: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from passes.infer import META
+from passes.inplace import remove_inplace
 from passes.rewrite import KEEP, Builder, rewrite
 from passes.rules import has_rule
 
@@ -73,7 +74,7 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 def _trace(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
     """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
     traced = make_fx(torch.func.functionalize(run))(*values)
-    if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+    if not remove_inplace(traced.graph):  # of torch's own composition, out of its sight
         traced = make_fx(torch.func.functionalize(traced))(*values)
     parts = list(traced.graph.nodes)
     unfit = len(parts) > _MOST_PARTS or any(n.op == "get_attr" or _mutates(n.target) for n in parts)

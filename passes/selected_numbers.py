@@ -50,8 +50,8 @@ _OPERATORS: dict[Any, tuple[Any, bool]] = {  # Python's operator -> torch's, and
     torch.sym_min: (aten.minimum.default, False),
     torch.sym_float: (aten.positive.default, True),
     math.sqrt: (aten.sqrt.default, True),
-    torch._sym_sqrt: (aten.sqrt.default, True),
-    torch._sym_log2: (aten.log2.default, True),
+    getattr(torch, "_sym_sqrt", None): (aten.sqrt.default, True),
+    getattr(torch, "_sym_log2", None): (aten.log2.default, True),
 }
 # Operators that take a number apart from a tensor -> those that take a tensor in its place.
 _OF_TENSORS: dict[Any, Any] = {
@@ -134,9 +134,9 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
         return numbered(build, args[0].mask, value.dtype)
     dtype = value.dtype if value.dtype.is_floating_point else None
     takes = _OF_TENSORS.get(target)
-    if takes is None and target._overloadname not in ("Tensor", "Tensor_mode"):
-        raise Unselectable
     if takes is None:  # a number in the place of a tensor
+        if getattr(target, "_overloadname", "") not in ("Tensor", "Tensor_mode"):
+            raise Unselectable
         takes = target
 
     def tensor(given: Any, every: bool) -> Any:

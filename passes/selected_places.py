@@ -160,10 +160,9 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
         raise Unselectable
     number = build.harmless(given[1][1], 0)
-    places = [1] * x.meta["val"].dim()
-    places[0] = int(number.meta["val"].shape[0])
-    wide = [*places[:1], 1, *x.meta["val"].shape[2:]]
-    places = build.call(aten.expand.default, build.call(aten.reshape.default, number, places), wide)
+    count = int(number.meta["val"].shape[0])
+    alone = build.call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
+    places = build.call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
     taken = build.call(aten.gather.default, x, 1, places)
     made = build.call(aten.squeeze.dim, taken, 1)
     build.rows[made] = rows

@@ -59,10 +59,8 @@ class _Selections(TorchFunctionMode):
         return func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
-        both = input, mask
-        if input.shape != mask.shape:
-            both = torch.broadcast_tensors(input, mask)  # type: ignore[assignment]
-        return self._by_mask(Tensor.__getitem__, both, {})
+        both = (input, mask) if input.shape == mask.shape else torch.broadcast_tensors(input, mask)
+        return self._by_mask(Tensor.__getitem__, tuple(both), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = []

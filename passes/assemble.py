@@ -131,7 +131,9 @@ def assemble(
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
     try:
         return selected.copy(node, env, _place(node, classes))
-    except Unselectable:
+    except Unselectable as error:
+        if str(error):
+            raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
         if not selected.reads_rows(node, env):
             raise UnsupportedError(
                 f"{node.target} ({_where(node)}) reads a number that is taken out of a tensor, which plans do not know "

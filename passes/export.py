@@ -152,7 +152,7 @@ def export(
             grouped_traced(),
             _conversions(twin),
             known,
-            selections_traced(),
+            selections_traced(is_users),
             hits_traced(twin.hits),
         ):
             return torch.export.export(twin.module, args, kwargs, strict=False)

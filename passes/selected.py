@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.choices import RESHAPES, undone
+from passes.classes import ASSERTS, COUNTING, count_classes
 from passes.decompose import parts_of
 from passes.infer import META, call
 from passes.numbers import Numbers
@@ -40,7 +41,6 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
 _MAKES_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
-_ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 # Operands that not every number may be, by place with one that each may be, and of which operators.
 _GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
     ({2: 0}, (aten.index_select.default, aten.gather.default)),
@@ -109,10 +109,12 @@ class SelectedRows:
             return whole[index] if isinstance(whole, tuple) else self.call(operator.getitem, whole, index)
         if node.target is aten.sym_size.int:
             return self._size(*args)
+        if node.target in COUNTING:
+            return count_classes(self, node, args, kwargs)
         if node.target is aten.sym_numel.default:
             sizes = [self._size(args[0], d) for d in range(args[0].meta["val"].dim())]
             return functools.reduce(lambda a, b: compute(self, operator.mul, (a, b)), sizes)
-        if node.target in _ASSERTS:  # what torch.export asserts of what the model selects
+        if node.target in ASSERTS:  # what torch.export asserts of what the model selects
             return None
         if not isinstance(node.target, torch._ops.OpOverload):
             return compute(self, node.target, args)  # type: ignore[arg-type]

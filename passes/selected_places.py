@@ -51,7 +51,7 @@ class Size:
 
 
 class Unselectable(Exception):
-    """An operator that cannot work on rows with a mask beside them."""
+    """An operator that cannot work on rows with a mask beside them; its text, if any: why, and what to do."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:

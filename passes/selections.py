@@ -7,18 +7,23 @@ alike have one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from passes.classes import ONE_HOT
 from passes.guards import node_of
 from passes.known import memory_of, written_by
 from passes.numbers import Numbers
@@ -29,23 +34,52 @@ _BY_MASK = frozenset(
         torch.where, Tensor.index_put, Tensor.index_put_, torch.index_put,
     }
 )  # fmt: skip
+_COUNTING = frozenset({torch.bincount, Tensor.bincount, F.one_hot})
+_OF_NUMBERS = ("torch/__init__.py", "torch/fx/experimental/sym_node.py")  # where Python's operators on sizes are
 _BY_WHERE = frozenset({Tensor.masked_select, torch.masked_select})
 _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.where})
 
 
 @contextmanager
-def selections_traced() -> Iterator[None]:
-    """Inside, masks that are computed alike select one number of rows."""
-    with _Selections():
+def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, masks that are computed alike select one number of rows, and numbers of classes that only the data tell
+    are those that torch's functions need. ``is_users``: whether a source file is neither torch's nor this package's."""
+    selections = _Selections(is_users)
+    plain = ShapeEnv.evaluate_expr
+
+    def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(env, expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if not selections.needs(expr):
+                raise
+            env.guard_or_defer_runtime_assert(expr, "the number of classes")
+            return sympy.true
+
+    with mock.patch.object(ShapeEnv, "evaluate_expr", evaluate), selections:
         yield
 
 
 class _Selections(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, is_users: Callable[[str], bool]) -> None:
         super().__init__()
+        self.is_users = is_users
         self.graph: fx.Graph | None = None  # of the trace that runs
         self.key = Numbers()
         self.counts: dict[int, Any] = {}  # by the number of a mask: how many rows it selects
+        self.classes: set[Any] = set()  # symbols of numbers of classes
+
+    def needs(self, expr: Any) -> bool:
+        """Whether it is one of torch's functions that asks whether classes are of a certain number, as it compares
+        sizes that have to be equal; not forward, which decides by the answer."""
+        sides = expr.args if isinstance(expr, sympy.Eq) else ()
+        if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        inner = ""
+        while frame is not None and not self.is_users(frame.f_code.co_filename):
+            inner, frame = frame.f_code.co_filename, frame.f_back
+        return not inner.endswith(_OF_NUMBERS)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +90,10 @@ class _Selections(TorchFunctionMode):
         if func in _BY_MASK:
             return self._by_mask(func, args, kwargs)
         rule = _LOOKING.get(func)
-        return func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
+        made = func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
+        if func in _COUNTING and isinstance(made, Tensor) and isinstance(made.shape[-1], torch.SymInt):
+            self.classes.add(made.shape[-1].node.expr)
+        return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
         both = (input, mask) if input.shape == mask.shape else torch.broadcast_tensors(input, mask)
@@ -110,6 +147,14 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
     return func(input, target, *args, **{**kwargs, "reduction": "none"}).mean()
 
 
+def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
+    """Torch looks for the largest class."""
+    if num_classes != -1 or not isinstance(input, FakeTensor):
+        return func(input, num_classes)
+    made: Tensor = ONE_HOT(input.to(torch.int64))
+    return made
+
+
 def _logsumexp(func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
     """Torch looks whether there are rows."""
     if not _is_open(input) or kwargs:
@@ -135,6 +180,7 @@ def _is_open(tensor: Tensor) -> bool:
 _LOOKING: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     F.gaussian_nll_loss: _gaussian_nll,
+    F.one_hot: _one_hot,
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
 }

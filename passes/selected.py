@@ -27,7 +27,7 @@ from passes.numbers import Numbers
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
 from passes.selected_numbers import ITEMS, Computed, compute, is_number, with_tensors
-from passes.selected_places import Place, Rows, Size, Unselectable
+from passes.selected_places import ALL_ROWS, INSTEAD, Place, Rows, Size, Unselectable
 from passes.selected_rules import SPECIAL
 
 aten = torch.ops.aten
@@ -121,10 +121,13 @@ class SelectedRows:
         try:
             made = with_tensors(self, node, args, kwargs)
             return self.apply(node.target, *args, **kwargs) if made is None else made
-        except Unselectable:
-            parts = parts_of(node)
+        except Unselectable as raised:
+            parts = None if str(raised) else parts_of(node)
             if parts is None:
-                raise
+                instead = INSTEAD.get(getattr(node.target, "overloadpacket", None))
+                if instead is None or str(raised):
+                    raise
+                raise Unselectable(instead) from None
         graph, operands = parts
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
@@ -200,6 +203,8 @@ class SelectedRows:
         if len(names) != 1 or len(next(iter(names))) != 1:
             raise Unselectable
         ((name,),) = names
+        if any(o not in self.rows and (name,) in dims for o, dims in zip(operands, factors.operands, strict=True)):
+            raise Unselectable(ALL_ROWS)
         coupled = name in factors.whole or name in factors.lower
         if coupled or (factors.spans is not None and factors.spans.factor == name):
             raise Unselectable

@@ -22,6 +22,30 @@ aten = torch.ops.aten
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 
 
+ALL_ROWS = (
+    "it combines rows that a mask selects with all rows, of which there are more; expected as many of both: select "
+    "them by the same mask"
+)
+_ORDER = (
+    "it puts rows in order of which a mask selects how many there are; expected a fixed number of rows: keep all, and "
+    "give those that are not selected a number that comes last, as x.masked_fill(~mask.unsqueeze(-1), -torch.inf)"
+)
+_MIDDLE = (
+    "it looks for the middle of rows of which a mask selects how many there are; expected a fixed number of rows: keep "
+    "all, as x.masked_fill(~mask.unsqueeze(-1), torch.nan).nanmedian(0)"
+)
+_PRODUCT = (
+    "it multiplies rows that a mask selects with each other, of which there is no fixed number; expected a fixed "
+    "number of rows: keep all, and leave out products of the others, as scores.masked_fill(~mask, -torch.inf)"
+)
+# Operators that cannot leave rows out -> what to do instead.
+INSTEAD: dict[Any, str] = {
+    **dict.fromkeys((aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.msort), _ORDER),
+    **dict.fromkeys((aten.median, aten.mode, aten.quantile), _MIDDLE),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.cdist), _PRODUCT),
+}
+
+
 @dataclass(frozen=True)
 class Rows:
     """Dim ``dim`` of a value has all rows; those of which ``mask`` (bool, one per row) is true are the model's."""

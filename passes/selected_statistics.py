@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.normalize_losses import MEAN, NONE, REDUCTION_AT, SUM
-from passes.selected_places import Rows, Unselectable
+from passes.selected_places import ALL_ROWS, Rows, Unselectable
 
 if TYPE_CHECKING:
     from passes.selected import SelectedRows
@@ -241,9 +241,9 @@ def _classification(target: Any) -> Callable[..., Any]:
             terms = build.apply(target, x, classes, weight, NONE, ignored, *more)
             return _reduce(build, terms, reduction)
         rows = build.same(classes)
-        spread = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is in between
-        if x in build.rows and build.rows[x] != Rows(rows.mask, rows.dim + spread):
-            raise Unselectable
+        between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
+        if build.rows.get(x) != Rows(rows.mask, rows.dim + between):
+            raise Unselectable("" if x in build.rows else ALL_ROWS)
         kept = build.call(aten.masked_fill.Scalar, classes, build.unselected(classes), ignored)
         made = build.call(target, x, kept, weight, reduction, ignored, *more)
         if reduction == NONE:
@@ -267,8 +267,10 @@ def _broadcast(build: SelectedRows, operands: Any) -> Any:
     if len(found) != 1:
         raise Unselectable
     (rows,) = found
+    if any(w not in build.rows and w is o for w, o in zip(wide, operands, strict=True)):
+        raise Unselectable(ALL_ROWS)
     for made, operand in zip(wide, operands, strict=True):
-        if made not in build.rows and made is not operand:
+        if operand not in build.rows:
             build.rows[made] = rows  # the same for every row
     return tuple(wide)
 

@@ -35,7 +35,8 @@ _BY_MASK = frozenset(
     }
 )  # fmt: skip
 _COUNTING = frozenset({torch.bincount, Tensor.bincount, F.one_hot})
-_OF_NUMBERS = ("torch/__init__.py", "torch/fx/experimental/sym_node.py")  # where Python's operators on sizes are
+# Where forward goes as it calls a function of torch, the first of the modes, or a module.
+_ENTRIES = frozenset({"__torch_function__", "_wrapped_call_impl"})
 _BY_WHERE = frozenset({Tensor.masked_select, torch.masked_select})
 _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.where})
 
@@ -76,10 +77,11 @@ class _Selections(TorchFunctionMode):
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
         frame: FrameType | None = sys._getframe(1)
-        inner = ""
+        called = frame
         while frame is not None and not self.is_users(frame.f_code.co_filename):
-            inner, frame = frame.f_code.co_filename, frame.f_back
-        return not inner.endswith(_OF_NUMBERS)
+            called, frame = frame, frame.f_back
+        entered = called.f_code if called is not None else None
+        return entered is not None and (entered.co_name in _ENTRIES or entered.co_filename == F.__file__)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

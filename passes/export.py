@@ -280,9 +280,9 @@ _NUMBERS = (
     "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
-_ASKS_LEN = re.compile(r"\(if .*\blen\(")
+_ASKS_LEN = re.compile(r"\blen\(")
 _LEN = (
-    "len() makes a number of how many rows a mask selects, which only the data tell: ask for rows.shape[0], or for "
+    "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
 # Functions of torch that ask for numbers -> what to write instead.
@@ -298,9 +298,8 @@ _INSTEAD = {
 def _explain(model: nn.Module, error: Exception) -> str:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where = place_of(error)
-    instead = next(
-        (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
-    )
+    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
+    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if asks_len else _NUMBERS)
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."

@@ -243,6 +243,8 @@ class SelectedRows:
         while condition.target in RESHAPES:
             condition = undone(condition.args[0])
         key = self.key(condition)
+        if key not in self._masks and (spread := _spread_over_last(condition)) is not None:
+            self._masks[key] = self.flat_mask(self.mask_of(spread), (spread.meta["val"].numel(), *_last(condition)), 0)
         if key not in self._masks:
             value = condition.meta["val"]
             flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
@@ -321,6 +323,27 @@ class SelectedRows:
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
         return next(iter(found))
+
+
+_SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+
+
+def _spread_over_last(condition: fx.Node) -> fx.Node | None:
+    """Truth values of whole rows that ``condition`` has for each element of a row; ``None``: it is something else."""
+    source: Any = condition.args[0] if condition.target in _SPREADS else None
+    if source is None or source.meta["val"].dtype != torch.bool:
+        return None
+    before, after = list(source.meta["val"].shape), list(condition.meta["val"].shape)
+    before = [1] * (len(after) - len(before)) + before
+    rows = max((d + 1 for d, size in enumerate(before) if size > 1), default=0)
+    return source if 0 < rows < len(after) and before[:rows] == after[:rows] else None
+
+
+def _last(condition: fx.Node) -> list[int]:
+    """The sizes of a row's dims."""
+    source: Any = condition.args[0]
+    before, after = source.meta["val"].shape, condition.meta["val"].shape
+    return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:

@@ -98,8 +98,10 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
-        both = (input, mask) if input.shape == mask.shape else torch.broadcast_tensors(input, mask)
-        return self._by_mask(Tensor.__getitem__, tuple(both), {})
+        if input.shape != mask.shape:
+            shape = torch.broadcast_shapes(input.shape, mask.shape)
+            input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
+        return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = []

@@ -157,7 +157,14 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
     try:
         return selected.copy(node, env, _place(node, classes))
-    except Unselectable:
+    except Unselectable as error:
+        if str(error):
+            raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
+        if not selected.reads_rows(node, env):
+            raise UnsupportedError(
+                f"{node.target} ({_where(node)}) reads a number that is taken out of a tensor, which plans do not know "
+                "beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+            ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(
             f"{node.target} ({_where(node)}) reads rows that a mask selects, of which there is no fixed number; "

@@ -47,6 +47,7 @@ from passes.known import numbers_known
 from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
+from passes.selections import selections_traced
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -182,6 +183,7 @@ def export(
             grouped_traced(),
             _conversions(twin),
             known,
+            selections_traced(is_users),
             hits_traced(twin.hits),
             _numbers_lifted(twin),
         ):
@@ -356,9 +358,9 @@ _NUMBERS = (
     "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
-_ASKS_LEN = re.compile(r"\(if .*\blen\(")
+_ASKS_LEN = re.compile(r"\blen\(")
 _LEN = (
-    "len() makes a number of how many rows a mask selects, which only the data tell: ask for rows.shape[0], or for "
+    "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
 # Functions of torch that ask for numbers -> what to write instead.
@@ -366,8 +368,6 @@ _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
-    "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
-    "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }
@@ -376,9 +376,8 @@ _INSTEAD = {
 def _explain(model: nn.Module, error: Exception) -> str:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where = place_of(error)
-    instead = next(
-        (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
-    )
+    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
+    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if asks_len else _NUMBERS)
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."

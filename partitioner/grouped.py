@@ -21,7 +21,12 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 
 
 def run_groups(
-    model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | None, program: Program, size: int
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Callable[[Any], Tensor] | None,
+    program: Program,
+    size: int,
+    precision: str | None = None,
 ) -> Reference:
     """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
 
@@ -37,9 +42,8 @@ def run_groups(
     buffers: dict[str, Tensor] = {}
     changed: frozenset[str] = frozenset()
     for group in range(batch // size):
-        found = run_reference(
-            model, _cut(inputs, dims, group * size, size), loss, train=train, group=group, buffers=buffers
-        )
+        part = _cut(inputs, dims, group * size, size)
+        found = run_reference(model, part, loss, train=train, group=group, buffers=buffers, precision=precision)
         buffers, changed = found.buffers, changed | found.changed
         losses += [] if found.loss is None else [found.loss]
         for path, output in found.outputs.items():

@@ -60,9 +60,9 @@ def verify(
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
     if plan.constraints.group_size is None:
-        reference = run_reference(model, inputs, loss, train=train)
+        reference = run_reference(model, inputs, loss, train=train, precision=plan.precision)
     else:
-        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size)
+        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size, plan.precision)
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "

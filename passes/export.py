@@ -32,13 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx import proxy as fx_proxy
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from passes.autocast import casts_traced
 from passes.caches import switch_caches_off
 from passes.conversions import conversions_traced
+from passes.draws import draws_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
@@ -136,10 +137,11 @@ def export(
     Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
     and torch.export's reason where it cannot be traced.
     """
+    drawn: list[str] = []
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
-        known = numbers_known(twin.module, twin.held, twin.asked)
+        known = numbers_known(twin.module, twin.held, twin.asked, drawn)
         contained, written = _in_containers(twin.module, bare=twin.kept), writes_traced(twin.module)
         with (
             _quiet(),
@@ -151,6 +153,7 @@ def export(
             grouped_traced(),
             _conversions(twin),
             known,
+            draws_traced(_line_now),
             hits_traced(twin.hits),
         ):
             return torch.export.export(twin.module, args, kwargs, strict=False)
@@ -162,7 +165,7 @@ def export(
         failure = _forward_failure(twin, args, kwargs)
         if failure is not None:
             raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
-        raise CaptureError(_explain(twin.module, error)) from error
+        raise CaptureError(_explain(twin.module, error, drawn)) from error
 
 
 @contextlib.contextmanager
@@ -278,6 +281,11 @@ _NUMBERS = (
     "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
+_DRAWN = (
+    "a random number ({}) decides here what forward computes, and a plan is one way through forward for all steps: "
+    "compute both and let the number choose, as in x = torch.where(torch.rand(()) < p, layer(x), x), which draws one "
+    "number for the whole batch; or decide outside of the model"
+)
 _ASKS_LEN = re.compile(r"\(if .*\blen\(")
 _LEN = (
     "len() makes a number of how many rows a mask selects, which only the data tell: ask for rows.shape[0], or for "
@@ -295,12 +303,15 @@ _INSTEAD = {
 }
 
 
-def _explain(model: nn.Module, error: Exception) -> str:
+def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+    """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where = place_of(error)
     instead = next(
         (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
     )
+    if drawn and isinstance(error, GuardOnDataDependentSymNode):
+        instead = _DRAWN.format(", ".join(dict.fromkeys(drawn)))
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."

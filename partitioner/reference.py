@@ -22,6 +22,7 @@ from passes.capture import PRECISIONS
 from passes.draws import Sampler, arguments_of, formula_of
 from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
+from passes.hooks import collections_kept, drop_looking_hooks, looking_hooks_skipped
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -304,7 +305,8 @@ def run_reference(
     ``torch.finfo`` gives the limits of that type, in float64 too. The caller's gradients are left alone.
     """
     planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
-    model = _copy(model)
+    model, given = _copy(model), model
+    drop_looking_hooks(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -315,6 +317,8 @@ def run_reference(
         _ByPlace(seed, group) as streams,
         _Drawing(streams),
         _nothing_recomputed(),
+        looking_hooks_skipped(),
+        collections_kept(given, []),
     ):
         return _run(model, inputs, loss, train)
 

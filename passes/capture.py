@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -30,7 +30,7 @@ from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hits import Hits
-from passes.hooks import hooks_refused, refuse_hooks
+from passes.hooks import check_hooks, collections_kept, drop_looking_hooks, global_hooks_dropped, hooks_refused
 from passes.infer import propagate
 from passes.inputs import (
     NO_BATCH,
@@ -97,9 +97,8 @@ def capture(
         canonical, kept = _canonical_names(program.state_dict.items()), {}
         captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
-        if objective == "train":
-            refuse_hooks(model)
-        twin = make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
+        of_hooks = list(check_hooks(model, train=objective == "train"))
+        twin = _make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
         args, kwargs = bind_inputs(
             twin,
             model,
@@ -109,7 +108,11 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-        with hooks_refused() if objective == "train" else nullcontext():
+        with (
+            hooks_refused(of_hooks) if objective == "train" else nullcontext(),
+            global_hooks_dropped(),
+            collections_kept(model, of_hooks),
+        ):
             train = objective == "train"
             twin, notes = _with_caches_settled(model, twin, (args, kwargs), dtype)
             captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
@@ -118,7 +121,7 @@ def capture(
                 twin = _as_new(twin, model, dtype, hits.leaving_out(parity))
                 pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
             captured = captured.with_(turns=tuple(pairs))
-        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += (*_decided(captured, {canonical[name] for name in twin.asked}), *dict.fromkeys(of_hooks))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -206,7 +209,20 @@ def _trace(
 
 def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
     """Another twin, as if forward had not run."""
-    return replace(make_twin(model, dtype, twin.mode, twin.casts, twin.kept), asked=twin.asked, hits=hits)
+    return replace(_make_twin(model, dtype, twin.mode, twin.casts, twin.kept), asked=twin.asked, hits=hits)
+
+
+def _make_twin(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    mode: FakeTensorMode | None = None,
+    casts: str | None = None,
+    keep_caches: bool = False,
+) -> Twin:
+    """:func:`make_twin`, without the hooks that a plan leaves out."""
+    twin = make_twin(model, dtype, mode, casts, keep_caches)
+    drop_looking_hooks(twin.module)
+    return twin
 
 
 def _with_caches_settled(
@@ -222,7 +238,7 @@ def _with_caches_settled(
     before = held_by(twin.module)
     matter = caches_matter(twin.module, twin.mode, twin.caches, run)
     if matter or held_by(twin.module) != before:
-        twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+        twin = replace(_make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 

@@ -23,6 +23,7 @@ from passes.draws import Sampler, arguments_of, formula_of
 from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
 from passes.hooks import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from passes.quantize import FORMULAS, fused_quantizers_traced
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -66,6 +67,9 @@ class _DoubleData(TorchFunctionMode):
         self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        quantize = FORMULAS.get(getattr(func, "__name__", ""))
+        if quantize is not None:
+            return quantize(_run_operator, *args, **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[2], float):
             args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
         made = func(*args, **(kwargs or {}))
@@ -279,7 +283,12 @@ def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
 
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64(), _DoubleData(default), mock.patch.object(torch, "finfo", limits):
+        with (
+            _Float64(),
+            _DoubleData(default),
+            mock.patch.object(torch, "finfo", limits),
+            fused_quantizers_traced(),
+        ):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -46,6 +46,7 @@ from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
+from passes.quantize import OBSERVERS_OFF, fused_quantizers_traced
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -154,6 +155,7 @@ def export(
             _conversions(twin),
             known,
             draws_traced(_line_now),
+            fused_quantizers_traced(_line_now),
             hits_traced(twin.hits),
         ):
             return torch.export.export(twin.module, args, kwargs, strict=False)
@@ -298,6 +300,7 @@ _INSTEAD = {
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
     "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
     "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
+    "_calculate_qparams": f"an observer of fake quantisation {OBSERVERS_OFF}",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }

@@ -149,6 +149,21 @@ def test_plans_draw_what_the_reference_draws(way: str, mesh: str):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_limits_are_those_of_the_precision(precision: str):
+    """Of the type that a plan is traced in, which ``torch.finfo`` tells forward."""
+    torch.manual_seed(0)
+    model, inputs = Model(located), (torch.randn(4, 3, WIDTH),)
+    report = partition(model, Topology.local(1), inputs, precision=precision).verify(model, inputs)
+    assert report.ok, str(report)
+
+
+def test_distributions_in_float64():
+    torch.manual_seed(0)
+    model, inputs = Model(lambda h: gammas(whole_numbers(h))), (torch.randn(4, 3, WIDTH),)
+    assert partition(model, Topology.local(1), inputs, precision="fp64").verify(model, inputs).ok
+
+
 def shuffled(h: Tensor) -> Tensor:
     return h * h[torch.randperm(h.shape[0])].tanh()
 

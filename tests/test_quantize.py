@@ -75,7 +75,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["tp", "dp, microbatches", pytest.param("pp", marks=SLOW)])
+@pytest.mark.parametrize("mesh", ["dp, microbatches", *(pytest.param(m, marks=SLOW) for m in ("tp", "pp"))])
 @pytest.mark.parametrize("way", WAYS)
 def test_plans_quantize_as_the_model_does(way: str, mesh: str):
     torch.manual_seed(0)
@@ -83,6 +83,12 @@ def test_plans_quantize_as_the_model_does(way: str, mesh: str):
     plan = partition(model, Topology.local(2), inputs, constraints=Constraints(**MESHES[mesh]))
     report = plan.verify(model, inputs)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("way", ["numbers", "channels", "learned"])
+def test_plans_in_float64(way: str):
+    model, inputs = Model(WAYS[way]()), (torch.randn(4, 3, WIDTH),)
+    assert partition(model, Topology.local(1), inputs, precision="fp64").verify(model, inputs).ok
 
 
 CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {

@@ -27,6 +27,7 @@ def run_groups(
     program: Program,
     size: int,
     counters: Collection[str] = (),
+    precision: str | None = None,
 ) -> Reference:
     """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
 
@@ -50,6 +51,7 @@ def run_groups(
             group=group,
             buffers=buffers,
             counters=counters,
+            precision=precision,
         )
         buffers, changed, parameters = found.buffers, changed | found.changed, found.parameters
         losses += [] if found.loss is None else [found.loss]

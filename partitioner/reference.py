@@ -18,9 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.draws import draw_of
+from passes.capture import PRECISIONS
+from passes.draws import Sampler, arguments_of, formula_of
 from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
+from passes.hooks import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from passes.quantize import FORMULAS, fused_quantizers_traced
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -67,6 +70,9 @@ class _DoubleData(TorchFunctionMode):
         self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        quantize = FORMULAS.get(getattr(func, "__name__", ""))
+        if quantize is not None:
+            return quantize(_run_operator, *args, **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[2], float):
             args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
         made = func(*args, **(kwargs or {}))
@@ -112,13 +118,29 @@ class _Drawing(TorchDispatchMode):
         self.streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draw = draw_of(func, args, kwargs or {})
-        made = func(*args, **(kwargs or {}))
-        if draw is None:
-            return made
-        at = self.streams.seed, self.streams.next()
-        numbers = drawn(draw.distribution, tuple(made.shape), made.device, [*at], self.streams.group)
-        return made.copy_(draw.of(lambda target, *a, **k: target(*a, **k), numbers, made.dtype))
+        kwargs = kwargs or {}
+        formula = formula_of(func, args, kwargs)
+        if formula is None:
+            return func(*args, **kwargs)
+        given = arguments_of(func, args, kwargs)
+        if func._schema.is_mutable:
+            given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
+        made = func(*args, **kwargs)
+        written = [v for a, v in zip(func._schema.arguments[1:], args[1:], strict=False) if _is_written(a)]
+        targets = [*(made if isinstance(made, tuple | list) else [made]), *written]
+        found = formula(Sampler(_run_operator, self.streams.numbers(targets[0].device), given, targets[0]))
+        for target, value in zip(targets, found if isinstance(found, tuple) else (found,), strict=False):
+            if value is not None:
+                target.copy_(value)
+        return made
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)
 
 
 class _ByPlace(TorchFunctionMode):
@@ -145,7 +167,7 @@ class _ByPlace(TorchFunctionMode):
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Functions of torch.nn.functional call others, which torch then hides from modes."""
-        known = {name: getattr(nn.functional, name) for name in _DROPPING}
+        known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,12 +214,23 @@ class _ByPlace(TorchFunctionMode):
         self.streams += 1
         return self.streams - 1
 
+    def numbers(self, device: torch.device) -> Callable[..., Tensor]:
+        """Draws numbers, each call from the next stream."""
+
+        def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
+            return drawn(distribution, tuple(sizes), device, [self.seed, self.next()], self.group, parameters)
+
+        return draw
+
     def drop(self, x: Tensor, p: float) -> Tensor:
         return dropout(x, p, self.seed, self.next(), self.group)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         dropped = self.drop(input, p)
         return input.copy_(dropped) if inplace else dropped
+
+    def dropout_(self, input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        return self.dropout(input, p, training, inplace=True)
 
     def attention(
         self,
@@ -226,6 +259,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Functions that drop out, by name, where they do.
 _DROPPING: dict[str, Callable[..., Tensor]] = {
     "dropout": _ByPlace.dropout,
+    "dropout_": _ByPlace.dropout_,
     "scaled_dot_product_attention": _ByPlace.attention,
 }
 
@@ -241,12 +275,23 @@ def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[s
 
 
 @contextmanager
-def float64() -> Iterator[None]:
-    """Inside, models of doubles stay in float64 where their code asks for float32."""
-    default = torch.get_default_dtype()
+def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
+    is planned in, of which ``torch.finfo`` tells."""
+    default, finfo = torch.get_default_dtype(), torch.finfo
+
+    def limits(asked: torch.dtype | None = None) -> torch.finfo:
+        asked = default if asked is None else asked
+        return finfo(dtype if asked == torch.float64 else asked)
+
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64(), _DoubleData(default):
+        with (
+            _Float64(),
+            _DoubleData(default),
+            mock.patch.object(torch, "finfo", limits),
+            fused_quantizers_traced(),
+        ):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -263,16 +308,19 @@ def run_reference(
     group: int = 0,
     buffers: Mapping[str, Tensor] | None = None,
     counters: Collection[str] = (),
+    precision: str | None = None,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
     numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead of the
-    model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. The caller's
-    gradients are left alone.
+    model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. ``precision``:
+    the plan's; ``torch.finfo`` gives the limits of that type, in float64 too. The caller's gradients are left alone.
     """
-    model = _copy(model)
+    planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
+    model, given = _copy(model), model
+    drop_looking_hooks(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
     held = _held_by(model)
@@ -284,12 +332,20 @@ def run_reference(
                 path, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(path), attribute, value.item())
     with (
-        float64() if double else nullcontext(),
+        float64(planned) if double else nullcontext(),
         _ByPlace(seed, group) as streams,
         _Drawing(streams),
         _nothing_recomputed(),
+        looking_hooks_skipped(),
+        collections_kept(given, []),
     ):
         return _run(model, inputs, loss, train, counters)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The one floating type of a model's parameters; float64 where there are several."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.float64
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -60,10 +60,11 @@ def verify(
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
-    if plan.constraints.group_size is None:
-        reference = run_reference(model, inputs, loss, train=train, counters=counters_of(program, model))
+    counters, size = counters_of(program, model), plan.constraints.group_size
+    if size is None:
+        reference = run_reference(model, inputs, loss, train=train, counters=counters, precision=plan.precision)
     else:
-        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size, counters_of(program, model))
+        reference = run_groups(model, inputs, loss, program, size, counters, plan.precision)
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "

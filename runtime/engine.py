@@ -40,6 +40,7 @@ from runtime.groups import Communicator, all_ranks
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
+from runtime.optimizers import OptimizerCheck
 from runtime.planfile import placement_of, program_of
 from runtime.precision import check_fp8, products_of
 from runtime.program import Program, RankProgram
@@ -128,6 +129,8 @@ class Engine:
         self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
         if self._disk is not None:
             expect_on_disk(self, self._parameters.values())
+        self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
+        self._optimizers.attach(self)
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
@@ -238,8 +241,11 @@ class Engine:
         Under tensor and expert parallelism a parameter is cut along its dims; under ZeRO what is left is shared flat,
         and the parameter is this rank's elements, of shape ``[elements]``, none at all perhaps. What an optimizer
         computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
-        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
-        and computes something else: use it with plans that shard nothing.
+        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), would see the shard
+        alone and compute something else: before its first step it is tried on small tensors, and refused with
+        :class:`OptimizerError` where its updates of parts are others. With plans that cut none of its parameters it
+        is used as it is. Under pipeline parallelism an optimizer that looks at all parameters at once (LBFGS, SAM) is
+        refused likewise. :meth:`trust_optimizer` leaves the trial out.
 
         What is frozen by ``requires_grad_(False)`` has no gradient from then on, on all ranks or none. What was frozen
         when the plan was made cannot be trained under it.
@@ -250,6 +256,12 @@ class Engine:
         yield from self._parameters.values()
         if self._nothing is not None:
             yield self._nothing
+
+    def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
+        """``optimizer``, which is not tried before its first step: what it does to this rank's parts of parameters is
+        what is meant. All ranks call it."""
+        self._optimizers.trust(optimizer)
+        return optimizer
 
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """``optimizer``, made of :meth:`parameters`, with its states on disk, where the plan keeps them there; else as

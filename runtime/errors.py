@@ -50,6 +50,10 @@ class OffloadError(LaunchError):
     parameter after another."""
 
 
+class OptimizerError(PartitionError):
+    """An optimizer would step the parts of parameters that ranks have otherwise than the whole parameters."""
+
+
 class AgreementError(PartitionError):
     """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
 

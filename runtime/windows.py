@@ -19,14 +19,14 @@ from runtime.disk import Disk, is_mapped, trim
 from runtime.errors import OffloadError
 
 WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
-_KEEPER = "_window_keeper"
+KEEPER = "_window_keeper"
 
 _Part = tuple[int, list[nn.Parameter]]  # a group, and which of its parameters
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
     """What keeps an optimizer's states on disk; ``None`` where nothing does."""
-    return getattr(optimizer, _KEEPER, None)
+    return getattr(optimizer, KEEPER, None)
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
@@ -55,7 +55,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     hooked: Any = torch.optim.Optimizer.profile_hook_step(windowed)  # hooks run once, not for every window
     hooked.hooked = True
     optimizer.__class__ = type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__})
-    setattr(optimizer, _KEEPER, windows)
+    setattr(optimizer, KEEPER, windows)
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from passes.layouts import Layout
 from passes.serialize import dtype_of
 from runtime.errors import OptimizerError
 from runtime.program import Program, RankProgram, shards_of
 from runtime.trials import Call, Cut, Finding, Sample, class_of, try_on_parts
+from runtime.windows import step_hook
 
 Optimizer = torch.optim.Optimizer
 _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
@@ -41,8 +42,7 @@ class OptimizerCheck:
     def attach(self, engine: object) -> None:
         """As long as ``engine`` is there, check every optimizer that is about to step a parameter of it."""
         if self.rank.program.objective == "train":
-            handle = register_optimizer_step_pre_hook(self.before_step)
-            weakref.finalize(engine, handle.remove)
+            step_hook.add(engine, self.before_step)
 
     def trust(self, optimizer: Optimizer) -> None:
         self._trusted.add(optimizer)
@@ -73,7 +73,7 @@ class OptimizerCheck:
             raise OptimizerError(self._text(optimizer, found))
 
     def _steps_own(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+        return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
     def _trains_elsewhere(self) -> bool:
         """Whether parameters are trained that one rank has and another one has not."""
@@ -122,28 +122,37 @@ class OptimizerCheck:
         return groups
 
     def _text(self, optimizer: Optimizer, found: Finding) -> str:
-        kind, sample = class_of(optimizer).__name__, found.sample
-        shape, held = list(sample.shape), self.parameters.get(sample.name)
+        sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
+            whole = "all of them"
         else:
             here = "another rank has" if held is None else f"this rank has {list(held.shape)} of it"
-            where = f"parts of parameters: {sample.name}, of shape {shape}, is {sample.cut}, and {here}"
-        if found.kind == "untried":
-            why = f"a trial of it, which would tell whether it does so right, failed: {found.why}"
-        elif found.kind == "fails":
-            why = f"a trial failed on a part, and not on the whole: {found.why}"
-        elif found.what == "stages":
-            why = f"in a trial its updates of some parameters without the others differ from those of all {found.why}"
-        else:
-            why = f"in a trial its updates of parts differ from those of the whole {found.why}"
-        declare = "call engine.trust_optimizer(optimizer) before its first step"
+            where = f"parts of parameters: {sample.name}, of shape {list(sample.shape)}, is {sample.cut}, and {here}"
+            whole = "the whole"
+        part = "some of them" if found.what == "stages" else "a part"
+        why = {
+            "untried": f"whether its updates are those of {whole} could not be tried: {found.why}",
+            "fails": f"in a trial it failed on {part}, and not on {whole}: {found.why}",
+            "differs": f"in a trial its updates of {part} differ from those of {whole} {found.why}",
+        }[found.kind]
+        plan = self._uncut(found)
         return (
-            f"{kind} would step {where}; {why}. Expected an optimizer that updates each element from that element, its "
-            "gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one, or plan with "
-            f"Constraints({_whole(self.rank.program)}), which cuts nothing; "
-            f"{'if it is such a one, ' if found.kind == 'untried' else 'if this is meant, '}{declare}"
+            f"{class_of(optimizer).__name__} would step {where}; {why}. Expected an optimizer that updates each "
+            "element from that element, its gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one"
+            f"{f', or plan with Constraints({plan})' if plan else ''}; if "
+            f"{'it is such a one' if found.kind == 'untried' else 'this is meant'}, call "
+            "engine.trust_optimizer(optimizer) before its first step"
         )
+
+    def _uncut(self, found: Finding) -> str:
+        """The constraints under which ranks have what ``found`` is about whole."""
+        program, data = self.rank.program, self.rank.program.states[found.sample.name]
+        if found.what == "stages":
+            return "pp=1"
+        cuts = (("ep", data.expert_layout), ("tp", data.layout))
+        axes = [f"{axis}=1" for axis, text in cuts if Layout.parse(text).is_shard and program.size(axis) > 1]
+        return ", ".join([*axes, *(["zero=0"] if data.zero_axes else [])])
 
 
 def cut_of(program: Program, name: str) -> Cut:
@@ -151,12 +160,6 @@ def cut_of(program: Program, name: str) -> Cut:
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
     return Cut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
-
-
-def _whole(program: Program) -> str:
-    """The constraints under which parameters are whole."""
-    axes = [f"{axis}=1" for axis in ("pp", "ep", "tp") if program.size(axis) > 1]
-    return ", ".join([*axes, "zero=0"] if program.zero or not axes else axes)
 
 
 def _pattern(name: str) -> str:

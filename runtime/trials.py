@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import math
 import random
 import threading
@@ -18,7 +19,7 @@ import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -30,9 +31,11 @@ from runtime.pieces import take_piece
 from runtime.windows import KEEPER, keeper_of
 
 NUM_STEPS = 12  # optimizers that precondition do so every tenth step at least, most of them in the first or second
-TOLERANCE = 1e-3  # of the largest update: far more than rounding, far less than what another norm or mean makes
+_TOLERANCES = {8: 1e-5, 4: 1e-3}  # by bytes of a number, of the largest update: more than rounding, in which alone
+# vectorized and other kernels differ
 _LEAST_RATE = 1e-2  # a rate of zero, as in the first step of a warm-up, would show nothing
 _LARGE = 1e4  # times as large is the last gradient: beyond any norm that an optimizer clips at
+_NUM_DRAWN = 5  # of each sample: where it starts, its curvature, and gradients
 _MOST_COPIED = 1 << 16  # elements of a tensor that is an optimizer's attribute
 _CAPS = {1: (384,), 2: (144, 136)}  # dims of a small tensor: above 128, where some optimizers begin to factor matrices
 _HOOKS = frozenset(
@@ -95,14 +98,17 @@ class Sample:
         sizes = [min(size, cap) for size, cap in zip(self.shape, caps, strict=False)]
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
-    def values(self, seed: int) -> Tensor:
-        """Normal numbers, other ones in size from row to row and from column to column."""
+    def values(self, seed: int, wide: bool) -> Tensor:
+        """Normal numbers, whose size grows along each dim or shrinks, as ``seed`` says; ``wide``: of 64 bits."""
         generator = torch.Generator().manual_seed(seed)
         result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
         for dim, size in enumerate(self.small_shape):
-            slopes = torch.linspace(0.25, 2.0, size, dtype=torch.float64) if size > 1 else torch.ones(size)
+            slopes = torch.linspace(0.2, 2.0, size, dtype=torch.float64) if size > 1 else torch.ones(size)
+            slopes = slopes.flip(0) if (seed >> dim) % 2 else slopes
             result *= slopes.reshape([-1 if d == dim else 1 for d in range(len(self.small_shape))])
         dtype = self.dtype if self.dtype.itemsize >= 4 else torch.float32
+        if wide:
+            dtype = torch.complex128 if dtype.is_complex else torch.float64
         return result.to(self.device, dtype)
 
 
@@ -157,17 +163,23 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: Call) -> Finding | None:
     why = ""
-    for make in (mirrored, rebuilt):
-        trial = _Trial(optimizer, samples, call, make)
+    closures = (False, True) if call.closure is None else (call.closure,)
+    for make, closure, wide in itertools.product((mirrored, rebuilt), closures, (True, False)):
+        trial = _Trial(optimizer, samples, replace(call, closure=closure), make, wide)
         try:
             found = trial.compare(stages)
         except _WholeFailed as error:
             why = why or str(error)
             continue
-        if found is None and not trial.moved:
-            return Finding("untried", "parts", samples[0], f"{NUM_STEPS} steps of a copy changed nothing")
-        return found
-    return Finding("untried", "parts", samples[0], why)
+        if found is not None or trial.moved:
+            return found
+        why = f"{NUM_STEPS} steps of a copy changed nothing"
+    return _untried(samples, why)
+
+
+def _untried(samples: Sequence[Sample], why: str) -> Finding:
+    cut = next((s for s in samples if not s.cut.is_whole), None)
+    return Finding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
 
 
 class _WholeFailed(Exception):
@@ -182,6 +194,35 @@ class _Stepped:
     tensors: dict[int, list[nn.Parameter]]
     parts: dict[int, Part]
     what: Literal["parts", "stages"]
+    rows: list[_Row]
+    before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
+
+    def updates(self, index: int) -> list[Tensor]:
+        """The last step's, of the parts of a sample."""
+        return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A tensor that is stepped. Its loss is ``gradient * x + curvature * x * x / 2``, summed, of what it has moved."""
+
+    tensor: nn.Parameter
+    start: Tensor
+    curvature: Tensor
+    gradients: list[Tensor]
+
+    def set_gradient(self, number: int) -> Tensor:
+        moved, gradient = self.tensor.detach() - self.start, self._gradient(number)
+        self.tensor.grad = gradient + self.curvature * moved
+        return moved
+
+    def loss(self, number: int) -> float:
+        moved = self.set_gradient(number)
+        return float((self._gradient(number) * moved + self.curvature * moved * moved / 2).sum().real)
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = self.gradients[number % len(self.gradients)]
+        return gradient * _LARGE if number == NUM_STEPS - 1 else gradient
 
 
 class _Trial:
@@ -193,6 +234,7 @@ class _Trial:
         samples: Sequence[Sample],
         call: Call,
         make: Callable[[Optimizer, Sequence[Sequence[Tensor]]], Any],
+        wide: bool,
     ) -> None:
         self.optimizer = optimizer
         self.samples = samples
@@ -200,7 +242,10 @@ class _Trial:
         self.make = make
         self.moved = False
         self.draws = False
-        self.starts = [sample.values(seed) for seed, sample in enumerate(samples)]
+        numbers = [[s.values(_NUM_DRAWN * i + k, wide) for k in range(_NUM_DRAWN)] for i, s in enumerate(samples)]
+        self._starts = [start for start, *_ in numbers]
+        self._curvatures = [0.05 + 0.45 * curvature.abs().clamp(max=1.0) for _, curvature, *_ in numbers]
+        self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare(self, stages: bool) -> Finding | None:
         """Raises :class:`_WholeFailed` where nothing can be compared."""
@@ -215,16 +260,13 @@ class _Trial:
             except Exception as error:
                 return self._failed(what, error)
         for number in range(NUM_STEPS):
-            gradients = [s.values(1000 + 100 * number + i) for i, s in enumerate(self.samples)]
-            if number == NUM_STEPS - 1:
-                gradients = [_LARGE * g for g in gradients]
             try:
-                self._step(whole, gradients, number)
+                self._step(whole, number)
             except Exception as error:
                 raise _WholeFailed(_told(error)) from error
             for other in others:
                 try:
-                    self._step(other, gradients, number)
+                    self._step(other, number)
                 except Exception as error:
                     return self._failed(other.what, error)
                 found = self._compared(whole, other)
@@ -242,30 +284,26 @@ class _Trial:
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
     def _copy(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
-        tensors = {i: [nn.Parameter(t.clone()) for t in part(self.starts[i])] for i, part in parts.items()}
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for i, given in tensors.items():
-            groups[self.samples[i].group] += given
+        tensors: dict[int, list[nn.Parameter]] = {}
+        rows: list[_Row] = []
+        for i, part in parts.items():
+            starts, curvatures = part(self._starts[i]), part(self._curvatures[i])
+            gradients = zip(*(part(gradient) for gradient in self._gradients[i]), strict=True)
+            tensors[i] = [nn.Parameter(start.clone()) for start in starts]
+            given = zip(tensors[i], starts, curvatures, gradients, strict=True)
+            rows += [_Row(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
+            groups[self.samples[i].group] += tensors[i]
         _seed(0, self.samples[0].device)
-        return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what)
+        return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
 
-    def _step(self, copied: _Stepped, gradients: Sequence[Tensor], number: int) -> None:
-        rows = [
-            (tensor, gradient, start)
-            for i, part in copied.parts.items()
-            for tensor, gradient, start in zip(copied.tensors[i], part(gradients[i]), part(self.starts[i]), strict=True)
-        ]
-
+    def _step(self, copied: _Stepped, number: int) -> None:
         def closure() -> Tensor:
-            """A loss that is a sum over elements, and its gradients."""
-            loss = 0.0
-            for tensor, gradient, start in rows:
-                away = tensor.detach() - start
-                tensor.grad = gradient + 0.1 * away
-                loss += float((gradient * away + 0.05 * away * away).sum().real)
-            return torch.tensor(loss, dtype=torch.float64)
+            return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)
 
-        closure()
+        for row in copied.rows:
+            row.set_gradient(number)
+        copied.before = {i: [t.detach().clone() for t in tensors] for i, tensors in copied.tensors.items()}
         device = self.samples[0].device
         _seed(number, device)
         before = random_state(device) if number == 0 else None
@@ -274,15 +312,18 @@ class _Trial:
 
     def _compared(self, whole: _Stepped, other: _Stepped) -> Finding | None:
         for i, part in other.parts.items():
-            sample, given = self.samples[i], whole.tensors[i]
-            after = torch.stack([t.detach() for t in given]) if sample.cut.stacked else given[0].detach()
-            moved = (after - self.starts[i]).abs().nan_to_num(posinf=0.0).max()
-            self.moved |= bool(moved > 0)
-            for expected, got in zip(part(after), other.tensors[i], strict=True):
+            sample, updates = self.samples[i], whole.updates(i)
+            update = torch.stack(updates) if sample.cut.stacked else updates[0]
+            largest = float(update.abs().nan_to_num(posinf=0.0).max())
+            self.moved |= largest > 0
+            slack = 4 * torch.finfo(update.dtype).eps * max(float(t.detach().abs().max()) for t in whole.tensors[i])
+            allowed = _TOLERANCES[update.real.dtype.itemsize] * largest + (0.0 if math.isnan(slack) else slack)
+            for expected, got in zip(part(update), other.updates(i), strict=True):
                 same = (expected == got) | (expected.isnan() & got.isnan())
-                apart = torch.where(same, 0.0, (expected - got.detach()).abs()).nan_to_num(nan=math.inf).max()
-                if apart > TOLERANCE * moved:
-                    return Finding("differs", other.what, sample, self._difference(float(apart / moved)))
+                apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
+                if apart > allowed:
+                    share = apart / largest if largest else math.inf
+                    return Finding("differs", other.what, sample, self._difference(share))
         return None
 
     def _difference(self, share: float) -> str:
@@ -290,8 +331,9 @@ class _Trial:
         return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
 
     def _failed(self, what: Literal["parts", "stages"], error: Exception) -> Finding:
-        sample = next((s for s in self.samples if not s.cut.is_whole), self.samples[0])
-        return Finding("fails" if what == "parts" else "untried", what, sample, _told(error))
+        if what == "stages":
+            return _untried(self.samples, _told(error))
+        return Finding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _told(error))
 
 
 def _part(cut: Cut, place: int) -> Part:
@@ -315,8 +357,7 @@ def _seed(seed: int, device: torch.device) -> None:
 def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: Call) -> None:
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
-    accepts = inspect.signature(step).parameters
-    if call.closure or (call.closure is None and "closure" in accepts):
+    if call.closure:
         step(optimizer, closure, *call.args, **call.kwargs)
     else:
         step(optimizer, *call.args, **call.kwargs)
@@ -334,7 +375,8 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """An optimizer made by the constructor of ``optimizer``, of the options of its groups and of attributes that are
     named as the constructor's arguments; where attributes hold what a constructor made of real parameters."""
     kind, mirror = class_of(optimizer), _Mirror(optimizer, groups)
-    known = {**optimizer.defaults, **vars(optimizer)}
+    defaults = getattr(optimizer, "defaults", {})
+    known = {**defaults, **vars(optimizer)}
     given: list[Any] = []
     named: dict[str, Any] = {}
     takes_all = False
@@ -350,13 +392,13 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
         elif parameter.default is inspect.Parameter.empty:
             raise NotCopied(f"its constructor's argument {name!r} is no attribute of it")
     if takes_all:
-        named |= {name: mirror.value(value) for name, value in optimizer.defaults.items() if name not in named}
+        named |= {name: mirror.value(value) for name, value in defaults.items() if name not in named}
     try:
         made = kind(*given, **named)
     except TypeError:
         if not takes_all:
             raise
-        made = kind(*given, **{name: value for name, value in named.items() if name not in optimizer.defaults})
+        made = kind(*given, **{name: value for name, value in named.items() if name not in defaults})
     plain = (bool, int, float, str, type(None))
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if isinstance(value, plain)})
     return made
@@ -443,7 +485,7 @@ class _Mirror:
         return made
 
     def _copied(self, value: Any) -> Any:
-        if value is None or isinstance(value, _SHARED) or (inspect.isroutine(value) and not inspect.ismethod(value)):
+        if value is None or isinstance(value, _SHARED):
             return value
         if isinstance(value, Optimizer):
             return self.optimizer(value)
@@ -453,6 +495,8 @@ class _Mirror:
             if value.numel() > _MOST_COPIED:
                 raise NotCopied(f"it holds a tensor of {value.numel()} elements besides its parameters and its state")
             return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.value(value.__self__))
         if isinstance(value, functools.partial):
@@ -475,6 +519,19 @@ class _Mirror:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return self._object(value)
 
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        """With copies of the variables of other functions that it uses."""
+        if value.__closure__ is None:
+            return value
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        self._made[id(value)] = made
+        for cell, original in zip(cells, value.__closure__, strict=True):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                cell.cell_contents = self.value(original.cell_contents)
+        return made
+
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         made = copy.copy(value)
         made.clear()
@@ -495,7 +552,10 @@ class _Mirror:
         return made
 
 
-_SHARED = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, types.ModuleType)
+_SHARED = (
+    *(bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size),
+    *(types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+)
 
 
 def _raise_rate(group: dict[str, Any]) -> None:

@@ -78,6 +78,13 @@ class Engine:
         compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
             work), or with another of torch's backends by its name.
 
+    Attributes:
+        steps: the batches of the run, one for each call of :meth:`step`, accumulated or not; :meth:`load` sets it to
+            that of the checkpoint. The numbers that the model draws, checkpoints' names, metrics and errors go by it.
+        optimizer_steps: the calls of :meth:`Checkpoints.after_step`, of the whole run likewise: with accumulation there
+            are fewer than ``steps``.
+        steps_run: the batches that this engine has run itself, whatever was loaded.
+
     Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
     the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32. Under a plan that
     offloads the optimizer, :meth:`parameters` are in host memory, and an ordinary optimizer of torch steps them there.
@@ -111,6 +118,9 @@ class Engine:
         check_fp8(program, self.device)
         self.seed = seed
         self.steps = 0
+        self.optimizer_steps = 0
+        self.steps_run = 0
+        self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
         self._disk = disk_for(self.rank_program, plan, offload_folder)
         source = None if weights is None else weights_of(weights)
         copier = Copier(self.device)
@@ -206,6 +216,7 @@ class Engine:
             self._gradients.restore()
             raise
         self.steps += 1
+        self.steps_run += 1
         if self._scale is not None:
             scaled = self._scale.value
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
@@ -370,24 +381,33 @@ class Engine:
         *,
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
-    ) -> None:
+    ) -> int | None:
         """Go on from what :meth:`save` wrote under this plan or another one, or from a safetensors folder; all ranks
         call it.
 
         ``directory``: a checkpoint, or a folder of many, of which the latest is taken. ``verify``: compare all files
-        with their checksums first. Raises :class:`CheckpointError`, naming the file and the checkpoint before, where
-        one is damaged, and :class:`WeightsError` where it is another model's.
+        with their checksums first. A save there that is under way, of any engine or process, is waited for.
+
+        Returns the step that was loaded, which is :attr:`steps` then; ``None`` where there are weights alone. Raises
+        :class:`CheckpointError`, naming the file and the checkpoint before, where one is damaged, and
+        :class:`WeightsError` where it is another model's.
         """
         directory = Path(directory)
-        self._saver.rest()
+        self._saver.rest(directory.resolve())
         self._agreement.forget()
         recover(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)
-            return
+            return None
         with self.doing("loading"):
             load(self, directory, optimizer, extra, verify)
+        return self.steps
+
+    def count_optimizer_step(self) -> None:
+        """The optimizer has stepped; once for all calls between two of :meth:`step`. :class:`Checkpoints` calls it."""
+        self.optimizer_steps += int(self._counted_at != self.steps_run)
+        self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""

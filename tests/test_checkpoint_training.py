@@ -397,7 +397,7 @@ def test_a_backward_of_the_scripts_own_is_an_error(tmp_path: Path):
 
 def test_a_save_amid_gradients_that_are_added_up_is_told(tmp_path: Path):
     engine, optimizer, checkpoints = one_rank(tmp_path)
-    checkpoints.every = 2
+    checkpoints.every = 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

@@ -11,6 +11,7 @@ from runtime.data import Loader
 from runtime.engine import Engine
 from runtime.errors import (
     AgreementError,
+    BackwardError,
     BatchError,
     CheckpointError,
     DamagedCheckpointError,
@@ -33,6 +34,7 @@ from runtime.watch import Monitor, Watch
 
 __all__ = [
     "AgreementError",
+    "BackwardError",
     "BatchError",
     "CheckpointError",
     "Checkpoints",

@@ -37,6 +37,7 @@ from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, all_ranks
+from runtime.losses import StepLoss
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
@@ -169,8 +170,9 @@ class Engine:
 
     @property
     def loss(self) -> Tensor | None:
-        """The whole loss of the last step."""
-        return self._executor.loss
+        """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
+        loss = self._executor.loss
+        return None if loss is None else loss.as_subclass(StepLoss)
 
     @property
     def overflowed(self) -> bool:
@@ -184,7 +186,8 @@ class Engine:
         ``[batch, ...]`` its ``[batch / dp, ...]``, or ``{}`` where it reads none.
         Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
         far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
-        Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
+        Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
+        ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
         instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks),
         :class:`LaunchError` inside a region of ``torch.autocast``.
@@ -237,7 +240,7 @@ class Engine:
         self._agreement.after_step()
         if self._disk is not None:
             self._disk.forget()
-        return self._executor.loss
+        return self.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter.

@@ -50,6 +50,10 @@ class OffloadError(LaunchError):
     parameter after another."""
 
 
+class BackwardError(PartitionError):
+    """``backward`` is called on a loss of :meth:`Engine.step`, which has run it."""
+
+
 class OptimizerError(PartitionError):
     """An optimizer would step the parts of parameters that ranks have otherwise than the whole parameters."""
 

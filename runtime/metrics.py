@@ -47,8 +47,8 @@ _WORDS = (  # of a step's line: the figure, how it is written, and in which unit
 class StepMetrics:
     """One step of the optimizer, and all batches that it is made of; whatever else the script does included.
 
-    ``step``: the batches so far, ``engine.steps``; ``tokens_per_s``: of all of these batches, whole; ``mfu``: a share of
-    the peak of all devices; ``memory``: the most bytes so far on this rank (of the device, or resident on a CPU);
+    ``step``: the batches so far, ``engine.steps``; ``tokens_per_s``: of all of these batches, whole; ``mfu``: a share
+    of the peak of all devices; ``memory``: the most bytes so far on this rank (of the device, or resident on a CPU);
     ``bubble``: the share of the time that ranks wait for others, the mean of all ranks, in the last batch, where they
     are watched on this host, else this rank's.
     """

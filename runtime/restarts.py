@@ -92,7 +92,7 @@ def _record(error: Exception) -> None:
 def tell_torchrun(error: InstructionError) -> None:
     """Write why this process ends to where torchrun reads it, whole or not at all.
 
-    torchrun reads the file of a process that it has ended itself, at any moment, and fails where it finds a part of one.
+    torchrun reads the file of a process that it has itself ended, at any moment, and fails where it finds a part of it.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:

@@ -73,8 +73,9 @@ class Saving:
                     raise  # nobody asks any more
 
         if behind:
-            self._thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
-            self._thread.start()
+            thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
+            thread.start()
+            self._thread = thread
         else:
             guarded()
 
@@ -146,7 +147,6 @@ class Saver:
             held = self._staging.begin(content.moving, content.still, optimizers_of(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(target.final, self._staging.copied)
-        _SAVINGS.add(self.last)
 
         def work() -> None:
             _write(target, content, held, self.timeout, None if wait else self._staging)
@@ -154,6 +154,7 @@ class Saver:
                 then(target.final)
 
         self.last.run(work, behind=not wait)
+        _SAVINGS.add(self.last)
         if wait:
             self.settle()
         return self.last

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
+from partitioner.consoles import WIDTH, plain, text_console
 from passes.errors import PartitionError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -78,9 +79,7 @@ def show_error(error: PartitionError) -> None:
 
 def output() -> Console:
     """For results. Made anew for each use, since tests replace the streams."""
-    from partitioner.explain_tables import WIDTH
-
-    console = Console(file=sys.stdout, highlight=False)
+    console = text_console(sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     return console
@@ -88,8 +87,6 @@ def output() -> Console:
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
     """Tables and text in colour on a terminal, plain elsewhere."""
-    from partitioner.explain_tables import plain
-
     console = output()
     if not console.is_terminal:
         console.out(plain(parts))
@@ -100,7 +97,7 @@ def print_parts(parts: Iterable[RenderableType]) -> None:
 
 def errors() -> Console:
     """For errors and progress."""
-    return Console(file=sys.stderr, highlight=False)
+    return text_console(sys.stderr)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.consoles import plain
 from partitioner.draw.axes import axis_text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
@@ -29,7 +30,6 @@ from partitioner.explain_tables import (
     indented,
     line,
     microbatches_text,
-    plain,
     rule_table,
     searched,
     stage_table,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +25,6 @@ from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan
 from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
-WIDTH = 110  # columns of the plain text
 _MOST_CANDIDATES = 12
 
 STATUS_WORDS = {
@@ -61,15 +59,6 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 def _status(candidate: Candidate, certificate: Certificate) -> str:
     return OPEN if certificate.is_open(candidate) else candidate.status
-
-
-def plain(parts: Iterable[RenderableType]) -> str:
-    """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
-    for part in parts:
-        console.print(part)
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in written.rstrip().splitlines())
 
 
 def heading(text: str) -> Text:

@@ -27,6 +27,7 @@ from passes.initial import initial_values
 from passes.inputs import Inputs
 from passes.normalize import normalize
 from passes.reached import freeze_unreached
+from passes.wrappers import refuse_sharded, unwrapped
 
 Objective = Literal["train", "infer"]
 Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
@@ -37,6 +38,7 @@ class PreparedModel:
     """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
 
     It is captured when it is first planned, once for each global batch or size of its groups and type of devices.
+    ``notes``: what of the module that was given is left out.
     """
 
     model: nn.Module | ExportedProgram
@@ -44,6 +46,7 @@ class PreparedModel:
     loss: Callable[[Any], Tensor] | None = None
     objective: Objective = "train"
     precision: str | None = None
+    notes: tuple[str, ...] = ()
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
@@ -109,6 +112,7 @@ class PreparedModel:
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
         folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded, self.model)))
+        folded = folded.with_(notes=(*self.notes, *folded.notes))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
 
@@ -157,7 +161,11 @@ def prepare(
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
-    return PreparedModel(model, inputs, loss, objective, precision)
+    notes: tuple[str, ...] = ()
+    if isinstance(model, nn.Module):
+        refuse_sharded(model)
+        model, notes = unwrapped(model)
+    return PreparedModel(model, inputs, loss, objective, precision, notes)
 
 
 __all__ = ["PreparedModel", "Work", "prepare"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
 from passes.random import drawn, dropout
 from passes.retype import as_type
+from passes.wrappers import copy_model
 from runtime.batch import leaves_by_path
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
@@ -288,7 +288,7 @@ def _copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
         kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
         memo |= {id(value): value.detach().clone() for value in kept}
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from partitioner.grouped import run_groups
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
+from passes.wrappers import unwrapped
 from runtime.collect import Run
 from runtime.local import run_threads
 from runtime.precision import uncompressed
@@ -58,6 +59,7 @@ def verify(
     """
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
+    model, _ = unwrapped(model)
     run = run_threads(program, model, inputs, precision="fp64")
     if plan.constraints.group_size is None:
         reference = run_reference(model, inputs, loss, train=train)

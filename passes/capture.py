@@ -30,7 +30,7 @@ from passes.expand import Unrepeated, expand, in_order
 from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hits import Hits
-from passes.hooks import hooks_refused, refuse_hooks
+from passes.hooks import LeftToPlan, hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import (
     NO_BATCH,
@@ -109,7 +109,7 @@ def capture(
             with_labels=objective == "train" and loss is None,
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-        with hooks_refused() if objective == "train" else nullcontext():
+        with hooks_refused() if objective == "train" else nullcontext(LeftToPlan()) as left:
             train = objective == "train"
             twin, notes = _with_caches_settled(model, twin, (args, kwargs), dtype)
             captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
@@ -118,7 +118,8 @@ def capture(
                 twin = _as_new(twin, model, dtype, hits.leaving_out(parity))
                 pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
             captured = captured.with_(turns=tuple(pairs))
-        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        _refuse_kept_parameters(model, captured)
+        notes += left.notes + _decided(captured, {canonical[name] for name in twin.asked})
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -243,6 +244,22 @@ def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
         )
     names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
+
+
+def _refuse_kept_parameters(model: nn.Module, captured: Captured) -> None:
+    """Raise :class:`CaptureError` where a parameter is in the graph as a constant, so that it would not be trained."""
+    owned = {_memory(p): name for name, p in model.named_parameters() if p.numel() and not p.is_meta}
+    for constant in captured.constants.values():
+        name = owned.get(_memory(constant)) if constant.numel() and not constant.is_meta else None
+        if name is not None:
+            raise CaptureError(
+                f"forward reads the parameter {name!r} past the model's modules, by a name outside of them or by a "
+                "function that keeps it; expected it to be read from self: a plan has the modules' weights"
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:

@@ -8,7 +8,6 @@ are constants of the model and keep their values.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib
@@ -45,6 +44,7 @@ from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
+from passes.wrappers import copy_model, take_hooks_into_forward
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -112,7 +112,8 @@ def make_twin(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            twin = copy.deepcopy(model, memo)
+            twin = copy_model(model, memo)
+            take_hooks_into_forward(twin)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "

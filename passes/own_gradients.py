@@ -49,7 +49,7 @@ def traced_with_own_gradients() -> Iterator[None]:
     """
 
     def apply(cls: Any, *args: Any) -> Any:
-        if cls is CheckpointFunction:
+        if cls is CheckpointFunction:  # see passes/recomputed.py
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
         if _is_torchs(cls) or not any(needs) or not torch.is_grad_enabled():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.grouped import run_groups
+from partitioner.prepared import modes_of_a_new_process
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
 from passes.wrappers import unwrapped
@@ -39,6 +40,7 @@ class Verification:
         return f"{verdict}: largest relative error {self.max_error:.1e} ({worst}), tolerance {self.tolerance:.0e}"
 
 
+@modes_of_a_new_process()
 def verify(
     plan: Any,
     model: nn.Module,

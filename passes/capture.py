@@ -119,7 +119,9 @@ def capture(
                 pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
             captured = captured.with_(turns=tuple(pairs))
         _refuse_kept_parameters(model, captured)
-        notes += left.notes + _decided(captured, {canonical[name] for name in twin.asked})
+        notes += (
+            left.notes + _other_losses(captured, loss) + _decided(captured, {canonical[name] for name in twin.asked})
+        )
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -244,6 +246,14 @@ def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
         )
     names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
+
+
+def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
+    """That a loss which the model itself returns is not the one that counts."""
+    returned = [output.value for output in captured.outputs if output.path == "loss"]
+    if loss is None or not set(returned) - {None, captured.loss}:
+        return ()
+    return ("what is trained on is what loss= makes of the output; the loss that the model itself returns is not",)
 
 
 def _refuse_kept_parameters(model: nn.Module, captured: Captured) -> None:

@@ -19,13 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperGroup
 
-from passes.errors import PartitionError
+from passes.errors import InternalError, PartitionError
+from passes.faults import typed_errors
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
 
 class Commands(TyperGroup):
-    """Commands whose user errors end in a panel and exit code 2, and Ctrl-C in exit code 130.
+    """Commands whose user errors end in a panel and exit code 2, faults of the partitioner in 3, and Ctrl-C in 130.
 
     ``--debug`` may stand anywhere on the line, but for what is passed on behind ``--``: then errors come with their
     traceback.
@@ -39,7 +40,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with typed_errors("the command", passing=_is_of_the_command_line):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             errors().print("Interrupted.", style="dim")
             ctx.exit(INTERRUPTED)
@@ -47,12 +49,17 @@ class Commands(TyperGroup):
             if ctx.meta["debug"]:
                 raise
             show_error(error)
-            ctx.exit(USER_ERROR)
+            ctx.exit(INTERNAL_ERROR if isinstance(error, InternalError) else USER_ERROR)
         except OSError as error:
             if ctx.meta["debug"] or error.filename is None:  # a pipe that was closed has no name
                 raise
             show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
             ctx.exit(USER_ERROR)
+
+
+def _is_of_the_command_line(error: Exception) -> bool:
+    """Whether an exception ends a command on purpose, or is of a file or pipe that is told below."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
 class FileError(PartitionError):

@@ -20,6 +20,7 @@ from passes.autocast import DEVICES
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError
+from passes.faults import typed_errors
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.groups import mean_over_groups
@@ -124,6 +125,7 @@ def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator
         )
 
 
+@typed_errors("prepare()")
 def prepare(
     model: nn.Module | ExportedProgram | PreparedModel,
     inputs: Inputs = None,

@@ -20,8 +20,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -41,6 +39,7 @@ from passes.caches import switch_caches_off
 from passes.conversions import conversions_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
+from passes.faults import FRAME, is_users, shorten
 from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
@@ -50,10 +49,6 @@ from passes.written import writes_traced
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")
 
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = Path(__file__).parent
-_PYTHON = str(Path(traceback.__file__).parent)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -317,7 +312,7 @@ def place_of(error: Exception, *, but: str = "") -> str:
     user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]
+    named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
     return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
@@ -325,29 +320,6 @@ def _line_now() -> str:
     """`` (file:line)`` of the innermost frame that is the user's."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-
-
-@lru_cache(maxsize=65536)
-def source_of(stack_trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
-    frames = [f for f in _FRAME.findall(stack_trace or "") if is_users(f[0])]
-    return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
-
-
-@lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Whether a source file is neither torch's nor Python's own, nor of this package."""
-    in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not in_python and not file.startswith((_TORCH, "<")) and Path(file).parent != _OWN
-
-
-@lru_cache(maxsize=4096)
-def shorten(file: str) -> str:
-    """A path from the package's or the working directory on."""
-    if "site-packages/" in file:
-        return file.rsplit("site-packages/", 1)[1]
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def in_containers(tree: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from passes.errors import UnsupportedError
-from passes.export import source_of
+from passes.faults import source_of
 from passes.hidden import Memory, does_nothing
 from passes.inplace import remove_inplace
 from passes.statistics import spell_out

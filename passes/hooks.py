@@ -15,7 +15,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from passes.errors import UnsupportedError
-from passes.export import is_users, shorten
+from passes.faults import is_users, shorten
 
 _ADVICE = (
     "which a plan would leave out; write what it does as a torch.autograd.Function in forward, or do it to the "

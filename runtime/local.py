@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from passes.faults import typed_errors
 from runtime.batch import batch_values
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
 from runtime.defaults import one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
-from runtime.failures import is_secondary
+from runtime.failures import is_of_ranks, is_secondary
 from runtime.planfile import placement_of, program_of
 from runtime.pool import LocalRanks
 from runtime.precision import with_precision
@@ -35,6 +36,7 @@ Model = nn.Module | Mapping[str, Tensor] | str | Path
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+@typed_errors("run_local()", passing=is_of_ranks)
 def run_local(
     plan: Any,
     model: Model,
@@ -85,6 +87,7 @@ def run_local(
     return joined(program, parts, _unread(program, model))
 
 
+@typed_errors("run_threads()", passing=is_of_ranks)
 def run_threads(
     plan: Any,
     model: Model,

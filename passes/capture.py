@@ -21,13 +21,14 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from passes.accepted import check_inputs, check_model
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import State, TensorSpec
 from passes.caches import caches_matter, held_by
 from passes.errors import CaptureError, InputsError, UnsupportedError
 from passes.expand import Unrepeated, expand, in_order
-from passes.export import Twin, cast, export, make_twin, try_forward
+from passes.export import Twin, cast, export, leaf_paths, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hits import Hits
 from passes.hooks import hooks_refused, refuse_hooks
@@ -90,6 +91,9 @@ def capture(
             "and give precision=, or put the region into the model's forward"
         )
     dtype = None if precision is None else PRECISIONS[precision]
+    if isinstance(model, nn.Module):
+        check_model(model)
+    check_inputs([leaf for part in split_inputs(model, inputs) for leaf in leaf_paths(part)])
     if isinstance(model, ExportedProgram):
         program, notes = _fit_program(model, inputs, global_batch)
         if loss is not None:

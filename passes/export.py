@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
+from passes.accepted import leaves_text
 from passes.autocast import casts_traced
 from passes.caches import switch_caches_off
 from passes.conversions import conversions_traced
@@ -253,19 +254,16 @@ def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
 def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
     failure = try_forward(twin, args, kwargs)
-    plain = type(failure) in (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
-    return failure if plain and "Fake" not in str(failure) and "meta" not in str(failure) else None
+    torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
+    wanting = torchs or "Fake" in str(failure) or "meta" in str(failure).lower()
+    return failure if isinstance(failure, Exception) and not wanting else None
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = [
-        f"{path}: {tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
-        for path, leaf in [*leaf_paths(args), *leaf_paths(kwargs)]
-    ]
     return (
         f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
         f"{type(error).__name__}: {_reason(error)}\n"
-        f"The inputs are {', '.join(given)}."
+        f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 
 
@@ -290,12 +288,21 @@ _INSTEAD = {
 }
 
 
+# What torch.export says -> what to do.
+_ADVICE = {
+    "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
+    "unless forward calls itself without end",
+    "not a known type": "forward must return tensors, in tuples, lists, dicts, named tuples or dataclasses: a plan has "
+    "to know each of them",
+}
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where = place_of(error)
-    instead = next(
-        (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
-    )
+    where, said = place_of(error), f"{type(error).__name__}: {error}"
+    by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
+    by_text = (advice for text, advice in _ADVICE.items() if text in said)
+    instead = [*by_function, *by_text, *((_LEN,) if _ASKS_LEN.search(where) else ()), _NUMBERS][0]
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from passes.accepted import check_tensor
 from passes.serialize import dtype_of
 from runtime.errors import BatchError
 from runtime.program import InputData, Program, RankProgram
@@ -99,6 +100,7 @@ def _checked(data: InputData, leaves: Mapping[str, Any], share: Share | None = N
             f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(expected)}, "
             f"the batch has {have}"
         )
+    check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
     shape = tuple(tensor.shape)
     if shape != expected:
         advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
@@ -109,7 +111,7 @@ def _checked(data: InputData, leaves: Mapping[str, Any], share: Share | None = N
             got = str(tensor.dtype).removeprefix("torch.")
             raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
         tensor = tensor.to(dtype)
-    return tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _advice(data: InputData, shape: tuple[int, ...]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from passes.faults import typed_errors
@@ -29,7 +28,7 @@ from runtime.program import Program
 from runtime.state import check_weights
 from runtime.threads import ThreadWorld
 from runtime.watch.monitor import Monitor
-from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of
+from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of, write_weights
 from runtime.worker import run_program
 
 Model = nn.Module | Mapping[str, Tensor] | str | Path
@@ -166,13 +165,12 @@ def _written(program: Program, weights: Weights, path: Path) -> Path:
     content: dict[str, Tensor] = {}
     for name, state in program.states.items():
         if state.parts:
-            content |= {p: weights.tensors[p].detach().cpu().contiguous().clone() for p in state.parts}
+            content |= {p: weights.tensors[p] for p in state.parts}
             continue
         found = next((n for n in (name, *state.aliases) if weights.spec(n) is not None), None)
         if found is not None:
-            content[name] = weights.tensors[found].detach().cpu().contiguous().clone()
-    save_file(content, path)
-    return path
+            content[name] = weights.tensors[found]
+    return write_weights(content, path)
 
 
 def _unread(program: Program, model: Model) -> dict[str, Tensor]:

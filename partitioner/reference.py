@@ -23,6 +23,7 @@ from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
 from passes.random import drawn, dropout
 from passes.retype import as_type
+from passes.written import aliases_of
 from runtime.batch import leaves_by_path
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
@@ -269,7 +270,10 @@ def run_reference(
     """
     model = _copy(model)
     if double:
+        aliases = aliases_of(model)
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
+        for alias in aliases:
+            alias.follow()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffers:
             buffer.copy_(buffers[name])

@@ -45,7 +45,7 @@ from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
-from passes.written import writes_traced
+from passes.written import aliases_traced, writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")
@@ -137,6 +137,7 @@ def export(
         casts = casts_traced(twin.casts, _line_now)
         known = numbers_known(twin.module, twin.held, twin.asked)
         contained, written = _in_containers(twin.module, bare=twin.kept), writes_traced(twin.module)
+        aliases = aliases_traced(twin.module)
         with (
             _quiet(),
             _lines_noted(),
@@ -144,6 +145,7 @@ def export(
             casts,
             contained,
             written,
+            aliases,
             grouped_traced(),
             _conversions(twin),
             known,

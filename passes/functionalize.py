@@ -112,7 +112,7 @@ def _untie_buffers(program: ExportedProgram) -> None:
     untied: dict[str, Tensor] = {}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.BUFFER:
+        if spec.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) or str(spec.target) not in held:
             continue
         node, tensor = nodes[spec.arg.name], held[str(spec.target)]
         first = by_tensor.setdefault(id(tensor), node)
@@ -127,6 +127,23 @@ def _apart(tensor: Tensor) -> Tensor:
     """A tensor like another, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
+
+
+def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
+    """The placeholders of constants that are a parameter or buffer of the module, which plain objects hold too."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    held: dict[str, Any] = {**program.constants, **program.state_dict}
+    specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
+    states = {
+        id(tensor): node
+        for spec, tensor, node in specs
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and tensor is not None
+    }
+    return {
+        node: states[id(tensor)]
+        for spec, tensor, node in specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and id(tensor) in states
+    }
 
 
 def _trainable(program: ExportedProgram) -> set[str]:
@@ -157,6 +174,8 @@ class _Inliner:
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
                     self.memory.marks(env[node])
+        for constant, state in _held_twice(program).items():
+            env[constant] = env[state]
         results = self.body(program.graph_module, env, grad=True)
         fx.node.map_arg(results, self.memory.reads)
         self.graph.output(results)

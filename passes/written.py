@@ -2,7 +2,8 @@
 
 Inside :func:`writes_traced` a buffer that forward sets as an attribute is written to in the end, which torch.export
 itself sees to for those of the outermost module alone; and a batch norm that averages over all batches so far
-(``momentum=None``) counts them by a tensor, where torch asks what number that holds.
+(``momentum=None``) counts them by a tensor, where torch asks what number that holds. Inside :func:`aliases_traced`
+parameters and buffers are followed also where plain objects hold them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from passes.errors import UnsupportedError
+
+_MOST_OBJECTS = 100_000  # that are searched for tensors
 
 
 @contextmanager
@@ -51,6 +55,81 @@ def writes_traced(model: nn.Module) -> Iterator[None]:
                 model.__dict__["forward"] = own
         for module in averaging:
             module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def aliases_traced(model: nn.Module) -> Iterator[None]:
+    """Inside, forward of ``model`` reads and writes its parameters and buffers also where plain objects hold them.
+
+    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter or
+    buffer of a module, as a generation cache does, would keep the one of before.
+    """
+    aliases = aliases_of(model)
+    forward, own = model.forward, model.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def following(*args: Any, **kwargs: Any) -> Any:
+        before = [alias.holder[alias.key] for alias in aliases]
+        try:
+            for alias in aliases:
+                alias.follow()
+            return forward(*args, **kwargs)
+        finally:
+            for alias, tensor in zip(aliases, before, strict=True):
+                alias.holder[alias.key] = tensor
+
+    if aliases:
+        model.__dict__["forward"] = following
+    try:
+        yield
+    finally:
+        if aliases:
+            model.__dict__.pop("forward", None)
+            if own is not None:
+                model.__dict__["forward"] = own
+
+
+@dataclass(frozen=True)
+class Alias:
+    """``holder[key]`` is the tensor that a module holds as ``states[name]``."""
+
+    holder: Any
+    key: Any
+    states: dict[str, Any]
+    name: str
+
+    def follow(self) -> None:
+        """Hold what the module holds now."""
+        self.holder[self.key] = self.states[self.name]
+
+
+def aliases_of(model: nn.Module) -> list[Alias]:
+    """Places outside of modules' own tables that hold parameters or buffers."""
+    found = []
+    owners = {
+        id(tensor): (states, name)
+        for module in model.modules()
+        for states in (module._parameters, module._buffers)
+        for name, tensor in states.items()
+        if tensor is not None
+    }
+    modules = [vars(module) for module in model.modules()]
+    seen = {id(own[table]) for own in modules for table in ("_parameters", "_buffers", "_modules")}
+    waiting: list[Any] = [*modules]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if isinstance(value, Tensor):
+                if id(value) in owners and isinstance(holder, dict | list):
+                    found.append(Alias(holder, key, *owners[id(value)]))
+            elif isinstance(value, dict | list | tuple):
+                waiting.append(value)
+            elif not isinstance(value, nn.Module | type) and isinstance(getattr(value, "__dict__", None), dict):
+                waiting.append(vars(value))
+    return found
 
 
 def _write(name: str, buffer: Tensor | None, value: Tensor | None) -> None:

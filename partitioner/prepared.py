@@ -157,6 +157,8 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    if loss is not None and not callable(loss):
+        raise InputsError(f"loss must be a function of the model's output, or None; got {type(loss).__name__}")
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
     return PreparedModel(model, inputs, loss, objective, precision)

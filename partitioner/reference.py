@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ class _DoubleData(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__setitem__ and isinstance(args[2], float):
             args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
+        args, kwargs = _all_doubled(getattr(func, "__name__", ""), args, kwargs)
         made = func(*args, **(kwargs or {}))
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made
@@ -74,6 +76,21 @@ class _DoubleData(TorchFunctionMode):
         if (kwargs or {}).get("dtype") is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
             made = func(*args, **{**(kwargs or {}), "dtype": self.default})
         return made.double()
+
+
+def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function in float64 where some are: tensors from outside of the model (a global, say) are
+    narrower, and constants. What is written to or set stays."""
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    types = {x.dtype for x in leaves}
+    if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
+        return args, kwargs
+    doubled: tuple[Any, Any] = pytree.tree_map(_double_foreign, (args, kwargs))
+    return doubled
+
+
+def _double_foreign(value: Any) -> Any:
+    return _double(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
 
 
 _OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor})
@@ -271,9 +288,10 @@ def run_reference(
     model = _copy(model)
     if double:
         aliases = aliases_of(model)
-        model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
+        model = model._apply(_doubled())
         for alias in aliases:
             alias.follow()
+    inputs = pytree.tree_map(functools.partial(_as_input, double=double), inputs)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffers:
             buffer.copy_(buffers[name])
@@ -324,6 +342,14 @@ def _doubled() -> Callable[[Tensor], Tensor]:
     return double
 
 
+def _as_input(value: Any, double: bool) -> Any:
+    """A tensor of the arguments by itself: what is computed of it is no part of what the caller computed before."""
+    if not isinstance(value, Tensor):
+        return value
+    made = value.detach()
+    return (_double(made) if double else made).requires_grad_(value.requires_grad)
+
+
 def _double(value: Any) -> Any:
     return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
@@ -369,8 +395,9 @@ def _alike(buffer: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The loss in a model's result: the result itself if it is a scalar, its ``loss`` otherwise."""
-    if isinstance(output, Tensor):
-        return output if output.dim() == 0 and output.is_floating_point() else None
+    """The loss in a model's result: its ``loss``, or the only tensor there is, where that is a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else None
+    if isinstance(output, Tensor) or not isinstance(found, Tensor):
+        leaves = pytree.tree_leaves(in_containers(output))
+        found = leaves[0] if len(leaves) == 1 else None
+    return found if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point() else None

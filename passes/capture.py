@@ -171,12 +171,13 @@ def _trace(
         pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
         return whole.with_(turns=tuple(pairs)), hits
 
+    own = {t.data_ptr(): name for name, t in _named_tensors(model) if not _without_numbers(t) and t.numel()}
     repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
     while repeats.groups and twin.hits.guards is None:
         away = repeats.away
         try:
             with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
+                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False), own)
             if away is None:
                 return made(twin, program, expand)
             return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
@@ -205,7 +206,7 @@ def _trace(
             program = export(twin, args, kwargs, train=train, diagnose=False)
         except Exception:  # another decision stands in the way, which has been told
             raise error from error.__cause__
-    return made(twin, flatten_program(program), lambda captured: captured)
+    return made(twin, flatten_program(program, own), lambda captured: captured)
 
 
 def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
@@ -292,9 +293,13 @@ def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
+    if _without_numbers(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _without_numbers(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.faults import FRAME, is_users, shorten
 from passes.hits import Hits, hits_traced
+from passes.inner_gradients import inner_gradients_traced
 from passes.known import numbers_known
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
@@ -146,6 +147,8 @@ def export(
             contained,
             written,
             aliases,
+            _inference_traced(),
+            inner_gradients_traced(_line_now),
             grouped_traced(),
             _conversions(twin),
             known,
@@ -180,6 +183,24 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _inference_traced() -> Iterator[None]:
+    """``torch.inference_mode`` switches gradients, as ``torch.no_grad`` does: torch.export does not see it."""
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: Any, *_: Any) -> None:
+        torch.set_grad_enabled(self._inference_mode_context)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
 
 
 @contextlib.contextmanager

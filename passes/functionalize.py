@@ -11,7 +11,7 @@ import copy
 import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,12 +42,13 @@ _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
-def flatten_program(program: ExportedProgram) -> ExportedProgram:
+def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
     """The program, flat and functional. The one given is not changed.
 
+    ``own``: by address, the names of the tensors of the model that the program is of a copy of.
     Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
     """
-    _check_followed(program)
+    _check_followed(program, own or {})
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
@@ -90,18 +91,27 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     return decomposed
 
 
-def _check_followed(program: ExportedProgram) -> None:
+def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` where a value of forward stands in the program as a constant without numbers,
-    on which torch goes down when it is written to."""
+    on which torch goes down when it is written to, and where one of the model's ``own`` tensors does, by address."""
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.CONSTANT_TENSOR or spec.arg.name not in used:
+            continue
         name = str(spec.target)
-        lifted = spec.kind is InputKind.CONSTANT_TENSOR and name.startswith("lifted_tensor") and spec.arg.name in used
-        if lifted and isinstance(program.constants[name], FakeTensor):
+        constant = program.constants[name]
+        if isinstance(constant, FakeTensor) and name.startswith("lifted_tensor"):
             raise UnsupportedError(
                 "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
                 "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
                 "pass it as an input"
+            )
+        held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
+        if held is not None:
+            raise UnsupportedError(
+                f"forward reads {held!r} in a way that copies of the model do not follow: through a closure, a global, "
+                "or a forward that was compiled or wrapped; read it as an attribute of the module (of "
+                "torch.compile(model.forward), pass the model as it was before)"
             )
 
 

@@ -61,8 +61,8 @@ def writes_traced(model: nn.Module) -> Iterator[None]:
 def aliases_traced(model: nn.Module) -> Iterator[None]:
     """Inside, forward of ``model`` reads and writes its parameters and buffers also where plain objects hold them.
 
-    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter or
-    buffer of a module, as a generation cache does, would keep the one of before.
+    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter
+    or buffer of a module, as a generation cache does, would keep the one of before.
     """
     aliases = aliases_of(model)
     forward, own = model.forward, model.__dict__.get("forward")

@@ -278,7 +278,7 @@ def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
     failure = try_forward(twin, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
-    wanting = torchs or "Fake" in str(failure) or "meta" in str(failure).lower()
+    wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
     return failure if isinstance(failure, Exception) and not wanting else None
 
 

@@ -8,7 +8,6 @@ operator and the model's line are read from the traceback, so that no code has t
 
 from __future__ import annotations
 
-import errno
 import platform
 import re
 import sys
@@ -51,7 +50,6 @@ PHASES = {
 }
 _REPORTS_PROGRESS = ("partitioner/solve/bestfirst.py", "_tell")
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
-_LACKING = {errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE}
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -168,11 +166,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _lacks_resources(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.filename is not None or error.errno in _LACKING
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
-    return isinstance(error, MemoryError)
+    return isinstance(error, OSError | MemoryError)
 
 
 def _is_of_progress(error: Exception) -> bool:

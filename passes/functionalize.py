@@ -102,9 +102,8 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
         constant = program.constants[name]
         if isinstance(constant, FakeTensor) and name.startswith("lifted_tensor"):
             raise UnsupportedError(
-                "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
-                "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
-                "pass it as an input"
+                "forward computes a tensor in a way that torch.export does not follow, as by .data inside forward; "
+                "write it with operators on tensors (detach() for .data), or pass it as an input"
             )
         held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
         if held is not None:

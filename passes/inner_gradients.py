@@ -37,12 +37,25 @@ from passes.unused import drop_unused
 aten = torch.ops.aten
 _plain_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _plain_requires_grad_ = Tensor.requires_grad_
-_PLAIN_FLAG = torch._C.TensorBase.requires_grad
+_PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
+
+
+def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition for real numbers alone: some of its operators have no derivative for complex ones."""
+
+    def simpler(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.is_complex() for x in args):
+            return NotImplemented
+        return function(*args, **kwargs)
+
+    return simpler
+
+
 # Derivatives as the simpler operators that they are made of: those have derivatives, and rules to be sharded by. So are
 # norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
 _SIMPLER: dict[Any, Callable[..., Any]] = {
-    target: function
+    target: _of_reals(function)
     for target, function in decomposition_table.items()
     if isinstance(target, torch._ops.OpOverload)
     and ("backward" in target._schema.name or target._schema.name.removeprefix("aten::") in _NORMS)
@@ -50,9 +63,10 @@ _SIMPLER: dict[Any, Callable[..., Any]] = {
 _DETACHES = {aten.detach.default, aten.detach_.default}
 # Operators whose running statistics are updated by forward; the arguments with these, and the one that asks for it.
 _UPDATING = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+_EPS_OF_RMS = 3  # its place among the arguments
 _UNUSED = (
-    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the "
-    "desired behavior."
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
 )
 
 
@@ -65,8 +79,10 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
     gradients = _Gradients(line)
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run),
-        mock.patch.object(Tensor, "requires_grad_", lambda self, flag=True: gradients.ask(self, flag)),
-        mock.patch.object(Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.ask), create=True),
+        mock.patch.object(
+            Tensor, "requires_grad_", lambda self, requires_grad=True: gradients.ask(self, requires_grad)
+        ),
+        mock.patch.object(Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.set), create=True),
         mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.unmapped(_grad_and_value)),
         mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.unmapped(_vjp)),
         mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.unmapped(_jvp)),
@@ -89,6 +105,9 @@ class _Gradients:
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
             self.begun[node] = len(node.graph.nodes)
         return _plain_requires_grad_(tensor, flag)
+
+    def set(self, tensor: Tensor, flag: bool) -> None:
+        self.ask(tensor, flag)
 
     def run(
         self,
@@ -171,7 +190,7 @@ class _Between:
                 reached.add(node)
         wanted = {n for n in ends if n is not None and n in reached}
         for node in reversed(nodes):
-            if node in wanted and node not in starts or node in wanted and any(n in reached for n in node.all_input_nodes):
+            if node in wanted:
                 wanted |= {n for n in node.all_input_nodes if n in reached}
         heads = {n for n in starts if n is not None and not any(m in wanted for m in n.all_input_nodes)}
         body = [n for n in nodes if n in wanted and n not in heads]
@@ -183,7 +202,7 @@ class _Between:
         self, tracer: Any, gradients: _Gradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
         """The gradients of the inputs, traced; ``None`` where an output does not depend on one."""
-        values = [_value_of(n) for n in self.given]
+        values = [n.meta["val"] for n in self.given]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
 
@@ -202,7 +221,9 @@ class _Between:
                 found: list[Any] = [None] * len(targets)
                 if pairs and targets:
                     ends, tangents = [o for o, _ in pairs], [t for _, t in pairs]
-                    found = [*torch.autograd.grad(ends, targets, tangents, create_graph=create_graph, allow_unused=True)]
+                    found = [
+                        *torch.autograd.grad(ends, targets, tangents, create_graph=create_graph, allow_unused=True)
+                    ]
             reached[:] = [g is not None for g in found]
             return [*(g for g in found if g is not None), *(env[n] for n in self.outputs if n in self.body)]
 
@@ -239,11 +260,6 @@ def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def _value_of(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return value if isinstance(value, Tensor) else None
-
-
 def _like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
@@ -276,21 +292,41 @@ def _check(node: fx.Node, reached: set[fx.Node], gradients: _Gradients) -> None:
         return
     does = "takes a gradient"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        raise gradients.refused(does, f"leads through {node.target}, which is not an operator of torch that has a derivative")
+        raise gradients.refused(
+            does, f"leads through {node.target}, which is no operator of torch that has a derivative"
+        )
     if _draws(node):
-        raise gradients.refused(does, f"leads through {node.target}, which draws random numbers: draw them before, or eval()")
+        raise gradients.refused(
+            does, f"leads through {node.target}, which draws random numbers: draw them before, or leave it out (eval())"
+        )
+    if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
+        raise gradients.refused(
+            does, "leads through an RMS norm whose eps depends on the type: give it (eps=1e-6, say)"
+        )
     if node.target._schema.is_mutable:
-        base = node.args[0]
-        if functional_kin(node.target) is None or base not in reached or is_view(base):  # type: ignore[arg-type]
-            raise gradients.refused(does, f"leads through {node.target}, which writes in place: write to a copy, or not in place")
+        *_, base = _written(node)
+        if functional_kin(node.target) is None or base not in reached or is_view(base):
+            raise gradients.refused(
+                does, f"leads through {node.target}, which writes in place: write to a copy, or not in place"
+            )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The values that an operator writes in place, which are one tensor: the last is what made it."""
+    found = []
+    while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        node = node.args[0]  # type: ignore[assignment]
+        found.append(node)
+    return found
 
 
 def _draws(node: fx.Node) -> bool:
     tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if "dropout_p" in names:
-        return bool(given.get("dropout_p", 0.0))
+    rate = next((given.get(name, 0.0) for name in ("dropout_p", "dropout") if name in names), None)
+    if rate is not None:
+        return bool(rate)
     if "dropout" in node.target._schema.name:  # type: ignore[union-attr]
         return bool(given.get("train", given.get("training", True))) and given.get("p", 0.5) != 0
     return tagged and bool(given.get("training", True))
@@ -305,8 +341,7 @@ def _replay(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         args = tuple(None if first <= i <= last else a for i, a in enumerate(args))
     kin = functional_kin(target)
     env[node] = (kin or target)(*args, **kwargs)
-    if kin is not None:
-        env[node.args[0]] = env[node]  # type: ignore[index]
+    env.update(dict.fromkeys(_written(node), env[node]))
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -349,8 +384,8 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
             if env[node].is_floating_point() and not env[node].requires_grad and any(x.requires_grad for x in parts):
                 raise gradients.refused(
                     "takes a gradient",
-                    f"leads through {node.args[0].target}, whose derivative torch cannot derive once more from its parts: "
-                    "write the operator with simpler ones",
+                    f"leads through {node.args[0].target}, whose derivative torch cannot derive once more from its "
+                    "parts: write the operator with simpler ones",
                 )
 
 
@@ -365,7 +400,9 @@ def _gradient_of_input(
     if transposed:
         more = [0] * len(dims)
     else:
-        reached = [(grad.shape[2 + d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1 for d in dims]
+        reached = [
+            (grad.shape[2 + d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1 for d in dims
+        ]
         more = [input.shape[2 + d] - reached[d] for d in dims]
     made = aten.convolution.default(grad, weight, None, stride, padding, dilation, not transposed, more, groups)
     return made, None, None

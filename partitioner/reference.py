@@ -285,6 +285,27 @@ def run_reference(
     numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. The caller's gradients are
     left alone.
     """
+    of_copy = functools.partial(_run_copy, model, inputs, loss, train, double, seed, group, buffers)
+    try:
+        return of_copy(train)
+    except InputsError as error:  # forward may take gradients of its own where nothing is trained
+        if train or "does not require grad" not in str(error.__cause__):
+            raise
+        return of_copy(True)
+
+
+def _run_copy(
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None,
+    train: bool,
+    double: bool,
+    seed: int,
+    group: int,
+    buffers: Mapping[str, Tensor] | None,
+    grad: bool,
+) -> Reference:
+    """What a copy of ``model`` computes; ``grad``: with gradients switched on. The rest as :func:`run_reference`."""
     model = _copy(model)
     if double:
         aliases = aliases_of(model)
@@ -301,7 +322,7 @@ def run_reference(
         _Drawing(streams),
         _nothing_recomputed(),
     ):
-        return _run(model, inputs, loss, train)
+        return _run(model, inputs, loss, train, grad)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -354,11 +375,11 @@ def _double(value: Any) -> Any:
     return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
-def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Reference:
+def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool, grad: bool) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    with torch.set_grad_enabled(train), _failing_by_itself(model):
+    with torch.set_grad_enabled(grad), _failing_by_itself(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from partitioner import Constraints, PartitionError, Topology, UnsupportedError, partition
 
 F = nn.functional
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp itself
 
 
 class Energy(nn.Module):
@@ -220,6 +221,25 @@ def test_inner_gradients_are_exact_on_meshes(build: type[nn.Module], mesh: dict[
 @pytest.mark.parametrize("build", [*ALONE, Laplacian, Jacobian, Convolution], ids=lambda build: build.__name__)
 def test_every_inner_gradient_is_exact_on_meshes(build: type[nn.Module], mesh: dict[str, int]):
     verified(build, **mesh)
+
+
+class Inferred(Energy):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.requires_grad_(True)
+        energy = self.last(torch.tanh(self.first(x)))
+        return {"energy": energy, "forces": -torch.autograd.grad(energy.sum(), x)[0]}
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=str)
+def test_inference_gives_gradients(mesh: dict[str, int]):
+    torch.manual_seed(0)
+    model, inputs = Inferred(), (torch.randn(8, 4),)
+    constraints = Constraints(pp=1, cp=1, **mesh)
+    found = partition(model, Topology.local(2), inputs, objective="infer", constraints=constraints).verify(
+        model, inputs
+    )
+    assert found.ok, str(found)
+    assert set(found.errors) == {"output energy", "output forces"}
 
 
 def test_gradients_of_parameters_combine_the_batch():

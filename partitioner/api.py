@@ -22,8 +22,10 @@ from partitioner.requests import check_precision, check_request, check_seconds, 
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from partitioner.variants import Asked
+from passes.faults import typed_errors
 
 
+@typed_errors("partition()")
 @rare_collections()
 @modes_of_a_new_process()
 def partition(

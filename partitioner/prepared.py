@@ -23,6 +23,7 @@ from passes.autocast import DEVICES
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError, PartitionError
+from passes.faults import typed_errors
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.groups import mean_over_groups
@@ -185,6 +186,7 @@ def modes_of_a_new_process() -> Iterator[None]:
         yield
 
 
+@typed_errors("prepare()")
 def prepare(
     model: nn.Module | ExportedProgram | PreparedModel,
     inputs: Inputs = None,
@@ -216,6 +218,8 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    if loss is not None and not callable(loss):
+        raise InputsError(f"loss must be a function of the model's output, or None; got {type(loss).__name__}")
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
     notes: tuple[str, ...] = ()

@@ -77,6 +77,11 @@ def check_seconds(name: str, seconds: Any) -> None:
 def check_work(model: FoldedModel, train: bool) -> None:
     """Raise where the model lacks what the objective needs."""
     if not train:
+        if not model.updates and all(output.value is None for output in model.outputs):
+            raise InputsError(
+                "the model computes nothing: its output has no tensor, and it changes no buffer; expected a forward "
+                "that returns tensors"
+            )
         return
     if model.loss is None:
         raise InputsError(

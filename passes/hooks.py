@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from passes.errors import UnsupportedError
-from passes.export import is_users, shorten
+from passes.faults import is_users, shorten
 from passes.looking import GIVEN, MODEL, Value, code_of, what_it_does
 from passes.wrappers import CHECKPOINT_NOTE, OFFLOAD_NOTE
 

@@ -127,7 +127,11 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "inputs of another type": (InputsError, r"linear.*float64 and float32", lambda: attempt(given=(x.double(),))),
     "inputs of whole numbers": (InputsError, r"linear.*int64 and float32", lambda: attempt(given=(x.long(),))),
     "parameters of two types": (InputsError, r"layers\.2 .*float32 and float64", lambda: attempt(half_double())),
-    "inputs of another kind": (InputsError, r"0: ndarray", lambda: attempt(given=(x.numpy(),))),
+    "inputs of another kind": (
+        InputsError,
+        r"input '0' is a ndarray; expected tensors.*torch.from_numpy",
+        lambda: attempt(given=(x.numpy(),)),
+    ),
     "no samples": (InputsError, r"'0' has no samples", lambda: attempt(given=inputs(0))),
     "nothing is trained": (InputsError, r"of 8 none", lambda: attempt(Tower().requires_grad_(False))),
     "no gradient reaches a parameter": (InputsError, r"of 2 none", lambda: attempt(Detached())),

@@ -285,6 +285,12 @@ def run_reference(
     numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. The caller's gradients are
     left alone.
     """
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list | Mapping):
+        raise InputsError(f"inputs must be a tuple or a dict, one whole global batch; got {type(inputs).__name__}")
     of_copy = functools.partial(_run_copy, model, inputs, loss, train, double, seed, group, buffers)
     try:
         return of_copy(train)

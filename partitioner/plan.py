@@ -236,7 +236,9 @@ class Plan(Data):
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
-        """The program of one rank."""
+        """The program of one rank. Raises :class:`PlanError` for one that is not there."""
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise PlanError(f"the plan has ranks 0 to {self.world_size - 1}; got {rank!r}")
         return self.program.rank(rank)
 
     @typed_errors("Plan.summary()")
@@ -270,6 +272,8 @@ class Plan(Data):
         """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
         from partitioner.compare import diff
 
+        if not isinstance(other, Plan):
+            raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
         return diff(self, other)
 
     @typed_errors("Plan.prove()")

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from partitioner.batch import batch_size, of_groups, shard_batch
 from partitioner.constraints import Constraints
-from partitioner.requests import OBJECTIVES, check_work, type_of
+from partitioner.requests import OBJECTIVES, check_callback, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.units import plural
 from passes.autocast import DEVICES
@@ -218,8 +218,7 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
-    if loss is not None and not callable(loss):
-        raise InputsError(f"loss must be a function of the model's output, or None; got {type(loss).__name__}")
+    check_callback("loss", loss)
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
     notes: tuple[str, ...] = ()

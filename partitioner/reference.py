@@ -336,6 +336,12 @@ def run_reference(
     model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. ``precision``:
     the plan's; ``torch.finfo`` gives the limits of that type, in float64 too. The caller's gradients are left alone.
     """
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list | Mapping):
+        raise InputsError(f"inputs must be a tuple or a dict, one whole global batch; got {type(inputs).__name__}")
     planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
     run = _ReferenceRun(model, inputs, loss, train, planned if double else None, seed, group, buffers or {}, counters)
     try:

@@ -66,12 +66,24 @@ def check_precision(topology: Topology, precision: str | None) -> None:
         )
 
 
+def check_options(time_limit_s: Any, progress: Any) -> None:
+    """Raise :class:`InputsError` for options of a search that are of a wrong kind."""
+    check_seconds("time_limit_s", time_limit_s)
+    check_callback("progress", progress)
+
+
 def check_seconds(name: str, seconds: Any) -> None:
     """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:  # nan is not
         raise InputsError(f"{name} must be a positive number of seconds, or None; got {seconds!r}")
+
+
+def check_callback(name: str, function: Any) -> None:
+    """Raise :class:`InputsError` unless ``function``, the argument ``name``, can be called or is ``None``."""
+    if function is not None and not callable(function):
+        raise InputsError(f"{name} must be a function, or None; got {type(function).__name__}")
 
 
 def check_work(model: FoldedModel, train: bool) -> None:

@@ -2,8 +2,9 @@
 
 An error of this project passes as it is. Every other exception that leaves an entry point becomes a
 :class:`PartitionError` raised from it: :class:`UserCodeError` where code of the user's raised it,
-:class:`ResourceError` where the machine lacks memory, disk or rights, :class:`InternalError` otherwise. The phase, the
-operator and the model's line are read from the traceback, so that no code has to keep track of them.
+:class:`ResourceError` where the machine lacks memory, disk or rights, :class:`InputsError` where the entry point itself
+cannot take an argument, :class:`InternalError` otherwise. The phase, the operator and the model's line are read from
+the traceback, so that no code has to keep track of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from passes.errors import InternalError, PartitionError, ResourceError, UserCodeError
+from passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
 _ROOT = Path(__file__).parent.parent
 _OURS = tuple(f"{_ROOT / package}/" for package in ("passes", "runtime", "partitioner"))
@@ -49,6 +50,7 @@ PHASES = {
     ("runtime/state.py", "load_states"): "loading the weights",
 }
 _REPORTS_PROGRESS = ("partitioner/solve/bestfirst.py", "_tell")
+_OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
@@ -88,6 +90,8 @@ def typed(error: Exception, entry: str) -> PartitionError:
             f"{entry} called {code.co_name} ({shorten(code.co_filename)}:{line}), which raised {said}; mend it "
             "there, or do not pass it"
         )
+    if [is_ours(code.co_filename) for code, _ in codes] == [True, True] and isinstance(error, _OF_ARGUMENTS):
+        return InputsError(f"an argument of {entry} is of the wrong kind: {said}; expected what its docstring names")
     phase = phase_of(frames)
     return InternalError(
         f"internal error of the partitioner in {entry}{f', {phase}' if phase else ''}{_operator_text(error)}: {said}\n"

@@ -114,6 +114,7 @@ class Engine:
         library: Library | None = None,
     ) -> None:
         program = program_of(plan)
+        device = None if device is None else torch.device(device)
         if communicator is None:
             communicator = default_communicator(program, device, placement_of(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)

@@ -100,6 +100,7 @@ def run_threads(
     device: torch.device | str = "cpu",
 ) -> Run:
     """As :func:`run_local`, with every rank a thread of this process: exact in the same way, and needing nothing."""
+    device = torch.device(device)
     program = with_precision(program_of(plan), precision)
     weights = weights_of(model, names_read(program))
     check_weights(program, weights)

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import runtime
-from partitioner import CaptureError, Constraints, InputsError, PartitionError, Topology, UnsupportedError, partition
+from partitioner import (
+    CaptureError,
+    Constraints,
+    InputsError,
+    InternalError,
+    PartitionError,
+    Topology,
+    UnsupportedError,
+    partition,
+)
 from runtime import BatchError, Engine, WeightsError, run_local, run_threads
 from runtime.threads import ThreadWorld
 
@@ -315,7 +324,7 @@ def test_a_loss_that_is_not_a_number_is_told():
 
 
 def test_a_loss_that_is_no_function_is_refused():
-    with pytest.raises(InputsError, match=r"loss must be a function .*; got int"):
+    with pytest.raises(InputsError, match=r"loss must be a function, or None; got int"):
         plan_of(Base(), (rows(),), loss=3)
 
 
@@ -433,3 +442,49 @@ def test_weights_that_are_no_tensors_are_refused():
         run_threads(plan, checkpoint, (rows(),))
     with pytest.raises(WeightsError, match=r"up.weight is a sparse tensor"):
         run_threads(plan, {**Base().state_dict(), "up.weight": torch.eye(16, 8).to_sparse()}, (rows(),))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    return plan_of(Base(), (rows(),))
+
+
+@pytest.fixture(scope="module")
+def engine(plan: Any) -> Engine:
+    return Engine(plan, Base(), communicator=ThreadWorld(1).communicator(0))
+
+
+ARGUMENTS: dict[str, Callable[[Any, Engine], Any]] = {
+    "no path to save": lambda plan, engine: plan.save(None),
+    "a number to load": lambda plan, engine: type(plan).load(3),
+    "no path to draw": lambda plan, engine: plan.to_svg(None),
+    "no plan to compare": lambda plan, engine: plan.diff(None),
+    "a state dict to verify": lambda plan, engine: plan.verify(Base().state_dict(), (rows(),)),
+    "an unknown device": lambda plan, engine: run_threads(plan, Base(), (rows(),), device="abacus"),
+    "an engine on an unknown device": lambda plan, engine: Engine(plan, Base(), device="abacus"),
+    "a number of ranks": lambda plan, engine: run_local(plan, Base(), (rows(),), ranks=3),
+    "no plan": lambda plan, engine: run_threads(None, Base(), (rows(),)),
+    "no weights": lambda plan, engine: run_threads(plan, None, (rows(),)),
+    "no batch": lambda plan, engine: engine.step(None),
+    "no folder": lambda plan, engine: engine.save(None),
+    "an object without a state": lambda plan, engine: engine.save("nowhere", extra={"a": 3}),
+    "a text to clip by": lambda plan, engine: engine.clip_grad_norm_("x"),
+    "progress that is no function": lambda plan, engine: partition(Base(), Topology.local(1), (rows(),), progress=3),
+    "a text of ranks": lambda plan, engine: Topology.local("a"),
+    "a number of a preset": lambda plan, engine: Topology.preset(3),
+    "no text": lambda plan, engine: Topology.parse(None),
+    "no topology": lambda plan, engine: partition(Base(), None, (rows(),)),
+    "constraints as a dict": lambda plan, engine: partition(
+        Base(), Topology.local(1), (rows(),), constraints={"tp": 1}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_a_wrong_kind_are_refused(case: str, plan: Any, engine: Engine):
+    with pytest.raises(PartitionError) as caught:
+        ARGUMENTS[case](plan, engine)
+    assert not isinstance(caught.value, InternalError), str(caught.value)

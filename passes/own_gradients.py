@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from passes.autocast import without_autocast
 from passes.errors import PartitionError, UnsupportedError
-from passes.journal import unjournaled
+from passes.journal import aside
 from passes.marks import OWN
 from passes.transpose import ASKS_NUMBERS, NotAffine, Transposed, transpose
 
@@ -185,7 +185,7 @@ def _transposed(
 
     some = not ctx.materialize_grads and len(which) > 1
     try:
-        with unjournaled():
+        with aside():
             made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
     except _Wrong as error:
         raise UnsupportedError(

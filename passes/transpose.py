@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -64,15 +64,12 @@ def transpose(
 
     Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
     """
-    with disable_proxy_modes_tracing():
-        seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
-        changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        traced = _Traced.of(backward, seeds)
-        if some:
-            _check_none_is_zero(backward, seeds, traced)
-        made, held = _functional(
-            lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
-        )
+    seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
+    changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    traced = _Traced.of(backward, seeds)
+    if some:
+        _check_none_is_zero(backward, seeds, traced)
+    made, held = _functional(lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes)
     _drop_seeds(made, len(seeds))
     output: Any = made.graph.output_node().args[0]
     given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]

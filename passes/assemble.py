@@ -163,8 +163,8 @@ def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], c
             raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
         if not selected.reads_rows(node, env):
             raise UnsupportedError(
-                f"{node.target} ({_where(node)}) reads a number that is taken out of a tensor, which plans do not know "
-                "beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+                f"the item() that {node.target} reads ({_where(node)}) takes a number out of a tensor, which plans do "
+                "not know beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
             ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(

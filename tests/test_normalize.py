@@ -470,10 +470,25 @@ def test_dropout_that_torch_took_apart_has_all_rows():
     assert not any(n.target is getitem for n in made.graph.nodes)
 
 
-NUMBERS = {
-    "item": lambda x: x * x.detach().sum().item(),
+ITEMS = {
+    "factor": lambda x: x * x.detach().sum().item(),
+    "divisor": lambda x: x / (x.detach().sum().item() + 0.5),
+    "power": lambda x: x.abs() ** (x > 0).sum().item(),
     "full": lambda x: x + torch.full((4,), x.detach().sum().item(), dtype=x.dtype),
+    "bound": lambda x: x.clamp(max=x.detach().mean().item()),
+    "no gradient": lambda x: x * x.sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_numbers_taken_out_of_tensors_are_computed_with(name: str):
+    assert_same(ITEMS[name], numbers(4, 4))
+
+
+NUMBERS = {
     "alpha": lambda x: torch.addmm(x, x, x, alpha=x.detach().sum().item()),
+    "factor of what is added": lambda x: x.add(x, alpha=x.detach().sum().item()),
+    "slope": lambda x: F.leaky_relu(x, x.detach().sum().item()),
 }
 
 

@@ -80,13 +80,16 @@ def hooks_refused() -> Iterator[LeftToPlan]:
     )
 
     def refused(tensor: Tensor, hook: Any) -> Any:
-        raise UnsupportedError(f"forward gives a tensor a hook on its gradient{_where(' at ')}, {_ADVICE}")
+        raise UnsupportedError(
+            f"forward gives a tensor a hook on its gradient{_where(' at ', with_code=True)}, {_ADVICE}"
+        )
 
     def held(hooks: saved_tensors_hooks) -> None:
         if isinstance(hooks, save_on_cpu):
             left.offloaded.add(_where())
         elif type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
-            raise UnsupportedError(f"forward changes what is saved for gradients{_where(' at ')}, {_ADVICE_SAVED}")
+            where = _where(" at ", with_code=True)
+            raise UnsupportedError(f"forward changes what is saved for gradients{where}, {_ADVICE_SAVED}")
         hold(hooks)
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +112,13 @@ def hooks_refused() -> Iterator[LeftToPlan]:
         yield left
 
 
-def _where(before: str = "") -> str:
+def _where(before: str = "", *, with_code: bool = False) -> str:
     """``before`` and the line of the user's code that is run now."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
-    return f"{before}{shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    if not frames:
+        return ""
+    code = f" ({frames[-1].line})" if with_code else ""
+    return f"{before}{shorten(frames[-1].filename)}:{frames[-1].lineno}{code}"
 
 
 def _class_of(function: Any) -> str:

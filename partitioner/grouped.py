@@ -5,6 +5,7 @@ What the groups are does not depend on the mesh: as many samples as a microbatch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from partitioner.reference import Reference, run_reference
 from passes.export import leaf_paths
 from passes.layouts import Layout
+from passes.serialize import dtype_of
 from runtime.program import Program
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
@@ -38,7 +40,13 @@ def run_groups(
     changed: frozenset[str] = frozenset()
     for group in range(batch // size):
         found = run_reference(
-            model, _cut(inputs, dims, group * size, size), loss, train=train, group=group, buffers=buffers
+            model,
+            _cut(inputs, dims, group * size, size),
+            loss,
+            train=train,
+            group=group,
+            buffers=buffers,
+            planned=floating_type(program),
         )
         buffers, changed = found.buffers, changed | found.changed
         losses += [] if found.loss is None else [found.loss]
@@ -50,6 +58,13 @@ def run_groups(
     ways = {o.path: o.batch for o in program.outputs}
     wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
     return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed)
+
+
+def floating_type(program: Program) -> torch.dtype | None:
+    """The type of most of a program's floating parameters; ``None`` where it has none."""
+    types = [dtype_of(s.dtype) for s in program.states.values() if s.kind == "parameter"]
+    counts = Counter(t for t in types if t.is_floating_point)
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,26 +57,31 @@ class _Float64(TorchDispatchMode):
 class _DoubleData(TorchFunctionMode):
     """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants.
 
-    ``default``: the type of numbers where it does not say.
+    ``default``: the type of numbers where it does not say. ``planned``: the type that the model's tensors have in the
+    plan, and that its code means where it asks for the type of one of them, which is float64 here.
     """
 
-    def __init__(self, default: torch.dtype) -> None:
+    def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
         super().__init__()
-        self.default = default
+        self.default, self.planned = default, planned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is Tensor.__setitem__ and isinstance(args[2], float):
-            args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
-        made = func(*args, **(kwargs or {}))
+            args = (*args[:2], torch.tensor(args[2], dtype=self.planned).item())
+        made = func(*args, **kwargs)
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made
-        source = args[1 if func is Tensor.new_tensor else 0] if args else None
-        if (kwargs or {}).get("dtype") is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
-            made = func(*args, **{**(kwargs or {}), "dtype": self.default})
-        return made.double()
+        of_own = func is Tensor.new_tensor  # which takes the type of a tensor of the model
+        source, given = args[1 if of_own else 0] if args else None, kwargs.get("dtype")
+        if of_own or given == torch.float64:
+            given = self.planned if given in (None, torch.float64) else given
+        elif given is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
+            given = self.default
+        return (made if given is None else func(*args, **{**kwargs, "dtype": given})).double()
 
 
-_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor})
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
@@ -237,13 +243,19 @@ def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[s
     return None if p == 0.0 or bound.get("training", True) is False else bound
 
 
+def _type_of_parameters(model: nn.Module) -> torch.dtype:
+    """The type of most of the floating parameters; torch's default where there are none."""
+    counts = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
+    return max(counts, key=counts.__getitem__, default=torch.get_default_dtype())
+
+
 @contextmanager
-def float64() -> Iterator[None]:
-    """Inside, models of doubles stay in float64 where their code asks for float32."""
+def float64(planned: torch.dtype) -> Iterator[None]:
+    """Inside, models of doubles stay in float64 where their code asks for float32; ``planned``: the plan's type."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64(), _DoubleData(default):
+        with _Float64(), _DoubleData(default, planned):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -259,14 +271,17 @@ def run_reference(
     seed: int = 0,
     group: int = 0,
     buffers: Mapping[str, Tensor] | None = None,
+    planned: torch.dtype | None = None,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
-    numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. The caller's gradients are
-    left alone.
+    numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. ``planned``: the floating
+    type of the plan, to which numbers in the model's code are rounded as they are there; by default that of the model's
+    parameters. The caller's gradients are left alone.
     """
+    planned = _type_of_parameters(model) if planned is None else planned
     model = _copy(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
@@ -274,7 +289,7 @@ def run_reference(
         if buffers:
             buffer.copy_(buffers[name])
     with (
-        float64() if double else nullcontext(),
+        float64(planned) if double else nullcontext(),
         _ByPlace(seed, group) as streams,
         _Drawing(streams),
         _nothing_recomputed(),

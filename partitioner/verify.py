@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.grouped import run_groups
+from partitioner.grouped import floating_type, run_groups
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
 from runtime.collect import Run
@@ -60,7 +60,7 @@ def verify(
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
     if plan.constraints.group_size is None:
-        reference = run_reference(model, inputs, loss, train=train)
+        reference = run_reference(model, inputs, loss, train=train, planned=floating_type(program))
     else:
         reference = run_groups(model, inputs, loss, program, plan.constraints.group_size)
     if train and program.loss is not None and reference.loss is None:

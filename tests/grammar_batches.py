@@ -31,6 +31,7 @@ def _renamed(recipe: Recipe, batch: Batch) -> Batch:
 
 # Each takes a batch with the planned keys, types and shapes. The first three keep them.
 CHANGES: dict[str, Change] = {
+    "model called": lambda recipe, batch: batch,
     "nothing": lambda recipe, batch: make_batch(recipe),
     "values": lambda recipe, batch: batch,
     "strides": _with("x", lambda x: x.transpose(0, 2).contiguous().transpose(0, 2)),

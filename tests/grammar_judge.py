@@ -63,7 +63,8 @@ def eager(recipe: Recipe, model: nn.Module, batch: Batch) -> Truth:
     """The loss, every gradient and every buffer of one step of the model itself, which is left as it is."""
     # Floats of another length are converted to the planned type by design; the judge converts them too.
     batch = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-    if DRAWING & names_in(recipe.ops):
+    # Draws are by place, and what is checkpointed changes buffers once: both by design, and the judge's way as well.
+    if (DRAWING | {"checkpointed"}) & names_in(recipe.ops):
         made = run_reference(model, batch, loss_of(recipe))
         values = made.outputs.get("values" if recipe.output == "dict" else "")
         assert made.loss is not None

@@ -175,7 +175,7 @@ def conv2d(f: Frame, h: Tensor) -> Tensor:
 @operator
 def matmul(f: Frame, h: Tensor) -> Tensor:
     n = h.shape[-1]
-    made = pick(
+    return pick(
         [
             lambda: h @ f.weight(n, n),
             lambda: torch.matmul(tokens(h), tokens(h).transpose(1, 2)) / n,
@@ -188,7 +188,6 @@ def matmul(f: Frame, h: Tensor) -> Tensor:
         ],
         f.a,
     )()
-    return made
 
 
 @operator

@@ -16,9 +16,9 @@ CHANGED_INPUTS = False
 PYTHON_STATE = False
 AFFINE_GRADIENTS = False
 BENT_GRADIENTS = False
-SELECTED_ROWS = False
-SUMMED_BUFFERS = False
-TENSOR_HOOKS = False
+SELECTED_ROWS = True
+SUMMED_BUFFERS = True
+TENSOR_HOOKS = True
 
 OF_SWITCHES: tuple[tuple[bool, frozenset[str]], ...] = (
     (PYTHON_STATE, frozenset({"python_counter", "python_list", "python_random", "python_time"})),

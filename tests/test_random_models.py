@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from runtime import LocalRanks
-from tests.grammar_judge import FAILURES, Outcome, judge
+from tests.grammar_judge import Outcome, judge
 from tests.grammar_recipes import Mesh, Op, Recipe
 from tests.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes
 

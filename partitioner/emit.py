@@ -15,6 +15,7 @@ own, on which a transfer waits for nothing but its receive and the transfers bef
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from partitioner.emit_stage import StageFlow, StageJob, stage_instructions, upda
 from partitioner.emit_zero import zero_axes
 from partitioner.schedules import ScheduleTable, ranks_of, schedule_name, timetable
 from partitioner.steady import Steady, parts_of, steady
-from passes.blocks import FoldedModel, TensorSpec
+from passes.blocks import CallSignature, FoldedModel, TensorSpec
 from passes.dependence import GradientFlow, gradient_flow, gradient_paths
 from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, divides, local_shape
@@ -38,12 +39,16 @@ from runtime.listing import Instruction, Instructions, Listing
 from runtime.meshes import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
 from runtime.offload import Offload, is_hosted
 from runtime.program import (
+    ArgumentData,
     BlockGraph,
     Bucket,
     CallData,
+    GuardData,
     InputData,
     OutputData,
+    PlainValue,
     Program,
+    SignatureData,
     Stage,
     StateData,
     Value,
@@ -227,6 +232,7 @@ def emit(
                 shape=i.spec.shape,
                 dtype=dtype_name(i.spec.dtype),
                 batch_dim=layouts.batch_dims.get(i.value),
+                number=i.number,
             )
             for i in model.inputs
         ),
@@ -237,12 +243,33 @@ def emit(
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,
+        signature=_signature(model.signature),
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=part,
         fused_attention=fused_attention,
         whole_scatter=whole_scatter,
         offload=kept,
+    )
+
+
+def _signature(signature: CallSignature) -> SignatureData:
+    arguments = None
+    if signature.arguments is not None:
+        arguments = tuple(
+            ArgumentData(
+                name=a.name,
+                required=a.required,
+                default=PlainValue.of(a.default) if a.plain and not a.required else None,
+            )
+            for a in signature.arguments
+        )
+    return SignatureData(
+        arguments=arguments,
+        fixed={path: PlainValue.of(value) for path, value in signature.fixed.items()},
+        guards=tuple(
+            GuardData(expression=json.dumps(g.expression), outcome=g.outcome, where=g.where) for g in signature.guards
+        ),
     )
 
 

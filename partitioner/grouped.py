@@ -6,7 +6,7 @@ What the groups are does not depend on the mesh: as many samples as a microbatch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 
 
 def run_groups(
-    model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | None, program: Program, size: int
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Callable[[Any], Tensor] | None,
+    program: Program,
+    size: int,
+    counters: Collection[str] = (),
 ) -> Reference:
     """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
 
     The loss, the gradients and results without samples are the mean over the groups, other results are joined. Each
-    group reads the buffers that the one before has left.
+    group reads the buffers that the one before has left, and the Python numbers that are named in ``counters``.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -47,6 +52,7 @@ def run_groups(
             group=group,
             buffers=buffers,
             planned=floating_type(program),
+            counters=counters,
         )
         buffers, changed = found.buffers, changed | found.changed
         losses += [] if found.loss is None else [found.loss]
@@ -69,6 +75,7 @@ def floating_type(program: Program) -> torch.dtype | None:
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:
     """``count`` samples of the inputs that have some; ``dims``: where, by path."""
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     leaves, tree = pytree.tree_flatten(inputs)
     paths = [path for path, _ in leaf_paths(inputs)]
     cut = [_samples(leaf, dims.get(path), start, count) for path, leaf in zip(paths, leaves, strict=True)]

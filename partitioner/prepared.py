@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -19,7 +20,7 @@ from partitioner.units import plural
 from passes.autocast import DEVICES
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
-from passes.errors import InputsError
+from passes.errors import InputsError, PartitionError
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.groups import mean_over_groups
@@ -61,7 +62,7 @@ class PreparedModel:
         key = global_batch, size, device
         if key not in self._known:
             if constraints is None or size is None:
-                folded = self._folded(normalize(self._capture(global_batch, device)))
+                folded = self._folded(self._normalized(global_batch, device))
                 batch = batch_size(folded, global_batch)
                 self._known[key] = folded, shard_batch(folded, batch), batch
             else:
@@ -80,20 +81,26 @@ class PreparedModel:
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
-        group = normalize(self._capture_group(size, device))
+        with _explaining_groups(size):
+            group = self._normalized(size, device)
         found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._folded(found.captured), found, batch // size), batch
 
     def _capture_group(self, size: int, device: str) -> Captured:
-        try:
+        with _explaining_groups(size):
             return self._capture(size, device)
-        except InputsError as error:
-            raise InputsError(
-                f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
-                f"{error}"
-            ) from error
 
-    def _capture(self, global_batch: int | None, device: str) -> Captured:
+    def _normalized(self, global_batch: int | None, device: str) -> Captured:
+        """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
+        captured = self._capture(global_batch, device)
+        try:
+            return normalize(captured)
+        except PartitionError:
+            if all(i.number is None for i in captured.inputs):
+                raise
+            return normalize(self._capture(global_batch, device, lift_numbers=False))
+
+    def _capture(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
         return capture(
             self.model,
             self.inputs,
@@ -102,6 +109,7 @@ class PreparedModel:
             precision=type_of(self.precision),
             objective=self.objective,
             device=device,
+            lift_numbers=lift_numbers,
         )
 
     def _folded(self, normal: Captured) -> FoldedModel:
@@ -111,6 +119,18 @@ class PreparedModel:
         folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded, self.model)))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
+
+
+@contextmanager
+def _explaining_groups(size: int) -> Iterator[None]:
+    """Inside, errors about inputs say that the model is captured with ``size`` samples."""
+    try:
+        yield
+    except InputsError as error:
+        raise InputsError(
+            f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
+            f"{error}"
+        ) from error
 
 
 def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:

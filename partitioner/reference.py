@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from passes.export import in_containers, place_of
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
+from runtime.weights import number_of
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
@@ -272,6 +273,7 @@ def run_reference(
     group: int = 0,
     buffers: Mapping[str, Tensor] | None = None,
     planned: torch.dtype | None = None,
+    counters: Collection[str] = (),
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
@@ -279,7 +281,8 @@ def run_reference(
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
     numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. ``planned``: the floating
     type of the plan, to which numbers in the model's code are rounded as they are there; by default that of the model's
-    parameters. The caller's gradients are left alone.
+    parameters. ``counters``: names of attributes that are Python numbers, which are told among the buffers. The
+    caller's gradients are left alone.
     """
     planned = _type_of_parameters(model) if planned is None else planned
     model = _copy(model)
@@ -288,13 +291,17 @@ def run_reference(
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffers:
             buffer.copy_(buffers[name])
+    for name, held in (buffers or {}).items():
+        if name in counters:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, held.item())
     with (
         float64(planned) if double else nullcontext(),
         _ByPlace(seed, group) as streams,
         _Drawing(streams),
         _nothing_recomputed(),
     ):
-        return _run(model, inputs, loss, train)
+        return _run(model, inputs, loss, train, counters)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -339,7 +346,9 @@ def _double(value: Any) -> Any:
     return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
-def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool) -> Reference:
+def _run(
+    model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool, counters: Collection[str]
+) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -354,6 +363,8 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, tr
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    numbers = {name: number_of(model, name) for name in counters}
+    after |= {name: number for name, number in numbers.items() if number is not None}
     changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))
     return Reference(leaves, None if total is None else total.detach(), grads if train else {}, after, changed)
 

@@ -17,6 +17,7 @@ from runtime.collect import Run
 from runtime.local import run_threads
 from runtime.precision import uncompressed
 from runtime.program import Program
+from runtime.weights import number_of
 
 TOLERANCE = 1e-9  # relative, in float64: nothing but the order of sums may differ
 _ROUNDING_SCALE = 1e-3
@@ -60,9 +61,11 @@ def verify(
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
     if plan.constraints.group_size is None:
-        reference = run_reference(model, inputs, loss, train=train, planned=floating_type(program))
+        reference = run_reference(
+            model, inputs, loss, train=train, planned=floating_type(program), counters=counters_of(program, model)
+        )
     else:
-        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size)
+        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size, counters_of(program, model))
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "
@@ -71,6 +74,13 @@ def verify(
     errors = compare(run, reference, program)
     largest = max(errors.values(), default=0.0)
     return Verification(largest <= tolerance, largest, errors, tolerance)
+
+
+def counters_of(program: Program, model: nn.Module) -> list[str]:
+    """The states of ``program`` that are Python numbers of the model's modules, which forward changes."""
+    held = dict(model.named_buffers(remove_duplicate=False))
+    changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
+    return [name for name in changed if number_of(model, name) is not None]
 
 
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from passes.blocks import ModelInput, ModelOutput, State, StateKind, TensorSpec
+from passes.blocks import CallSignature, ModelInput, ModelOutput, Plain, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
 from passes.export import leaf_paths, source_of
 from passes.guards import emptied
@@ -57,6 +57,7 @@ class Captured:
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> node: what forward leaves in it
     keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
+    signature: CallSignature = field(default_factory=CallSignature)
     turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/likewise.py
 
     def with_(self, **changes: Any) -> Captured:
@@ -70,9 +71,11 @@ def assemble(
     *,
     empty_turns: int | None = None,
     decided: Collection[int] = (),
+    numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
     """The program as one graph; ``canonical``: for every name of a state the one that it goes by. ``empty_turns``: with
-    the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit."""
+    the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit. ``numbers``: by
+    path, the inputs that are Python numbers of which the graph reads tensors."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     states = _states(program, canonical)
@@ -88,14 +91,17 @@ def assemble(
                 placeholders[made[name].name] = name
             env[node] = made[name]
     inputs = []
+    fixed: dict[str, Plain] = {}
     paths = _input_paths(program)
     for node, spec in sources.items():
         if spec.kind is InputKind.USER_INPUT:
             path = next(paths)
             if isinstance(node.meta.get("val"), Tensor):
-                inputs.append(ModelInput(path, path, _spec(node)))
+                inputs.append(ModelInput(path, path, _spec(node), _number_kind((numbers or {}).get(path))))
                 env[node] = _placeholder(graph, node, inputs[-1].spec)
                 placeholders[env[node].name] = path
+            else:
+                fixed[path] = getattr(spec.arg, "value", None)
         elif spec.kind not in _KINDS:
             raise UnsupportedError(
                 f"the model holds {spec.target!r}, which is not a tensor ({spec.kind.name}): pass it as an argument"
@@ -125,7 +131,27 @@ def assemble(
     constants = _constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (SELECTS,) if selected.rows else ()
-    return Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
+    signature = CallSignature(fixed=fixed)
+    return Captured(
+        graph,
+        states,
+        placeholders,
+        inputs,
+        outputs,
+        loss,
+        constants,
+        tree,
+        notes,
+        classes,
+        updates,
+        signature=signature,
+    )
+
+
+def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
+    if value is None:
+        return None
+    return "float" if isinstance(value, float) else "int"
 
 
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:

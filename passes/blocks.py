@@ -11,6 +11,7 @@ Invariants, kept by every pass (``passes/check.py`` tests them):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from passes.hashing import hashed_once
+from passes.lifted_numbers import Guard
 
 StateKind = Literal["parameter", "buffer", "constant"]
 
@@ -62,11 +64,43 @@ class State:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One tensor of the global batch. ``path`` is its place in the call: ``input_ids``, ``0``, ``past.0.key``."""
+    """One tensor of the global batch. ``path`` is its place in the call: ``input_ids``, ``0``, ``past.0.key``.
+
+    ``number``: the input is a Python number of this type, which the graph reads as a 0-dimensional tensor.
+    """
 
     value: str
     path: str
     spec: TensorSpec
+    number: Literal["int", "float"] | None = None
+
+
+Plain = bool | int | float | str | None  # values of arguments that are no tensors
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of the model's ``forward``. ``default``: what it is where a caller leaves it out; ``required``:
+    it has none; ``plain``: the default is a :data:`Plain` value, which ``default`` holds."""
+
+    name: str
+    default: Plain = None
+    required: bool = False
+    plain: bool = True
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """How a model is called, and what of the call a plan takes as given.
+
+    ``arguments``: of ``forward``, in order; ``None``: not known (an exported program). ``fixed``: by path, the leaves
+    of the planned batch that are no tensors: the plan holds for these values. ``guards``: decisions that the forward
+    took by numbers of the batch, which hold for other numbers or the plan does not.
+    """
+
+    arguments: tuple[Argument, ...] | None = None
+    fixed: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    guards: tuple[Guard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +180,7 @@ class FoldedModel:
     # buffer -> how much of it stays, where that value is added up over microbatches and data-parallel ranks
     keeps: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Any] = field(default_factory=dict)  # buffer -> what it holds at first: a number, or lists
+    signature: CallSignature = field(default_factory=CallSignature)
 
     def with_(self, **changes: Any) -> FoldedModel:
         return replace(self, **changes)

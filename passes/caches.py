@@ -232,18 +232,6 @@ def _source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Ten
     return None
 
 
-def held_by(model: nn.Module) -> list[Any]:
-    """What the modules hold, by identity, and the entries of containers among that: equal if nothing was set anew."""
-    found: list[Any] = []
-    for module in model.modules():
-        for name, value in vars(module).items():
-            found.append((name, id(value)))
-            if isinstance(value, list | set | dict):
-                entries = value.items() if isinstance(value, dict) else enumerate(value)
-                found += [(key, id(entry)) for key, entry in entries]
-    return found
-
-
 def _told(tensor: Tensor) -> Any:
     """A small tensor by its numbers; ``None`` where it has none, or many."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:

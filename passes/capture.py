@@ -9,7 +9,7 @@ that are tensors. Nothing else in the project looks at the model itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
-from passes.blocks import State, TensorSpec
-from passes.caches import caches_matter, held_by
-from passes.errors import CaptureError, InputsError, UnsupportedError
-from passes.expand import Unrepeated, expand, in_order
+from passes.blocks import TensorSpec
+from passes.caches import caches_matter
+from passes.errors import InputsError, UnsupportedError
 from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
-from passes.hits import Hits
 from passes.hooks import hooks_refused, refuse_hooks
 from passes.infer import propagate
 from passes.inputs import (
@@ -42,10 +39,9 @@ from passes.inputs import (
     split_inputs,
     without_numbers,
 )
-from passes.likeness import Group
-from passes.putaway import PutAway
-from passes.repeats import Repeats
+from passes.python_state import PythonState
 from passes.retype import retype
+from passes.tracing import Tracer, notes_on_fixed
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
@@ -69,6 +65,7 @@ def capture(
     precision: str | None = None,
     objective: str = "train",
     device: str = "cpu",
+    lift_numbers: bool = True,
 ) -> Captured:
     """Trace ``model`` on one whole global batch. The model is not changed and no weight is copied.
 
@@ -79,6 +76,7 @@ def capture(
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``: parameters, buffers and inputs as ``model.to`` would cast
             them; ``fp64`` also makes casts to other floating types inside the model casts to float64.
         device: ``cpu`` or ``cuda``, on which the model is to run: what ``torch.autocast`` in forward is about.
+        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors, where the forward allows it.
 
     Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
     """
@@ -97,28 +95,21 @@ def capture(
         canonical, kept = _canonical_names(program.state_dict.items()), {}
         captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
-        if objective == "train":
+        train = objective == "train"
+        if train:
             refuse_hooks(model)
         twin = make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
-        args, kwargs = bind_inputs(
-            twin,
-            model,
-            inputs,
-            global_batch=global_batch,
-            dtype=dtype,
-            with_labels=objective == "train" and loss is None,
+        arguments = bind_inputs(
+            twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-        with hooks_refused() if objective == "train" else nullcontext():
-            train = objective == "train"
-            twin, notes = _with_caches_settled(model, twin, (args, kwargs), dtype)
-            captured, hits = _trace(model, twin, args, kwargs, dtype, loss, canonical, train)
-            pairs = []
-            for parity, empty in enumerate(captured.turns):
-                twin = _as_new(twin, model, dtype, hits.leaving_out(parity))
-                pairs += [empty, _trace(model, twin, args, kwargs, dtype, loss, canonical, train)[0]]
-            captured = captured.with_(turns=tuple(pairs))
+        with hooks_refused() if train else nullcontext():
+            before = PythonState.of(twin.module, model.forward, loss)
+            twin, notes = _with_caches_settled(model, twin, arguments, dtype)
+            trace = Tracer(model, dtype, loss, canonical, train).capture(twin, arguments, lift_numbers, before)
+        captured = trace.captured
         notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += tuple(notes_on_fixed(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -140,75 +131,6 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
     return count, dims
 
 
-def _trace(
-    model: nn.Module,
-    twin: Twin,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: torch.dtype | None,
-    loss: Callable[[Any], Tensor] | None,
-    canonical: Mapping[str, str],
-    train: bool,
-) -> tuple[Captured, Hits]:
-    """The twin's graph, and what was found on the way: of layers that are alike one is traced, or all where that
-    fails."""
-    if loss is not None:
-        _append_loss(twin.module, loss)
-
-    def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> tuple[Captured, Hits]:
-        hits = twin.hits
-        hits.check()
-
-        def captured(parity: int | None) -> Captured:
-            decided = hits.guards.decided if hits.guards is not None else ()
-            return finish(assemble(program, canonical, loss is not None, empty_turns=parity, decided=decided))
-
-        whole = captured(hits.leaves_out if hits.guards is not None else None)
-        pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
-        return whole.with_(turns=tuple(pairs)), hits
-
-    repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
-    while repeats.groups and twin.hits.guards is None:
-        away = repeats.away
-        try:
-            with repeats.tracing():
-                program = flatten_program(export(twin, args, kwargs, train=train, diagnose=False))
-            if away is None:
-                return made(twin, program, expand)
-            return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
-        except Unrepeated as error:
-            repeats.refuse(error.number)
-        except Exception:  # the shortcut's or the model's own: the full trace will tell
-            pass
-        refused, given_up = repeats.refused, given_up + repeats.refused
-        twin = _as_new(twin, model, dtype, twin.hits.leaving_out(twin.hits.leaves_out))
-        if loss is not None:
-            _append_loss(twin.module, loss)
-        left = Repeats.of(twin.module).without(given_up)
-        if refused:
-            repeats = left.put_away(twin.module) if away is not None else left
-        else:  # the weights that were put away may have been missed
-            repeats = left if away is not None else Repeats([])
-    try:
-        program = export(twin, args, kwargs, train=train)
-    except CaptureError as error:
-        if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
-            raise
-        twin = _as_new(twin, model, dtype, twin.hits.guarded())
-        if loss is not None:
-            _append_loss(twin.module, loss)
-        try:
-            program = export(twin, args, kwargs, train=train, diagnose=False)
-        except Exception:  # another decision stands in the way, which has been told
-            raise error from error.__cause__
-    return made(twin, flatten_program(program), lambda captured: captured)
-
-
-def _as_new(twin: Twin, model: nn.Module, dtype: torch.dtype | None, hits: Hits) -> Twin:
-    """Another twin, as if forward had not run."""
-    return replace(make_twin(model, dtype, twin.mode, twin.casts, twin.kept), asked=twin.asked, hits=hits)
-
-
 def _with_caches_settled(
     model: nn.Module, twin: Twin, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[Twin, tuple[str, ...]]:
@@ -219,18 +141,9 @@ def _with_caches_settled(
         without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
     )
     run = functools.partial(try_forward, twin, args, kwargs, constants=True)
-    before = held_by(twin.module)
     matter = caches_matter(twin.module, twin.mode, twin.caches, run)
-    if matter or held_by(twin.module) != before:
-        twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
-
-
-def _restored(
-    states: Mapping[int, Sequence[State | None]], canonical: Mapping[str, str], captured: Captured
-) -> Captured:
-    """With copies for the layers that are alike, and the states that the trace did not see."""
-    return in_order(expand(captured, states), canonical.values())
 
 
 def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
@@ -245,36 +158,7 @@ def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
 
 
-def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:
-    """The states of modules whose parameters the trace did not see, by number of the module."""
-    names: dict[str, list[str]] = {}
-    for alias, name in canonical.items():
-        names.setdefault(name, []).append(alias)
-
-    def state(alias: str) -> State:
-        name, parameter = canonical[alias], away.parameters[alias]
-        others = tuple(n for n in names[name] if n != name)
-        return State(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
-
-    return {
-        number: [state(name) if name is not None else None for name in of_module]
-        for number, of_module in away.by_number().items()
-    }
-
-
 # --- the model --------------------------------------------------------------------------------------------------------
-
-
-def _append_loss(twin: nn.Module, loss: Callable[[Any], Tensor]) -> None:
-    """Make the twin return (output, loss of output)."""
-    forward = twin.forward
-
-    @functools.wraps(forward)
-    def with_loss(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        output = forward(*args, **kwargs)
-        return output, loss(output)
-
-    twin.forward = with_loss
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import importlib
 import io
+import linecache
 import logging
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,7 @@ from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
 from passes.known import numbers_known
+from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
 from passes.written import writes_traced
@@ -58,12 +60,34 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 @dataclass(frozen=True)
+class Counter:
+    """A Python number that the forward changes, the attribute ``name`` of the module ``path``. The traced copy of the
+    model holds it as the buffer ``buffer``, a 0-dimensional tensor; ``value``: what it is at first."""
+
+    path: str
+    name: str
+    buffer: str
+    value: int | float
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if isinstance(self.value, float) else torch.int64
+
+
+@dataclass(frozen=True)
 class Twin:
     """The copy without numbers, and the mode that its tensors belong to.
 
     ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
     ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
     ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
+    ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
+    each, and ``scope`` holds what it did with them. ``counters``: Python numbers that the forward changes, as buffers.
+    ``attributes``: by module and name, attributes that are set before the forward runs.
     """
 
     module: nn.Module
@@ -74,6 +98,10 @@ class Twin:
     held: Mapping[str, Tensor] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     hits: Hits = field(default_factory=Hits)
+    numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    counters: tuple[Counter, ...] = ()
+    attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
@@ -152,9 +180,13 @@ def export(
             _conversions(twin),
             known,
             hits_traced(twin.hits),
+            _numbers_lifted(twin),
         ):
-            return torch.export.export(twin.module, args, kwargs, strict=False)
-    except PartitionError:
+            program = torch.export.export(twin.module, args, kwargs, strict=False)
+        if twin.scope.problem:
+            raise NotLiftable(twin.scope.problem)
+        return program
+    except (PartitionError, NotLiftable):
         raise
     except Exception as error:
         if not diagnose:
@@ -196,6 +228,49 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
     with mock.patch.dict(model.__dict__, {"forward": contained}):
         yield
+
+
+@contextlib.contextmanager
+def _numbers_lifted(twin: Twin) -> Iterator[None]:
+    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number, and has
+    one in place of each attribute that is a counter, which is written back to its buffer in the end."""
+    if not twin.numbers and not twin.counters:
+        yield
+        return
+    forward = twin.module.forward
+
+    def lift(path: str, leaf: Any) -> Any:
+        if path not in twin.numbers or not isinstance(leaf, Tensor):
+            return leaf
+        return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
+
+    @functools.wraps(forward)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        twin.scope.start()
+        holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
+        for held, counter in holders:
+            buffer = twin.module.get_buffer(counter.buffer)
+            value = buffer.detach().clone()  # what is computed with is not what is written to
+            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), twin.scope)
+        output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
+        for held, counter in holders:
+            _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
+        return output
+
+    with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
+        yield
+
+
+def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
+    with torch.no_grad():
+        if is_lifted(value):
+            buffer.copy_(value.tensor)
+        elif type(value) in (int, float):
+            buffer.fill_(value)
+        else:
+            raise scope.refuse(f"{counter.full_name} = a {type(value).__name__}")
+        if isinstance(value, float) and not isinstance(counter.value, float):
+            raise scope.refuse(f"{counter.full_name}, a whole number, as a fraction")
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -245,7 +320,7 @@ def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, co
     inputs nor weights has numbers."""
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
-        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin):
+        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin), _numbers_lifted(twin):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
@@ -327,6 +402,12 @@ def _line_now() -> str:
     return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
+def line_of(frame: FrameType) -> str:
+    """`` at file:line (code)`` of a frame."""
+    code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f" at {shorten(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
+
+
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
     """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
@@ -369,6 +450,13 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(str(_key(k)) for k in path), leaf) for path, leaf in leaves]
+
+
+def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
+    """``tree`` with ``change(path, leaf)`` in place of each leaf; paths are those of :func:`leaf_paths`."""
+    leaves, spec = pytree.tree_flatten(tree)
+    paths = [path for path, _ in leaf_paths(tree)]
+    return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)
 
 
 def _key(key: Any) -> Any:

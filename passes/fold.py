@@ -63,6 +63,7 @@ def fold(captured: Captured) -> FoldedModel:
         notes=captured.notes,
         updates={state: folder.value_of[node] for state, node in updates.items()},
         keeps=dict(captured.keeps),
+        signature=captured.signature,
     )
 
 

@@ -51,7 +51,7 @@ def mean_over_groups(
     on no sample left alone. Buffers that forward changes are changed group after group. Raises
     :class:`UnsupportedError` for a result, or such a buffer, that none of this holds for.
     """
-    inputs = {i.path: dims.get(i.path, 0) for i in group.inputs}
+    inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
     results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]

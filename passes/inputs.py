@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from passes.blocks import Argument
 from passes.errors import InputsError
-from passes.export import Twin, cast, leaf_paths, try_forward
+from passes.export import Twin, cast, leaf_paths, map_leaves, try_forward
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -39,6 +41,36 @@ def bind_inputs(
     if inputs is None and with_labels:
         kwargs = _add_labels(twin, kwargs)
     return args, kwargs
+
+
+def plain_numbers(arguments: Bound) -> dict[str, int | float]:
+    """By path, the Python numbers among the arguments; ``True`` and ``False`` are none."""
+    leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part)]
+    return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
+
+
+def lift_leaves(arguments: Bound, twin: Twin) -> Bound:
+    """The arguments with a 0-dimensional tensor for each number that the twin lifts."""
+
+    def lift(path: str, leaf: Any) -> Any:
+        if path not in twin.numbers:
+            return leaf
+        return twin.empty((), torch.float64 if isinstance(leaf, float) else torch.int64)
+
+    args, kwargs = arguments
+    return map_leaves(lift, args), map_leaves(lift, kwargs)
+
+
+def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
+    """The parameters of the model's ``forward`` that have a name, in order, with their defaults."""
+    found = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        required = parameter.default is parameter.empty
+        plain = required or type(parameter.default) in (bool, int, float, str, type(None))
+        found.append(Argument(name, parameter.default if plain and not required else None, required, plain))
+    return tuple(found)
 
 
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
@@ -106,10 +138,17 @@ def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torc
     if global_batch is not None and sample is None:
         raise InputsError(f"global_batch is given, but {NO_BATCH}")
     made = [
-        twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
+        twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype))
+        if isinstance(leaf, Tensor)
+        else python_number(leaf)
         for leaf in leaves
     ]
     return pytree.tree_unflatten(made, spec)
+
+
+def python_number(value: Any) -> Any:
+    """``value``, of NumPy's numbers as Python's own."""
+    return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def sample_batch(leaves: list[Any]) -> int | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from passes.lifted_numbers import Guard
 from passes.serialize import dtype_of
 from runtime.errors import BatchError
-from runtime.program import InputData, Program, RankProgram
+from runtime.program import InputData, PlainValue, Program, RankProgram
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ def leaves_by_path(batch: Any) -> dict[str, Any]:
     """The leaves of a batch by their place in it: ``input_ids``, ``0``, ``past.0.key``."""
     if isinstance(batch, Tensor):
         batch = (batch,)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
     leaves, _ = pytree.tree_flatten_with_path(batch)
     return {".".join(str(_key(k)) for k in path): leaf for path, leaf in leaves}
 
@@ -60,10 +66,22 @@ def _key(key: Any) -> Any:
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
     """The tensors of ``batch`` by value name, in the planned types.
 
-    Raises :class:`BatchError`: a tensor is missing, or has another shape or kind of type than the plan was made for.
+    Raises :class:`BatchError`: a tensor is missing, has another shape or kind of type than the plan was made for, or
+    the batch has an entry that the program does not read and that is not what the plan was made with.
     """
-    leaves = leaves_by_path(batch)
-    return {i.value: _checked(i, leaves) for i in program.inputs}
+    entries = BatchEntries(program, batch)
+    entries.check_fixed(whole=True)
+    return {i.value: entries.checked(i) for i in program.inputs}
+
+
+def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
+    """All that a rank needs of ``batch``, as a dict that is a batch itself: checked tensors, and the fixed values.
+
+    Raises :class:`BatchError`, as :func:`batch_values` does.
+    """
+    values = batch_values(program, batch)
+    fixed = {path: plain.value for path, plain in program.signature.fixed.items()}
+    return fixed | {i.path: values[i.value] for i in program.inputs}
 
 
 def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
@@ -74,8 +92,11 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
-        leaves = leaves_by_path(batch) if read else {}
-        return {i.value: _checked(i, leaves, share) for i in read}
+        if not read and not batch:
+            return {}
+        entries = BatchEntries(program, batch)
+        entries.check_fixed(whole=False)
+        return {i.value: entries.checked(i, share) for i in read}
     values = batch_values(program, batch)
     return {i.value: _rows(i, values[i.value], share) for i in read}
 
@@ -87,29 +108,158 @@ def _rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
     return whole.narrow(data.batch_dim, rows.start, len(rows))
 
 
-def _checked(data: InputData, leaves: Mapping[str, Any], share: Share | None = None) -> Tensor:
-    """An input of the planned shape; of a ``share`` alone where one is given."""
-    expected, dim = data.shape, data.batch_dim
-    if share is not None and dim is not None:
-        expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
-    tensor = leaves.get(data.path)
-    if not isinstance(tensor, Tensor):
-        have = ", ".join(k for k, v in leaves.items() if isinstance(v, Tensor)) or "no tensors"
-        raise BatchError(
-            f"input {data.path!r} is missing: expected a {data.dtype} tensor of shape {list(expected)}, "
-            f"the batch has {have}"
+class BatchEntries:
+    """The entries of one batch, by their place in the call of the model. Positional and keyword arguments are one:
+    the first argument of ``forward(x, mask=None)`` is ``x`` for a tuple and for a dict."""
+
+    def __init__(self, program: Program, batch: Any) -> None:
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise BatchError(
+                f"the batch is a {type(batch).__name__}; expected a tuple of positional arguments, or a dict (any "
+                "Mapping) of keyword arguments"
+            )
+        self.signature = program.signature
+        self.names = [a.name for a in self.signature.arguments or ()]
+        self.inputs = {self._place(i.path): i for i in program.inputs}
+        self.fixed = {self._place(path): value for path, value in self.signature.fixed.items()}
+        self.leaves: dict[str, Any] = {}
+        for path, leaf in leaves_by_path(batch).items():
+            self.leaves[self._place(path)] = leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
+
+    def _place(self, path: str) -> str:
+        """``path`` with the argument's name for its position."""
+        first, dot, rest = path.partition(".")
+        known = first.isdigit() and int(first) < len(self.names)
+        return f"{self.names[int(first)]}{dot}{rest}" if known else path
+
+    # -- entries that the program does not read
+
+    def check_fixed(self, whole: bool) -> None:
+        """Raise :class:`BatchError` for an entry that the program does not read, unless it is what the plan was made
+        with. ``whole``: entries that are left out have the defaults of ``forward``, which must be that, too."""
+        for path, leaf in self.leaves.items():
+            if path not in self.inputs:
+                self._check_entry(path, leaf)
+        for path, planned in self.fixed.items():
+            if whole and path not in self.leaves and self.signature.arguments is not None:
+                self._check_absent(path, planned)
+        self._check_guards()
+
+    def _check_entry(self, path: str, leaf: Any) -> None:
+        planned = self.fixed.get(path) or self._default(path)
+        if planned is None:
+            raise BatchError(self._unknown(path, leaf))
+        if not _is_plain(leaf) or PlainValue.of(leaf) != planned:
+            raise BatchError(
+                f"input {path!r} is {_describe(leaf)}: the plan was made for {path}={planned}, which is part of its "
+                f"programs; expected {planned}, or plan again with {path!r} in the inputs as it is now"
+            )
+
+    def _check_absent(self, path: str, planned: PlainValue) -> None:
+        default = self._default(path)
+        if default != planned:
+            instead = "a required argument" if default is None else f"{default} where it is left out"
+            raise BatchError(
+                f"input {path!r} is missing: the plan was made for {path}={planned}, and forward has {instead}; "
+                f"pass {path}={planned}"
+            )
+
+    def _default(self, path: str) -> PlainValue | None:
+        """The default of the argument that ``path`` is; absent where it has none, or one that is no plain value."""
+        return next((a.default for a in self.signature.arguments or () if a.name == path), None)
+
+    def _unknown(self, path: str, leaf: Any) -> str:
+        first = path.partition(".")[0]
+        if first in self.fixed or self._default(first) is not None:
+            planned = self.fixed.get(first) or self._default(first)
+            return (
+                f"input {first!r} is {_describe(leaf)}: the plan was made for {first}={planned} and its programs do "
+                f"not read it; leave it out, or plan again with {first!r} in the inputs"
+            )
+        known = [*self.inputs, *self.fixed, *self.names]
+        close = difflib.get_close_matches(first, known, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        takes = f"; forward takes ({', '.join(self.names)})" if self.names and first not in self.names else ""
+        return (
+            f"input {path!r} ({_describe(leaf)}) is not read by the plan, which was made for inputs "
+            f"{', '.join([*self.inputs, *self.fixed])}{takes}{meant}; leave it out, or plan again with it in the inputs"
         )
-    shape = tuple(tensor.shape)
-    if shape != expected:
-        advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
-        raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
-    dtype = dtype_of(data.dtype)
-    if tensor.dtype != dtype:
-        if _kind(tensor.dtype) != _kind(dtype):
-            got = str(tensor.dtype).removeprefix("torch.")
-            raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
-        tensor = tensor.to(dtype)
-    return tensor
+
+    def _check_guards(self) -> None:
+        if not self.signature.guards:
+            return
+        given = {place: i for place, i in self.inputs.items() if i.number is not None and place in self.leaves}
+        numbers = {i.path: self.checked(i).item() for i in given.values()}
+        for data in self.signature.guards:
+            guard = Guard(json.loads(data.expression), data.outcome, data.where)
+            if not guard.holds(numbers):
+                values = ", ".join(f"{path}={value}" for path, value in numbers.items())
+                raise BatchError(
+                    f"the batch has {values}: the plan was made where {guard} holds, by which forward decides what it "
+                    f"computes ({guard.where}); expected such numbers, or plan again with these"
+                )
+
+    # -- entries that the program reads
+
+    def checked(self, data: InputData, share: Share | None = None) -> Tensor:
+        """An input of the planned shape and type; of a ``share`` alone where one is given."""
+        expected, dim = data.shape, data.batch_dim
+        if share is not None and dim is not None:
+            expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
+        place = self._place(data.path)
+        tensor = self.leaves.get(place, self._left_out(place, data))
+        if data.number is not None:
+            tensor = _number_tensor(data, tensor)
+        if not isinstance(tensor, Tensor):
+            have = ", ".join(k for k, v in self.leaves.items() if isinstance(v, Tensor)) or "no tensors"
+            got = f"is {_describe(tensor)}" if place in self.leaves else "is missing"
+            raise BatchError(
+                f"input {data.path!r} {got}: expected a {data.dtype} tensor of shape {list(expected)}, "
+                f"the batch has {have}"
+            )
+        shape = tuple(tensor.shape)
+        if shape != expected:
+            advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
+            raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
+        dtype = dtype_of(data.dtype)
+        if tensor.dtype != dtype:
+            if _kind(tensor.dtype) != _kind(dtype):
+                got = str(tensor.dtype).removeprefix("torch.")
+                raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
+            tensor = tensor.to(dtype)
+        return tensor
+
+    def _left_out(self, place: str, data: InputData) -> Any:
+        """The default of a number that the batch leaves out."""
+        default = self._default(place)
+        return None if data.number is None or default is None else default.value
+
+
+def _number_tensor(data: InputData, value: Any) -> Any:
+    """A Python number, or a 0-dimensional tensor, as the program reads it. Raises :class:`BatchError` for another."""
+    whole, real = type(value) is int, type(value) is float
+    if isinstance(value, Tensor) and value.dim() == 0:
+        whole, real = _kind(value.dtype) == "integer", value.is_floating_point()
+    if not (whole or (real and data.number == "float")):
+        raise BatchError(
+            f"input {data.path!r} is {_describe(value)}; expected {_A_NUMBER[data.number or 'float']}, as the plan was "
+            "made with"
+        )
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64 if real else torch.int64)
+    return tensor.detach().to(dtype_of(data.dtype))
+
+
+_A_NUMBER = {"float": "a number, or a tensor of no dims", "int": "a whole number, or such a tensor of no dims"}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (bool, int, float, str, type(None))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return repr(value) if _is_plain(value) else f"a {type(value).__name__}"
 
 
 def _advice(data: InputData, shape: tuple[int, ...]) -> str:

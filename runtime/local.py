@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from runtime.batch import batch_values
+from runtime.batch import batch_by_path
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
 from runtime.defaults import one_step_folder
@@ -67,12 +67,11 @@ def run_local(
         )
     weights = weights_of(model)
     check_weights(program, weights)
-    batch = batch_values(program, inputs)
-    by_path = {i.path: batch[i.value] for i in program.inputs}
+    batch = batch_by_path(program, inputs)
     with tempfile.TemporaryDirectory(prefix="run-", dir=_scratch(program)) as name, _ranks(program, ranks) as pool:
         folder = Path(name)
         (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
-        torch.save(by_path, folder / "inputs.pt")
+        torch.save(batch, folder / "inputs.pt")
         results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
         files = [
             folder / "program.json",
@@ -101,8 +100,7 @@ def run_threads(
     program = with_precision(program_of(plan), precision)
     weights = weights_of(model)
     check_weights(program, weights)
-    batch = batch_values(program, inputs)
-    by_path = {i.path: batch[i.value] for i in program.inputs}
+    batch = batch_by_path(program, inputs)
     world = ThreadWorld(program.world_size, device, timeout)
     library = Library(program, world.device)
     parts: dict[int, Part] = {}
@@ -120,7 +118,7 @@ def run_threads(
                 library=library,
                 offload_folder=one_step_folder(),
             )
-            engine.step(by_path)
+            engine.step(batch)
             parts[rank] = part_of(engine, outputs, grads)
         except Exception as error:
             failure = (

@@ -116,13 +116,65 @@ class StateData(Data):
 
 
 class InputData(Data):
-    """A tensor of the global batch; ``batch_dim`` is split over microbatches and ``dp`` (``None``: read whole)."""
+    """A tensor of the global batch; ``batch_dim`` is split over microbatches and ``dp`` (``None``: read whole).
+
+    ``number``: the batch has a Python number of this type, which the program reads as a 0-dimensional tensor.
+    """
 
     value: str
     path: str
     shape: tuple[int, ...]
     dtype: str
     batch_dim: int | None = 0
+    number: Literal["int", "float"] | None = None
+
+
+class PlainValue(Data):
+    """A value of an argument that is no tensor: its type, and how Python writes it."""
+
+    kind: Literal["bool", "int", "float", "str", "NoneType"]
+    text: str
+
+    @classmethod
+    def of(cls, value: bool | int | float | str | None) -> Self:
+        return cls(kind=type(value).__name__, text=value if isinstance(value, str) else repr(value))  # type: ignore[arg-type]
+
+    @property
+    def value(self) -> bool | int | float | str | None:
+        """The value itself."""
+        if self.kind in ("int", "float"):
+            return int(self.text) if self.kind == "int" else float(self.text)
+        return {"str": self.text, "NoneType": None}.get(self.kind, self.text == "True")
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+class ArgumentData(Data):
+    """A parameter of the model's ``forward``; ``default``: absent where it has none, or one that is no plain value."""
+
+    name: str
+    required: bool = False
+    default: PlainValue | None = None
+
+
+class GuardData(Data):
+    """A decision that the forward took by numbers of the batch: ``expression``, as JSON of the nested lists that
+    ``passes/lifted_numbers.py`` evaluates, had this ``outcome`` at ``where`` (``file:line``). The program holds for
+    numbers of which that is true."""
+
+    expression: str
+    outcome: bool
+    where: str = ""
+
+
+class SignatureData(Data):
+    """How the model is called. ``arguments``: of its ``forward``, in order; absent where they are not known. ``fixed``:
+    by path, values of the planned batch that are no tensors, for which alone the program holds."""
+
+    arguments: tuple[ArgumentData, ...] | None = None
+    fixed: dict[str, PlainValue] = Field(default_factory=dict)
+    guards: tuple[GuardData, ...] = ()
 
 
 class OutputData(Data):
@@ -177,6 +229,7 @@ class Program(Data):
     constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
     initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> a number, or nested lists: without any weights
     tree: str | None = None
+    signature: SignatureData = Field(default_factory=SignatureData)
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0

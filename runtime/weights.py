@@ -133,13 +133,42 @@ class FileWeights:
         return self._open[path]
 
 
+class ModuleWeights(TensorWeights):
+    """A module's parameters and buffers. An attribute that is a Python number is a tensor of no dims where a program
+    asks for it: forward may count in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module_tensors(module), type(module).__name__)
+        self.tensors: dict[str, Tensor]
+        self._module = module
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if name not in self.tensors:
+            number = number_of(self._module, name)
+            if number is not None:
+                self.tensors[name] = number
+        return super().spec(name)
+
+
+def number_of(module: nn.Module, name: str) -> Tensor | None:
+    """The attribute ``name`` (``layers.0.step``) of a module as a tensor of no dims; ``None`` where it is no number."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        value = vars(module.get_submodule(path)).get(attribute)
+    except AttributeError:
+        return None
+    if type(value) not in (int, float):
+        return None
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
 def weights_of(source: Source) -> Weights:
     """The weights that the user passed. Raises :class:`WeightsError` where there are none."""
     if isinstance(source, nn.Module):
-        return TensorWeights(module_tensors(source), type(source).__name__)
+        return ModuleWeights(source)
     if isinstance(source, Mapping):
         return TensorWeights(source, "the state dict")
     if isinstance(source, str | Path):

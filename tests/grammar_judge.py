@@ -108,7 +108,8 @@ def difference(run: Any, truth: Truth, model: nn.Module) -> str:
             return f"{name} has shape {tuple(mine.shape)}, the model's {tuple(theirs.shape)}"
         bound = TOLERANCE * max(scale, float(theirs.double().abs().max()) if theirs.numel() else 0.0, 1e-3)
         if not torch.allclose(mine.double(), theirs.double(), rtol=TOLERANCE, atol=bound):
-            return f"{name} differs by {float((mine.double() - theirs.double()).abs().max()):.3g} of {float(theirs.double().abs().max()):.3g}"
+            apart = float((mine.double() - theirs.double()).abs().max())
+            return f"{name} differs by {apart:.3g} of {float(theirs.double().abs().max()):.3g}"
     return ""
 
 

@@ -12,8 +12,8 @@ from tests.grammar_models import OPTIONAL
 from tests.grammar_operators import OPERATORS
 from tests.grammar_recipes import Mesh, Op, Recipe
 
-CHANGED_INPUTS = False
-PYTHON_STATE = False
+CHANGED_INPUTS = True
+PYTHON_STATE = True
 AFFINE_GRADIENTS = False
 BENT_GRADIENTS = False
 SELECTED_ROWS = True

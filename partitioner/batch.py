@@ -23,6 +23,7 @@ from passes.groups import GroupModel
 from passes.inputs import NO_BATCH
 from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
 from passes.shard import RESHARDS
+from passes.updates import leading_to
 
 # All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
 _ALL_WORK = 1000.0
@@ -56,7 +57,7 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
         for o in model.outputs
         if o.value is not None and o.value != model.loss
     }
-    alone = _without_samples(model, batch)
+    alone = _without_samples(model, batch) | _into_buffers(model)
     samples = frozenset(i.spec for i in model.inputs if batch in i.spec.shape)
     return solve_sharding(
         model,
@@ -110,6 +111,17 @@ def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
     return frozenset(n for n in operators if n not in found)
 
 
+def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
+    """The operators whose results only go into buffers: to divide their work is not worth that samples meet otherwise
+    than in sums, which can be added up over microbatches (``passes/accumulate.py``)."""
+    taken, found = set(model.updates.values()), set[fx.Node]()
+    for name, block in model.blocks.items():
+        calls = [c for c in model.calls if c.block == name]
+        ends = [n for k, n in enumerate(block.outputs) if calls and all(c.outputs[k] in taken for c in calls)]
+        found |= leading_to(block.graph, ends)
+    return frozenset(found)
+
+
 def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
     return sum(
         model.num_calls(name) * node_work(node)
@@ -131,8 +143,9 @@ def node_work(node: fx.Node) -> float:
 class BatchCosts:
     """Costs on the axis ``data``; ``total`` is the work on samples, ``samples`` what inputs with a batch dim are.
 
-    ``alone``: the operators that no sample reaches. ``moved``: how much dearer it is to bring samples elsewhere, or to
-    give each rank a part of a weight, than to add up what they have: else channels would be divided, and samples not.
+    ``alone``: the operators whose work does not count, above all those that no sample reaches. ``moved``: how much
+    dearer it is to bring samples elsewhere, or to give each rank a part of a weight, than to add up what they have:
+    else channels would be divided, and samples not.
     """
 
     total: float

@@ -5,7 +5,6 @@ What the groups are does not depend on the mesh: as many samples as a microbatch
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils import _pytree as pytree
 from partitioner.reference import Reference, run_reference
 from passes.export import leaf_paths
 from passes.layouts import Layout
-from passes.serialize import dtype_of
 from runtime.program import Program
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
@@ -29,6 +27,7 @@ def run_groups(
     program: Program,
     size: int,
     counters: Collection[str] = (),
+    precision: str | None = None,
 ) -> Reference:
     """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
 
@@ -42,7 +41,7 @@ def run_groups(
     losses: list[Tensor] = []
     grads: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    changed: frozenset[str] = frozenset()
+    changed, parameters = frozenset[str](), frozenset[str]()
     for group in range(batch // size):
         found = run_reference(
             model,
@@ -51,10 +50,10 @@ def run_groups(
             train=train,
             group=group,
             buffers=buffers,
-            planned=floating_type(program),
             counters=counters,
+            precision=precision,
         )
-        buffers, changed = found.buffers, changed | found.changed
+        buffers, changed, parameters = found.buffers, changed | found.changed, found.parameters
         losses += [] if found.loss is None else [found.loss]
         for path, output in found.outputs.items():
             outputs.setdefault(path, []).append(output)
@@ -63,14 +62,7 @@ def run_groups(
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
     wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
-    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed)
-
-
-def floating_type(program: Program) -> torch.dtype | None:
-    """The type of most of a program's floating parameters; ``None`` where it has none."""
-    types = [dtype_of(s.dtype) for s in program.states.values() if s.kind == "parameter"]
-    counts = Counter(t for t in types if t.is_floating_point)
-    return max(counts, key=counts.__getitem__, default=None)
+    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed, parameters)
 
 
 def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,9 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.draws import draw_of
+from passes.capture import PRECISIONS
+from passes.draws import Sampler, arguments_of, formula_of
 from passes.errors import InputsError, PartitionError
 from passes.export import in_containers, place_of
+from passes.hooks import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from passes.quantize import FORMULAS, fused_quantizers_traced
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from runtime.batch import leaves_by_path
@@ -33,13 +35,15 @@ _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.comple
 @dataclass(frozen=True)
 class Reference:
     """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name;
-    and every buffer by name, as forward leaves it, with the names of those that it ``changed``."""
+    and every buffer and parameter by name, as forward leaves it, with the names of those that it ``changed``, and of
+    the ``parameters`` among all."""
 
     outputs: dict[str, Any]
     loss: Tensor | None
     grads: dict[str, Tensor]
     buffers: dict[str, Tensor]
     changed: frozenset[str]
+    parameters: frozenset[str] = frozenset()
 
 
 class _Float64(TorchDispatchMode):
@@ -68,6 +72,9 @@ class _DoubleData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        quantize = FORMULAS.get(getattr(func, "__name__", ""))
+        if quantize is not None:
+            return quantize(_run_operator, *args, **kwargs)
         if func is Tensor.__setitem__ and isinstance(args[2], float):
             args = (*args[:2], torch.tensor(args[2], dtype=self.planned).item())
         made = func(*args, **kwargs)
@@ -116,13 +123,29 @@ class _Drawing(TorchDispatchMode):
         self.streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draw = draw_of(func, args, kwargs or {})
-        made = func(*args, **(kwargs or {}))
-        if draw is None:
-            return made
-        at = self.streams.seed, self.streams.next()
-        numbers = drawn(draw.distribution, tuple(made.shape), made.device, [*at], self.streams.group)
-        return made.copy_(draw.of(lambda target, *a, **k: target(*a, **k), numbers, made.dtype))
+        kwargs = kwargs or {}
+        formula = formula_of(func, args, kwargs)
+        if formula is None:
+            return func(*args, **kwargs)
+        given = arguments_of(func, args, kwargs)
+        if func._schema.is_mutable:
+            given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
+        made = func(*args, **kwargs)
+        written = [v for a, v in zip(func._schema.arguments[1:], args[1:], strict=False) if _is_written(a)]
+        targets = [*(made if isinstance(made, tuple | list) else [made]), *written]
+        found = formula(Sampler(_run_operator, self.streams.numbers(targets[0].device), given, targets[0]))
+        for target, value in zip(targets, found if isinstance(found, tuple) else (found,), strict=False):
+            if value is not None:
+                target.copy_(value)
+        return made
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)
 
 
 class _ByPlace(TorchFunctionMode):
@@ -149,7 +172,7 @@ class _ByPlace(TorchFunctionMode):
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Functions of torch.nn.functional call others, which torch then hides from modes."""
-        known = {name: getattr(nn.functional, name) for name in _DROPPING}
+        known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,12 +219,23 @@ class _ByPlace(TorchFunctionMode):
         self.streams += 1
         return self.streams - 1
 
+    def numbers(self, device: torch.device) -> Callable[..., Tensor]:
+        """Draws numbers, each call from the next stream."""
+
+        def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
+            return drawn(distribution, tuple(sizes), device, [self.seed, self.next()], self.group, parameters)
+
+        return draw
+
     def drop(self, x: Tensor, p: float) -> Tensor:
         return dropout(x, p, self.seed, self.next(), self.group)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         dropped = self.drop(input, p)
         return input.copy_(dropped) if inplace else dropped
+
+    def dropout_(self, input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        return self.dropout(input, p, training, inplace=True)
 
     def attention(
         self,
@@ -230,6 +264,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Functions that drop out, by name, where they do.
 _DROPPING: dict[str, Callable[..., Tensor]] = {
     "dropout": _ByPlace.dropout,
+    "dropout_": _ByPlace.dropout_,
     "scaled_dot_product_attention": _ByPlace.attention,
 }
 
@@ -244,19 +279,24 @@ def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[s
     return None if p == 0.0 or bound.get("training", True) is False else bound
 
 
-def _type_of_parameters(model: nn.Module) -> torch.dtype:
-    """The type of most of the floating parameters; torch's default where there are none."""
-    counts = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
-    return max(counts, key=counts.__getitem__, default=torch.get_default_dtype())
-
-
 @contextmanager
-def float64(planned: torch.dtype) -> Iterator[None]:
-    """Inside, models of doubles stay in float64 where their code asks for float32; ``planned``: the plan's type."""
-    default = torch.get_default_dtype()
+def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
+    is planned in, of which ``torch.finfo`` tells, and to which numbers in its code are rounded."""
+    default, finfo = torch.get_default_dtype(), torch.finfo
+
+    def limits(asked: torch.dtype | None = None) -> torch.finfo:
+        asked = default if asked is None else asked
+        return finfo(dtype if asked == torch.float64 else asked)
+
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float64(), _DoubleData(default, planned):
+        with (
+            _Float64(),
+            _DoubleData(default, dtype),
+            mock.patch.object(torch, "finfo", limits),
+            fused_quantizers_traced(),
+        ):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -272,36 +312,45 @@ def run_reference(
     seed: int = 0,
     group: int = 0,
     buffers: Mapping[str, Tensor] | None = None,
-    planned: torch.dtype | None = None,
     counters: Collection[str] = (),
+    precision: str | None = None,
 ) -> Reference:
     """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
 
     ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
-    numbers of its own. ``buffers``: what these hold to begin with, instead of the model's. ``planned``: the floating
-    type of the plan, to which numbers in the model's code are rounded as they are there; by default that of the model's
-    parameters. ``counters``: names of attributes that are Python numbers, which are told among the buffers. The
-    caller's gradients are left alone.
+    numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead of the
+    model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. ``precision``:
+    the plan's; ``torch.finfo`` gives the limits of that type, and numbers in the model's code are rounded to it. The caller's gradients are left alone.
     """
-    planned = _type_of_parameters(model) if planned is None else planned
-    model = _copy(model)
+    planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
+    model, given = _copy(model), model
+    drop_looking_hooks(model)
     if double:
         model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffers:
-            buffer.copy_(buffers[name])
-    for name, held in (buffers or {}).items():
-        if name in counters:
-            path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, held.item())
+    held = _held_by(model)
+    with torch.no_grad():
+        for name, value in (buffers or {}).items():
+            if name in held:
+                held[name].copy_(value)
+            else:
+                path, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(path), attribute, value.item())
     with (
         float64(planned) if double else nullcontext(),
         _ByPlace(seed, group) as streams,
         _Drawing(streams),
         _nothing_recomputed(),
+        looking_hooks_skipped(),
+        collections_kept(given, []),
     ):
         return _run(model, inputs, loss, train, counters)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The one floating type of a model's parameters; float64 where there are several."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.float64
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -351,22 +400,31 @@ def _run(
 ) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    before = {name: held.detach().clone() for name, held in _held_by(model).items()}
     with torch.set_grad_enabled(train), _failing_by_itself(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:
             total.backward()
-    named = model.named_parameters(remove_duplicate=False)
-    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named if p.requires_grad}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    grads = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items() if p.requires_grad
+    }
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
-    after = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    after = {name: held.detach() for name, held in _held_by(model).items()}
     numbers = {name: number_of(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
-    changed = frozenset(name for name, buffer in after.items() if not _alike(buffer, before.get(name)))
-    return Reference(leaves, None if total is None else total.detach(), grads if train else {}, after, changed)
+    changed = frozenset(name for name, held in after.items() if not _alike(held, before.get(name)))
+    total = None if total is None else total.detach()
+    return Reference(leaves, total, grads if train else {}, after, changed, frozenset(named))
+
+
+def _held_by(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers under all of their names."""
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(held)
 
 
 @contextmanager
@@ -383,11 +441,11 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _alike(buffer: Tensor, before: Tensor | None) -> bool:
-    """Whether a buffer is what it was; what is no number counts as one."""
-    if before is None or before.shape != buffer.shape:
+def _alike(held: Tensor, before: Tensor | None) -> bool:
+    """Whether a buffer or parameter is what it was; what is no number counts as one."""
+    if before is None or before.shape != held.shape:
         return False
-    return torch.allclose(buffer, before, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def find_loss(output: Any) -> Tensor | None:

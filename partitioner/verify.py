@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.grouped import floating_type, run_groups
+from partitioner.grouped import run_groups
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
 from runtime.collect import Run
@@ -26,7 +26,7 @@ _ROUNDING_SCALE = 1e-3
 @dataclass(frozen=True)
 class Verification:
     """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``, and
-    ``buffer ...`` for those that forward changes)."""
+    ``buffer ...`` and ``parameter ...`` for those that forward changes)."""
 
     ok: bool
     max_error: float
@@ -46,8 +46,8 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare outputs, loss, every gradient, and what forward leaves in buffers. ``loss``: as it was given to
-    ``partition``.
+    """Compare outputs, loss, every gradient, and what forward leaves in buffers and frozen parameters. ``loss``: as it
+    was given to ``partition``.
 
     Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
     after the other, and the mean is taken.
@@ -60,12 +60,11 @@ def verify(
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
     run = run_threads(program, model, inputs, precision="fp64")
-    if plan.constraints.group_size is None:
-        reference = run_reference(
-            model, inputs, loss, train=train, planned=floating_type(program), counters=counters_of(program, model)
-        )
+    counters, size = counters_of(program, model), plan.constraints.group_size
+    if size is None:
+        reference = run_reference(model, inputs, loss, train=train, counters=counters, precision=plan.precision)
     else:
-        reference = run_groups(model, inputs, loss, program, plan.constraints.group_size, counters_of(program, model))
+        reference = run_groups(model, inputs, loss, program, size, counters, plan.precision)
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "
@@ -87,7 +86,7 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     """The relative error of everything that the model gives, by name.
 
     A gradient that is zero but for rounding (a key's bias under softmax) is measured against the largest of all, and so
-    is a buffer (the running mean of what another norm has made).
+    is a buffer (the running mean of what another norm has made) or a parameter that forward changes.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:
@@ -104,7 +103,8 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     largest = max((float(b.abs().max()) for b in sums), default=0.0)
     for name, buffer in buffers.items():
         least = _ROUNDING_SCALE * largest if buffer.is_floating_point() else 0.0
-        errors[f"buffer {name}"] = relative_error(run.buffers.get(name), buffer, least)
+        kind = "parameter" if name in reference.parameters else "buffer"
+        errors[f"{kind} {name}"] = relative_error(run.buffers.get(name), buffer, least)
     return errors
 
 

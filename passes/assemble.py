@@ -55,7 +55,7 @@ class Captured:
     tree: str | None = None
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
-    updates: dict[str, str] = field(default_factory=dict)  # buffer -> node: what forward leaves in it
+    updates: dict[str, str] = field(default_factory=dict)  # state -> node: what forward leaves in it
     keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
     signature: CallSignature = field(default_factory=CallSignature)
     turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/likewise.py
@@ -157,7 +157,14 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
     try:
         return selected.copy(node, env, _place(node, classes))
-    except Unselectable:
+    except Unselectable as error:
+        if str(error):
+            raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
+        if not selected.reads_rows(node, env):
+            raise UnsupportedError(
+                f"{node.target} ({_where(node)}) reads a number that is taken out of a tensor, which plans do not know "
+                "beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+            ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(
             f"{node.target} ({_where(node)}) reads rows that a mask selects, of which there is no fixed number; "
@@ -268,7 +275,7 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 def _outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
-    """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers."""
+    """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers and parameters."""
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
     updates: dict[str, str] = {}
@@ -277,7 +284,7 @@ def _outputs(
             _check_static(result, result.meta.get("val"))
         if spec.kind is OutputKind.USER_OUTPUT:
             leaves.append(env[result] if isinstance(result, fx.Node) else result)
-        elif spec.kind is OutputKind.BUFFER_MUTATION:
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             updates[canonical.get(str(spec.target), str(spec.target))] = env[result].name
         else:
             raise UnsupportedError(_CHANGED.get(spec.kind, _CHANGED[None]).format(target=spec.target))

@@ -27,7 +27,7 @@ from passes.caches import caches_matter
 from passes.errors import InputsError, UnsupportedError
 from passes.export import Twin, cast, export, make_twin, try_forward
 from passes.functionalize import flatten_program
-from passes.hooks import hooks_refused, refuse_hooks
+from passes.hooks import check_hooks, collections_kept, global_hooks_dropped, hooks_refused
 from passes.infer import propagate
 from passes.inputs import (
     NO_BATCH,
@@ -41,7 +41,7 @@ from passes.inputs import (
 )
 from passes.python_state import PythonState
 from passes.retype import retype
-from passes.tracing import Tracer, notes_on_fixed
+from passes.tracing import Tracer, make_hookless_twin, notes_on_fixed
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
@@ -96,19 +96,22 @@ def capture(
         captured = assemble(flatten_program(program), canonical, with_loss=False)
     else:
         train = objective == "train"
-        if train:
-            refuse_hooks(model)
-        twin = make_twin(model, dtype, casts=device if dtype != torch.float64 else None)
+        of_hooks = list(check_hooks(model, train=train))
+        twin = make_hookless_twin(model, dtype, casts=device if dtype != torch.float64 else None)
         arguments = bind_inputs(
             twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
         canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
-        with hooks_refused() if train else nullcontext():
+        with (
+            hooks_refused(of_hooks) if train else nullcontext(),
+            global_hooks_dropped(),
+            collections_kept(model, of_hooks),
+        ):
             before = PythonState.of(twin.module, model.forward, loss)
             twin, notes = _with_caches_settled(model, twin, arguments, dtype)
             trace = Tracer(model, dtype, loss, canonical, train).capture(twin, arguments, lift_numbers, before)
         captured = trace.captured
-        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += (*_decided(captured, {canonical[name] for name in twin.asked}), *dict.fromkeys(of_hooks))
         notes += tuple(notes_on_fixed(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
@@ -142,7 +145,7 @@ def _with_caches_settled(
     )
     run = functools.partial(try_forward, twin, args, kwargs, constants=True)
     matter = caches_matter(twin.module, twin.mode, twin.caches, run)
-    twin = replace(make_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    twin = replace(make_hookless_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 

@@ -7,7 +7,7 @@ of the normal form knows it as it is. Their gradients are those of the parts, by
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from passes.infer import META
+from passes.inplace import remove_inplace
 from passes.rewrite import KEEP, Builder, rewrite
 from passes.rules import has_rule
 
@@ -33,6 +34,22 @@ def decompose(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[s
     return made, moved
 
 
+def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
+    """The operators that ``node`` of an exported program consists of, whose sizes may be open: a graph, and what its
+    placeholders stand for. ``None``: torch defines it by no others, or they look at numbers."""
+    if not _is_composite(node.target):
+        return None
+    operands, run = _as_function(node, node.args, node.kwargs)
+    values = [n.meta.get("val") for n in operands]
+    if not all(isinstance(v, Tensor) for v in values):
+        return None
+    try:
+        graph = _trace(run, values)
+    except Exception:  # it looks at numbers
+        return None
+    return None if graph is None or any(n.target is node.target for n in graph.nodes) else (graph, operands)
+
+
 def _is_composite(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(_COMPOSITE)
 
@@ -41,10 +58,8 @@ def _mutates(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
-    node = build.node
-    assert node is not None
+def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
+    """The nodes that ``node`` is given, and a function of their values that runs its parts."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
@@ -53,19 +68,33 @@ def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
         given, named = pytree.tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], tree)
         return node.target.decompose(*given, **named)  # type: ignore[union-attr]
 
+    return operands, run
+
+
+def _trace(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
+    """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
+    traced = make_fx(torch.func.functionalize(run))(*values)
+    if not remove_inplace(traced.graph):  # of torch's own composition, out of its sight
+        traced = make_fx(torch.func.functionalize(traced))(*values)
+    parts = list(traced.graph.nodes)
+    unfit = len(parts) > _MOST_PARTS or any(n.op == "get_attr" or _mutates(n.target) for n in parts)
+    return None if unfit else traced.graph
+
+
+def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
+    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
+    node = build.node
+    assert node is not None
+    operands, run = _as_function(node, args, kwargs)
     try:
         with META:
-            values = [o.meta["val"] for o in operands]
-            traced = make_fx(torch.func.functionalize(run))(*values)
-            if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
-                traced = make_fx(torch.func.functionalize(traced))(*values)
+            graph = _trace(run, [o.meta["val"] for o in operands])
     except Exception:  # it looks at numbers, or its kernel knows no tensors without any
         return KEEP
-    parts = list(traced.graph.nodes)
-    if len(parts) > _MOST_PARTS or any(n.op == "get_attr" or _mutates(n.target) for n in parts):
+    if graph is None:
         return KEEP
-    env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-    for part in parts:
+    env: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    for part in graph.nodes:
         if part.op == "output":
             made = fx.node.map_arg(part.args[0], env.__getitem__)
             return tuple(made) if isinstance(made, list) else made

@@ -33,13 +33,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx import proxy as fx_proxy
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from passes.autocast import casts_traced
 from passes.caches import switch_caches_off
 from passes.conversions import conversions_traced
+from passes.draws import draws_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
 from passes.hits import Hits, hits_traced
@@ -47,6 +48,8 @@ from passes.known import numbers_known
 from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
+from passes.quantize import OBSERVERS_OFF, fused_quantizers_traced
+from passes.selections import selections_traced
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -164,11 +167,15 @@ def export(
     Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
     and torch.export's reason where it cannot be traced.
     """
+    drawn: list[str] = []
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
         casts = casts_traced(twin.casts, _line_now)
-        known = numbers_known(twin.module, twin.held, twin.asked)
-        contained, written = _in_containers(twin.module, bare=twin.kept), writes_traced(twin.module)
+        known = numbers_known(twin.module, twin.held, twin.asked, drawn)
+        contained, written = (
+            _in_containers(twin.module, bare=twin.kept),
+            writes_traced(twin.module, double=twin.casts is None),
+        )
         with (
             _quiet(),
             _lines_noted(),
@@ -179,6 +186,9 @@ def export(
             grouped_traced(),
             _conversions(twin),
             known,
+            selections_traced(is_users),
+            draws_traced(_line_now),
+            fused_quantizers_traced(_line_now),
             hits_traced(twin.hits),
             _numbers_lifted(twin),
         ):
@@ -194,7 +204,7 @@ def export(
         failure = _forward_failure(twin, args, kwargs)
         if failure is not None:
             raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
-        raise CaptureError(_explain(twin.module, error)) from error
+        raise CaptureError(_explain(twin.module, error, drawn)) from error
 
 
 @contextlib.contextmanager
@@ -353,9 +363,14 @@ _NUMBERS = (
     "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
-_ASKS_LEN = re.compile(r"\(if .*\blen\(")
+_DRAWN = (
+    "a random number ({}) decides here what forward computes, and a plan is one way through forward for all steps: "
+    "compute both and let the number choose, as in x = torch.where(torch.rand(()) < p, layer(x), x), which draws one "
+    "number for the whole batch; or decide outside of the model"
+)
+_ASKS_LEN = re.compile(r"\blen\(")
 _LEN = (
-    "len() makes a number of how many rows a mask selects, which only the data tell: ask for rows.shape[0], or for "
+    "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
 # Functions of torch that ask for numbers -> what to write instead.
@@ -363,19 +378,20 @@ _INSTEAD = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
-    "gaussian_nll_loss": "F.gaussian_nll_loss looks whether a variance is negative: write it out, as "
-    "(variance.log() + (x - target) ** 2 / variance).mean() / 2",
+    "_calculate_qparams": f"an observer of fake quantisation {OBSERVERS_OFF}",
     "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
     "scaled_dot_product_attention with a mask",
 }
 
 
-def _explain(model: nn.Module, error: Exception) -> str:
+def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+    """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where = place_of(error)
-    instead = next(
-        (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if _ASKS_LEN.search(where) else _NUMBERS
-    )
+    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
+    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if asks_len else _NUMBERS)
+    if drawn and isinstance(error, GuardOnDataDependentSymNode):
+        instead = _DRAWN.format(", ".join(dict.fromkeys(drawn)))
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."

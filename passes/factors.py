@@ -97,6 +97,8 @@ def strategies(
     if lengths:
         found += _in_forms(factors, nodes, results_of(node), reads, num_ranks)
     for positions in factors.linear:
+        if any(i >= len(nodes) for i in positions):
+            continue  # the operand is a number
         if not all(differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
             continue  # truth values do not add up, and a whole number has no n-th; a cast to them rounds
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))

@@ -22,7 +22,7 @@ from passes.random import DRAWS
 from passes.rewrite import aten
 from passes.segment import Unit, is_product, segment
 from passes.signature import Signature, signature
-from passes.updates import leading_to, settle_updates
+from passes.updates import leading_to, settle_updates, with_frozen_as_buffers
 
 _SHARED = "shared"
 
@@ -53,7 +53,7 @@ def fold(captured: Captured) -> FoldedModel:
     return FoldedModel(
         blocks=folder.named_blocks(),
         calls=folder.calls,
-        states=dict(captured.states),
+        states=with_frozen_as_buffers(captured.states, updates),
         inputs=list(captured.inputs),
         outputs=[replace(o, value=value_of(o.value)) if o.value is not None else o for o in captured.outputs],
         loss=value_of(captured.loss) if captured.loss is not None else None,

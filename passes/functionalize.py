@@ -99,9 +99,8 @@ def _check_followed(program: ExportedProgram) -> None:
         lifted = spec.kind is InputKind.CONSTANT_TENSOR and name.startswith("lifted_tensor") and spec.arg.name in used
         if lifted and isinstance(program.constants[name], FakeTensor):
             raise UnsupportedError(
-                "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad, "
-                "backward() or .data inside forward; write it with operators on tensors (detach() for .data), or "
-                "pass it as an input"
+                "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad or "
+                "backward() inside forward; write it with operators on tensors, or pass it as an input"
             )
 
 
@@ -159,6 +158,7 @@ class _Inliner:
                     self.memory.marks(env[node])
         results = self.body(program.graph_module, env, grad=True)
         fx.node.map_arg(results, self.memory.reads)
+        self.memory.finish()
         self.graph.output(results)
         return self.graph
 

@@ -2,7 +2,8 @@
 
 ``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the numbers of ``y`` and leave its gradient as
 it was. A graph of pure operators says what is computed and differentiates that: it would stop the gradient. Such a
-tensor may be written to, but not be read afterwards.
+tensor may be written to, but not be read afterwards. Neither may ``w.data.mul_()`` change what an operator before it
+keeps for its gradient: torch would compute that of the new numbers.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ def does_nothing(node: fx.Node) -> bool:
     return isinstance(args[0], Tensor) and condition(*args, **kwargs)
 
 
+# Operators whose gradients are computed from no value of their operands or results, but for indices and masks.
+_KEEPS_NOTHING = frozenset(
+    {
+        aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default, aten.clone.default, aten.detach.default,
+        aten.cat.default, aten.stack.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+        aten.add_.Tensor, aten.sub_.Tensor, aten.copy_.default, aten._to_copy.default, aten.to.dtype,
+        aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, operator.getitem,
+    }
+)  # fmt: skip
+
+
 class Memory:
     """Follows nodes in their order; the keys of all tables are nodes."""
 
@@ -65,6 +77,8 @@ class Memory:
         self._grad: dict[fx.Node, set[fx.Node]] = {}  # memory -> its histories with a gradient
         self._without: dict[fx.Node, fx.Node] = {}  # what stands for a node where gradients are off -> that node
         self._hidden: dict[fx.Node, fx.Node] = {}  # memory -> what wrote to it behind a gradient's back
+        self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its numbers
+        self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
     def needs_grad(self, node: fx.Node) -> bool:
         """Whether ``node`` has a gradient by now; a write to a view of it may have brought one."""
@@ -97,6 +111,7 @@ class Memory:
             if not detaches:
                 self._history[made] = self._history.get(source, source)
         for written in _written(made):
+            self._writes(made, written)
             if brings and _is_in_place(target):
                 self.marks(written)
             memory = self._memory.get(written, written)
@@ -104,18 +119,42 @@ class Memory:
                 self._hidden.setdefault(memory, made)
         if brings:
             self.marks(made)
+            alias = isinstance(source, fx.Node) and _is_alias(made, source) and not _is_in_place(target)
+            for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
+                self._kept.setdefault(self._memory.get(kept, kept), made)
+
+    def _writes(self, made: fx.Node, written: fx.Node) -> None:
+        """Note where ``made`` writes, by ``.data`` or ``detach()``, to what is kept."""
+        memory = self._memory.get(written, written)
+        apart = written not in self._without and self._history.get(written, written) is not memory
+        trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
+        if apart and memory in self._kept and memory is not written and not trained:
+            self._spoilt.append((made, self._kept[memory]))
+
+    def finish(self) -> None:
+        """Raises :class:`UnsupportedError` if some operator's gradient would be computed from numbers written later."""
+        for writer, reader in self._spoilt:
+            raise UnsupportedError(
+                f"forward changes a tensor in place by .data or detach() ({_text(writer)}) after an operator has read "
+                f"it ({_text(reader)}), whose gradient torch would compute from the new numbers; change it before it "
+                "is read, or set new ones (x.data = ...)"
+            )
 
     def reads(self, node: fx.Node) -> None:
         """Raises :class:`UnsupportedError` if ``node`` was written behind its gradient's back."""
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
-            name = str(writer.target).removeprefix("aten.").partition(".")[0]
-            line = source_of(writer.meta.get("stack_trace")) or "under torch.no_grad() or after detach()"
             raise UnsupportedError(
-                f"forward changes a tensor in place behind the back of its gradient ({name}, {line}) and reads it "
+                f"forward changes a tensor in place behind the back of its gradient ({_text(writer)}) and reads it "
                 "afterwards; change a copy, or write what is meant: y = y + (changed - y).detach() for other numbers "
                 "under the old gradient, y = changed without torch.no_grad() for the gradient of the change"
             )
+
+
+def _text(node: fx.Node) -> str:
+    """An operator's name and line."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
 
 def _is_alias(made: fx.Node, source: fx.Node) -> bool:

@@ -55,7 +55,24 @@ def _described(argument: Any) -> Any:
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
+# Operators that torch has no meta kernel of, and that the normal form replaces: as their first operand, broadcast.
+_LIKE_FIRST = frozenset(
+    {
+        torch.ops.aten._sample_dirichlet.default,
+        torch.ops.aten.binomial.default,
+        torch.ops.aten.fake_quantize_per_tensor_affine.default,
+        torch.ops.aten.fake_quantize_per_tensor_affine.tensor_qparams,
+        torch.ops.aten.fake_quantize_per_channel_affine.default,
+        torch.ops.aten._fake_quantize_learnable_per_tensor_affine.default,
+        torch.ops.aten._fake_quantize_learnable_per_channel_affine.default,
+    }
+)
+
+
 def _run(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    if target in _LIKE_FIRST:
+        other = args[1].shape if target is torch.ops.aten.binomial.default else ()
+        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, other), device=META)
     with torch.no_grad(), META:
         result = target(*args, **kwargs)
     return tuple(result) if isinstance(result, list) else result

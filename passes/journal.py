@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ from passes.autocast import autocast_on
 from passes.likeness import told
 
 _SYMBOLS = (SymInt, SymFloat, SymBool)
+_hidden: ContextVar[bool] = ContextVar("hidden", default=False)
+
+
+@contextlib.contextmanager
+def unjournaled() -> Iterator[None]:
+    """Inside, journals note nothing: what is asked of torch leaves no operator in a graph but those of its result."""
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
 
 
 class Journal(TorchFunctionMode):
@@ -39,6 +51,8 @@ class Journal(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _hidden.get():
+            return func(*args, **kwargs)
         asked = self._entry(args), self._entry(kwargs)
         self.needs_trace |= autocast_on() is not None
         result = func(*args, **kwargs)

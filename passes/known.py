@@ -36,14 +36,17 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 
 
 @contextmanager
-def numbers_known(model: nn.Module, held: Mapping[str, Tensor], asked: set[str]) -> Iterator[None]:
+def numbers_known(
+    model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
+) -> Iterator[None]:
     """Inside, forward of ``model`` may ask for numbers that its inputs do not decide.
 
     Args:
         held: the buffers whose numbers there are, by name.
         asked: takes the names of those that an answer depends on.
+        drawn: takes the operators that drew what forward asked for in vain.
     """
-    known, forward = _Known(held, asked), model.forward
+    known, forward = _Known(held, asked, [] if drawn is None else drawn), model.forward
 
     @functools.wraps(forward)
     def entered(*args: Any, **kwargs: Any) -> Any:
@@ -55,9 +58,9 @@ def numbers_known(model: nn.Module, held: Mapping[str, Tensor], asked: set[str])
 
 
 class _Known(TorchFunctionMode):
-    def __init__(self, held: Mapping[str, Tensor], asked: set[str]) -> None:
+    def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
         super().__init__()
-        self.held, self.asked = held, asked
+        self.held, self.asked, self.drawn = held, asked, drawn
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
@@ -94,6 +97,7 @@ class _Known(TorchFunctionMode):
             return None
         needed = _needed(wanted, set(buffers))
         if needed is None:
+            self.drawn[:] = _draws_behind(wanted)
             return None
         try:
             with _plain(), torch.no_grad():
@@ -135,6 +139,19 @@ def _needed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
         needed.add(node)
         left += [*node.all_input_nodes, *writers.get(memory_of(node), [])]
     return sorted(needed, key=order.__getitem__)
+
+
+def _draws_behind(wanted: list[fx.Node]) -> list[str]:
+    """The operators that drew random numbers for the values of ``wanted``."""
+    seen, left, found = set[fx.Node](), list(wanted), list[str]()
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                found.append(str(node.target))
+    return found
 
 
 def _is_fixed(node: fx.Node) -> bool:

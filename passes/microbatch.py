@@ -2,8 +2,9 @@
 
 Requires: the layouts chosen on the axis ``data`` (every block's :class:`BlockSharding`). Provides: a model of one
 microbatch on one data-parallel rank. A total over the batch that depends on inputs alone (the number of targets that
-count, say) is computed by *prologue* calls before the pipeline starts; any other communication between samples is
-possible only where one microbatch is the whole local batch, and then runs over ``dp``.
+count, say) is computed by *prologue* calls before the pipeline starts; what only goes into a buffer, as a sum, is added
+up at the end (``passes/accumulate.py``). Any other communication between samples is possible only where one microbatch
+is the whole local batch, and then runs over ``dp``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from passes.accumulate import accumulate_updates
 from passes.blocks import Block, Call, FoldedModel, TensorSpec
 from passes.collectives import COMMUNICATING, collective_name, ops
 from passes.errors import UnsupportedError
@@ -48,6 +50,8 @@ def split_batch(
     }
     split = model.with_(blocks=local, values=specs)
     split = _extract_totals(split)
+    if num_microbatches > 1:
+        split = accumulate_updates(split, DATA, parts)
     _localise(split, num_microbatches)
     return split
 

@@ -33,12 +33,13 @@ from passes.normalize_random import RANDOM, refuse_draws
 from passes.normalize_recurrent import RECURRENT
 from passes.normalize_shapes import SHAPES
 from passes.normalize_strides import STRIDES
+from passes.quantize import QUANTIZED
 from passes.refuse import refuse
 from passes.rewrite import placeholder_name, rewrite
 from passes.stacked import stack_experts
 from passes.unsort import unsort
 
-RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM}
+RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, **QUANTIZED}
 
 
 def normalize(captured: Captured) -> Captured:

@@ -181,12 +181,15 @@ def elementwise(target: Any, position: int) -> Rule:
     return rule
 
 
-# loss -> position of its reduction
-_ELEMENTWISE = {
+# Losses of one term for each element, or for each sample -> the position of their reduction.
+REDUCTION_AT = {
+    aten.mse_loss.default: 2,
+    aten.l1_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
     aten.huber_loss.default: 2,
     aten.soft_margin_loss.default: 2,
     aten.kl_div.default: 2,
+    aten.multilabel_margin_loss_forward.default: 2,
     aten.hinge_embedding_loss.default: 3,
     aten.binary_cross_entropy.default: 3,
     aten.binary_cross_entropy_with_logits.default: 4,
@@ -194,13 +197,16 @@ _ELEMENTWISE = {
     aten.multi_margin_loss.default: 5,
 }
 
+# One result of several: without a rule here.
+_OF_TWO = {aten.multilabel_margin_loss_forward.default}
+
 LOSSES: dict[Any, Rule] = {
     aten.cross_entropy_loss.default: cross_entropy,
     aten.nll_loss.default: nll,
     aten.nll_loss_nd.default: nll,
     aten.nll_loss2d.default: nll,
+    **{t: elementwise(t, at) for t, at in REDUCTION_AT.items() if t not in _OF_TWO},
     aten.mse_loss.default: mse,
     aten.l1_loss.default: l1,
     aten.multilabel_margin_loss.default: multilabel_margin,
-    **{target: elementwise(target, position) for target, position in _ELEMENTWISE.items()},
 }

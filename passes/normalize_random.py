@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from passes.draws import Draw, draw_of, drawing
+from passes import draws
+from passes.draws import Sampler, arguments_of, drawing, formula_of
+from passes.draws import native_dropout as native
 from passes.errors import UnsupportedError
 from passes.infer import META
 from passes.random import SEED, is_stream, ops, stream_name
@@ -29,27 +32,78 @@ def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> 
 
 
 def _dropped(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
-    kept = build(aten.ge.Scalar, _numbers(build, shape(x)), p)
-    scaled = build(aten.mul.Tensor, x, 1.0 / (1.0 - p) if p < 1 else 0.0)
-    return build(aten.where.self, kept, scaled, build(aten.zeros_like.default, scaled, device=META)), kept
+    dropped, kept = native(_sampler(build, {"input": x, "p": p, "train": True}, val(x)))
+    return dropped, kept
 
 
 def drawn(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """What an operator of torch draws, by place."""
     assert build.node is not None
-    draw = draw_of(build.node.target, args, kwargs)
-    if draw is None:
+    formula = formula_of(build.node.target, args, kwargs)
+    if formula is None:
         return KEEP
-    made = val(build.node)
-    return draw.of(build, _numbers(build, list(made.shape), draw.distribution), made.dtype)
+    value = build.node.meta["val"]
+    made = value[0] if isinstance(value, tuple | list) else value
+    return formula(_sampler(build, arguments_of(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
 
 
-def _numbers(build: Builder, sizes: list[int], distribution: Any = ops.uniform.default) -> fx.Node:
+def _sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
+    def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
+        return _numbers(build, list(sizes), distribution, *parameters)
+
+    def run(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = target in (aten.zeros_like.default, aten.ones_like.default)
+        return build(target, *args, **kwargs, **({"device": META} if new else {}))
+
+    return Sampler(run, numbers, given, made)
+
+
+def gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
+    """Numbers of the gamma distribution, with the gradient that torch has of them: by implicit differentiation."""
+    if generator is not None:
+        return KEEP
+    sample = draws.gamma(_sampler(build, {"self": concentration}, val(concentration)))
+    fixed = build(aten.detach.default, concentration)
+    slope = build(ops.gamma_grad.default, fixed, sample)
+    change = build(aten.sub.Tensor, concentration, fixed)
+    return build(aten.add.Tensor, sample, build(aten.mul.Tensor, change, slope))
+
+
+def dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
+    """Numbers of Dirichlet distributions, with the gradient that torch has of them."""
+    if generator is not None:
+        return KEEP
+    sample = draws.dirichlet(_sampler(build, {"self": concentration}, val(concentration)))
+    fixed = build(aten.detach.default, concentration)
+    total = build(aten.sum.dim_IntList, fixed, [-1], True)
+    slope = build(ops.dirichlet_grad.default, sample, fixed, total)
+    change = build(aten.mul.Tensor, build(aten.sub.Tensor, concentration, fixed), slope)
+    shared = build(aten.mul.Tensor, sample, build(aten.sum.dim_IntList, change, [-1], True))
+    return build(aten.add.Tensor, sample, build(aten.sub.Tensor, change, shared))
+
+
+def rrelu(
+    build: Builder,
+    x: fx.Node,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    if generator is not None:
+        return KEEP
+    given = {"self": x, "lower": lower, "upper": upper, "training": training}
+    return draws.rrelu(_sampler(build, given, val(x)))[0]
+
+
+def _numbers(
+    build: Builder, sizes: list[int], distribution: Any = ops.uniform.default, *parameters: fx.Node
+) -> fx.Node:
     """Random numbers, one for each element of a tensor of these sizes, in a stream of their own."""
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
-    return build(distribution, _index(build, sizes), seed, own)
+    return build(distribution, _index(build, sizes), seed, own, *parameters)
 
 
 def _index(build: Builder, sizes: list[int]) -> fx.Node:
@@ -127,15 +181,16 @@ def _draws(node: fx.Node) -> bool:
     arguments = target._schema.arguments
     if torch.Tag.nondeterministic_seeded not in target.tags and all("Generator" not in str(a.type) for a in arguments):
         return False
-    given = {a.name: a.default_value for a in arguments}
-    given |= dict(zip([a.name for a in arguments], node.args, strict=False)) | dict(node.kwargs)
+    given = arguments_of(target, node.args, node.kwargs)
     return all(given.get(name, True) for name in _SWITCHES)
 
 
 def _differs(node: fx.Node) -> UnsupportedError:
+    whole = "random" in str(node.target) or "randint" in str(node.target)
+    instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
-        f"{node.target} at {where(node)} draws random numbers that would differ between plans; draw them outside of "
-        "the model and pass them as an input, or call model.eval()"
+        f"{node.target} at {where(node)} draws random numbers that would differ between plans; {instead}draw them "
+        "outside of the model and pass them as an input, or call model.eval()"
     )
 
 
@@ -172,12 +227,15 @@ def _kept(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
     """Ones for what is kept, of each element or each channel, and zeros."""
     sizes = shape(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
-    kept: fx.Node = Draw(ops.uniform.default, 0.0, 1 - p, "truth").of(build, _numbers(build, sizes), val(x).dtype)
+    kept: fx.Node = draws.bernoulli(_sampler(build, {"p": 1 - p}, val(x).new_empty(sizes)))
     return kept
 
 
 RANDOM: dict[Any, Rule] = {
     **dict.fromkeys(drawing(), drawn),
+    aten._standard_gamma.default: gamma,
+    aten._sample_dirichlet.default: dirichlet,
+    aten.rrelu.default: rrelu,
     aten.feature_dropout.default: channels,
     aten.alpha_dropout.default: alpha(of_channels=False),
     aten.feature_alpha_dropout.default: alpha(of_channels=True),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.gradients import differentiable
 from passes.infer import META
 from passes.rewrite import KEEP, Builder, Rule, aten, shape, val
 
@@ -88,7 +89,7 @@ def pad(build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", val
 
 def detach(build: Builder, x: fx.Node) -> Any:
     """Stays where it stops a gradient."""
-    return KEEP if val(x).dtype.is_floating_point else x
+    return KEEP if differentiable(val(x)) else x
 
 
 def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:

@@ -8,6 +8,7 @@ draws just the numbers of its part. The hash is splitmix64 (Steele, Lea and Floo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,8 +36,12 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    x = index + (stream * _STREAM_STRIDE + seed * _GOLDEN)
-    x = x.mul_(_GOLDEN)
+    # The finalizer maps zero to zero, so that the first element of the first stream counts from one.
+    return _mixed((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, in place."""
     x.bitwise_xor_(_shifted(x, 30)).mul_(_MIX1)
     x.bitwise_xor_(_shifted(x, 27)).mul_(_MIX2)
     return x.bitwise_xor_(_shifted(x, 31))
@@ -47,9 +52,9 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     return _shifted(_hash(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
 
 
-def _between(bits: Tensor) -> Tensor:
-    """Numbers in (0, 1), neither end among them, of float64."""
-    return bits.to(torch.float64).add_(0.5).mul_(2.0**-_BITS)
+def _between(bits: Tensor, count: int = _BITS) -> Tensor:
+    """Numbers in (0, 1), neither end among them, of float64; ``count``: how many bits each has."""
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
 def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
@@ -71,23 +76,178 @@ def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dty
 
 def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """As :func:`uniform`, whole numbers (int64) in [0, ``MOST_BITS``)."""
-    return _shifted(_hash(index, seed, stream), 64 - 40)
+    return _shifted(_hash(index, seed, stream), 1)
 
 
-MOST_BITS = 1 << 40
-for _function in (uniform, normal, exponential, bits):
+def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Numbers in (0, 1), neither end among them, of float64 and 52 bits: for inverse distribution functions."""
+    return _fraction(_hash(index, seed, stream))
+
+
+def _fraction(hashed: Tensor) -> Tensor:
+    return _between(_shifted(hashed, 64 - _FINE_BITS), _FINE_BITS)
+
+
+class _Sequence:
+    """Further numbers of each element: those of a splitmix64 generator whose state its hash is."""
+
+    def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
+        self.state = _hash(index, seed, stream)
+        self.step = 0
+
+    def fraction(self) -> Tensor:
+        self.step += 1
+        step = self.step * _GOLDEN & ((1 << 64) - 1)
+        return _fraction(_mixed(self.state + (step - (1 << 64) if step >> 63 else step)))
+
+    def normal(self) -> Tensor:
+        return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
+
+
+def _all_done(left: Tensor) -> bool:
+    """Whether a round is left out, which changes no number; accelerators run all rather than wait for the answer."""
+    return left.device.type == "cpu" and not bool(left.any())
+
+
+def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
+    """Numbers of the gamma distribution with rate 1, of the type of ``concentration``.
+
+    The method of Marsaglia and Tsang (2000) in float64, in ``ROUNDS`` rounds: of each element the first candidate that
+    is accepted. A round accepts at least 95 of 100, so that none is accepted with a probability below 1e-40; the
+    element is then ``concentration - 1/3``. Below 1, a number of ``concentration + 1`` times a power of a uniform one.
+    """
+    own = _Sequence(index, seed, stream)
+    alpha = concentration.to(torch.float64)
+    small = alpha < 1
+    d = torch.where(small, alpha + 1, alpha) - 1 / 3
+    found, left = d.expand(index.shape), torch.ones_like(index, dtype=torch.bool)
+    for _ in range(ROUNDS):
+        x, u = own.normal(), own.fraction()
+        v = (1 + x / (9 * d).sqrt()) ** 3
+        accepted = left & (v > 0) & (u.log() < 0.5 * x * x + d * (1 - v + v.log()))
+        found, left = torch.where(accepted, d * v, found), left & ~accepted
+        if _all_done(left):
+            break
+    # A number of the sequence that no round has: rounds that are left out must not change which one it is.
+    own.step = 3 * ROUNDS
+    found = torch.where(small, found * own.fraction() ** (1 / alpha), found)
+    return found.to(concentration.dtype).clamp_(min=torch.finfo(concentration.dtype).tiny)
+
+
+def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
+    """Numbers of the Poisson distribution, of the type of ``rate``.
+
+    The inverse of the distribution function, which is the upper incomplete gamma function, by bisection in float64.
+    """
+    u, mean = fraction(index, seed, stream), rate.to(torch.float64)
+    # Outside of the interval are less than 2**-53 of all numbers (Chernoff's bound).
+    low = (mean - 9 * mean.sqrt()).floor().sub_(1).clamp_(min=-1).expand(u.shape)
+    high = (mean + 12 * mean.sqrt() + 40).ceil().expand(u.shape)
+    for _ in range(_BISECTIONS):
+        middle = ((low + high) / 2).floor()
+        reached = torch.special.gammaincc(middle + 1, mean.expand(u.shape)) >= u
+        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        if _all_done(high - low > 1):
+            break
+    return high.to(rate.dtype)
+
+
+def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
+    """Numbers of the binomial distribution, of the type of ``count``, in float64.
+
+    Where fewer than 10 successes are expected, the inverse of the distribution function, term by term. Elsewhere BTRS
+    (Hormann 1993) in ``ROUNDS`` rounds: of each element the first candidate that is accepted. A round accepts at least
+    3 of 4, so that none is accepted with a probability below 1e-19; the element is then the mode.
+    """
+    own = _Sequence(index, seed, stream)
+    n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
+    flipped = p > 0.5
+    p = torch.where(flipped, 1 - p, p)
+    few = _few_successes(own.fraction(), n, p)
+    odds, spread = (p / (1 - p)).log(), (n * p * (1 - p)).sqrt()
+    mode = ((n + 1) * p).floor()
+    b = 1.15 + 2.53 * spread
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    top = (mode + 1).lgamma() + (n - mode + 1).lgamma()
+    many, left = mode, n * p >= _FEW
+    for _ in range(ROUNDS):
+        if _all_done(left):
+            break
+        u, v = own.fraction() - 0.5, own.fraction()
+        us = 0.5 - u.abs()
+        k = ((2 * a / us + b) * u + n * p + 0.5).floor()
+        bound = (v * (2.83 + 5.1 / b) * spread / (a / (us * us) + b)).log()
+        below = bound <= top - (k + 1).lgamma() - (n - k + 1).lgamma() + (k - mode) * odds
+        accepted = left & (k >= 0) & (k <= n) & (((us >= 0.07) & (v <= 0.92 - 4.2 / b)) | below)
+        many, left = torch.where(accepted, k, many), left & ~accepted
+    found = torch.where(n * p >= _FEW, many, few)
+    return torch.where(flipped, n - found, found).to(count.dtype)
+
+
+def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
+    """The inverse of the distribution function of ``n`` trials, where fewer than ``_FEW`` successes are expected."""
+    term = (n * torch.log1p(-p)).exp()
+    total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
+    for step in range(_MOST_SUCCESSES):
+        more = (total < u) & (k == step) & (n > step)
+        k = k + more
+        if _all_done(more):
+            break
+        term = term * ratio * (n - step) / (step + 1)
+        total = total + term
+    return k
+
+
+def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
+    """How a number of the gamma distribution changes with its concentration, by torch's implicit differentiation."""
+    return torch._standard_gamma_grad(concentration, sample)
+
+
+def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
+    """How a number of a Dirichlet distribution changes with its concentration; ``total``: of all concentrations."""
+    return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
+
+
+def _like_parameter(index: Tensor, seed: Tensor, stream: Tensor, *parameters: Tensor) -> Tensor:
+    return torch.empty_like(index, dtype=parameters[0].dtype)
+
+
+def _like_sample(*operands: Tensor) -> Tensor:
+    return torch.empty_like(operands[0])
+
+
+MOST_BITS = 1 << 63
+ROUNDS = 32  # of a method that rejects candidates
+_FINE_BITS = 52
+_BISECTIONS = 40  # for means up to 1e15, beyond which a float64 has no whole numbers
+_FEW, _MOST_SUCCESSES = 10, 96  # beyond so many are less than 2**-53 of all numbers
+_NUMBERS = {
+    uniform: torch.float32,
+    normal: torch.float32,
+    exponential: torch.float32,
+    bits: torch.int64,
+    fraction: torch.float64,
+}
+_OPERATORS: tuple[tuple[Callable[..., Tensor], str, Callable[..., Tensor]], ...] = (
+    *((f, "Tensor index, Tensor seed, Tensor stream", partial(_like_index, dtype=d)) for f, d in _NUMBERS.items()),
+    (gamma, "Tensor index, Tensor seed, Tensor stream, Tensor concentration", _like_parameter),
+    (poisson, "Tensor index, Tensor seed, Tensor stream, Tensor rate", _like_parameter),
+    (binomial, "Tensor index, Tensor seed, Tensor stream, Tensor count, Tensor prob", _like_parameter),
+    (gamma_grad, "Tensor concentration, Tensor sample", _like_sample),
+    (dirichlet_grad, "Tensor sample, Tensor concentration, Tensor total", _like_sample),
+)
+for _function, _arguments, _fake in _OPERATORS:
     _name = _function.__name__
-    _library.define(f"{_name}(Tensor index, Tensor seed, Tensor stream) -> Tensor")
+    _library.define(f"{_name}({_arguments}) -> Tensor")
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(
-        f"{NAMESPACE}::{_name}",
-        partial(_like_index, dtype=torch.int64 if _function is bits else torch.float32),
-        lib=_library,
-    )
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 
 ops = torch.ops.partition
-DRAWS = frozenset({ops.uniform.default, ops.normal.default, ops.exponential.default, ops.bits.default})
+# What is drawn by place, first of all by the index of each element.
+DRAWS = frozenset(
+    getattr(ops, name).default for name in (*(f.__name__ for f in _NUMBERS), "gamma", "poisson", "binomial")
+)
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
@@ -97,15 +257,20 @@ def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) 
 
 
 def drawn(
-    distribution: torch._ops.OpOverload, shape: tuple[int, ...], device: torch.device, at: list[int], group: int = 0
+    distribution: torch._ops.OpOverload,
+    shape: tuple[int, ...],
+    device: torch.device,
+    at: list[int],
+    group: int = 0,
+    parameters: Sequence[Tensor] = (),
 ) -> Tensor:
     """The numbers of a whole tensor from one of ``DRAWS``; ``at``: seed and stream; ``group``: of samples."""
     places = (torch.tensor(v, device=device) for v in at)
-    numbers: Tensor = distribution(element_index(shape, device, group), *places)
+    numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
     return numbers
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Dropout of a whole tensor, scaled by ``1 / (1 - p)``."""
     kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
-    return torch.where(kept, x * (1.0 / (1.0 - p)), torch.zeros_like(x))
+    return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))

@@ -10,39 +10,54 @@ Requires: nodes of an exported program, in order. Provides: the same operators w
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes.choices import RESHAPES, undone
+from passes.classes import ASSERTS, COUNTING, count_classes
+from passes.decompose import parts_of
 from passes.infer import META, call
 from passes.numbers import Numbers
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
-from passes.selected_places import Counted, Place, Rows, Size, Unselectable
+from passes.selected_numbers import ITEMS, Computed, compute, is_number, with_tensors
+from passes.selected_places import ALL_ROWS, INSTEAD, Place, Rows, Size, Unselectable
 from passes.selected_rules import SPECIAL
 
 aten = torch.ops.aten
 
-_SOURCES = {aten.index.Tensor, aten.where.default, aten.nonzero.default, aten.nonzero_numpy.default,
-            aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
+_SOURCES = {aten.index.Tensor, aten.masked_select.default, aten.where.default, aten.nonzero.default,
+            aten.nonzero_numpy.default, aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
 _IN_ORDER = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count_nonzero.default,
+         aten.count_nonzero.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
          aten.linear.default, aten.einsum.default}  # fmt: skip
 _KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
-_ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
-_GUARDED: dict[Any, tuple[int, int]] = {  # an operand that not every number may be, and one that it may be
-    **dict.fromkeys((aten.index_select.default, aten.gather.default), (2, 0)),
-    aten.embedding.default: (1, 0),
-    aten.one_hot.default: (0, 0),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Tensor_mode, aten.remainder.Tensor, aten.pow.Tensor_Tensor), (1, 1)),
-    **dict.fromkeys((aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default,
-                     aten.log2.default, aten.log10.default, aten.pow.Tensor_Scalar), (0, 1)),
-}  # fmt: skip
+_MAKES_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+# Operands that not every number may be, by place with one that each may be, and of which operators.
+_GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
+    ({2: 0}, (aten.index_select.default, aten.gather.default)),
+    ({1: 0}, (aten.embedding.default, aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)),
+    ({0: 0}, (aten.one_hot.default, aten.exp.default, aten.exp2.default, aten.expm1.default, aten.sinh.default,
+              aten.cosh.default, aten.log1p.default, aten.tan.default, aten.asin.default, aten.acos.default,
+              aten.atanh.default, aten.erfinv.default)),
+    ({0: 1}, (aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default, aten.log2.default,
+              aten.log10.default, aten.pow.Tensor_Scalar, aten.lgamma.default, aten.digamma.default)),
+    ({1: 1}, (aten.div.Tensor, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor,
+              aten.floor_divide.default, aten.kl_div.default)),
+    ({0: 1, 1: 1}, (aten.pow.Tensor_Tensor, aten.xlogy.Tensor, aten.atan2.default, aten.poisson_nll_loss.default)),
+    ({0: 0.5}, (aten.logit.default,)),
+    ({0: 0.5, 1: 0.5}, (aten.binary_cross_entropy.default,)),
+    ({0: 2}, (aten.acosh.default,)),
+)  # fmt: skip
+_GUARDED = {target: numbers for numbers, targets in _GUARDS for target in targets}
 _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
 
 
@@ -57,19 +72,31 @@ class SelectedRows:
         self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
+        self.numbered: dict[fx.Node, fx.Node] = {}  # numbers 0, 1, .. of the rows that a mask selects -> the mask
+        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``flat_mask``
+        self.unordered: set[fx.Node] = set()  # masks of rows that lie in another order than the model's
+        self.all_of: dict[int, fx.Node] = {}  # the mask of all of so many rows
+        self._made: dict[Any, fx.Node] = {}  # what was made for a mask
         self._masks: dict[Any, fx.Node] = {}
-        self._filled: dict[fx.Node, int] = {}  # rows -> what those have that are not selected
+        self._filled: dict[fx.Node, float] = {}  # rows -> what those have that are not selected
         self.key = Numbers()  # conditions that are computed alike have the same
         self._where: dict[str, Any] = {}
 
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether ``node`` selects rows, reads some, or comes of what did."""
         given = [env.get(n) for n in node.all_input_nodes]
-        kinds = (Size, Counted, tuple, int)
-        return _is_open(node.meta.get("val")) or any(isinstance(g, kinds) or g in self.rows for g in given)
+        kinds = (Size, Computed, tuple, int)
+        return _is_open(node.meta.get("val")) or any(
+            isinstance(g, kinds) or g in self.rows or (isinstance(g, fx.Node) and g.target in ITEMS) for g in given
+        )
+
+    def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+        """Whether it is rows that ``node`` reads, or their number; not one that forward takes out of a tensor."""
+        given = [env.get(n) for n in node.all_input_nodes]
+        return _is_open(node.meta.get("val")) or any(isinstance(g, Size | tuple) or g in self.rows for g in given)
 
     def copy(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """What stands for ``node``: a node, a tuple of nodes, or a :class:`Size`.
+        """What stands for ``node``: a node, a tuple of nodes, or a number that only the data tell.
 
         Raises :class:`Unselectable`.
         """
@@ -81,37 +108,71 @@ class SelectedRows:
             whole, index = args
             return whole[index] if isinstance(whole, tuple) else self.call(operator.getitem, whole, index)
         if node.target is aten.sym_size.int:
-            rows = self.rows.get(args[0])
-            if rows is not None and args[1] % args[0].meta["val"].dim() == rows.dim:
-                return Size(rows.mask)
-            return int(args[0].meta["val"].shape[args[1]])
-        if node.target in _ASSERTS:  # what torch.export asserts of what the model selects
+            return self._size(*args)
+        if node.target in COUNTING:
+            return count_classes(self, node, args, kwargs)
+        if node.target is aten.sym_numel.default:
+            sizes = [self._size(args[0], d) for d in range(args[0].meta["val"].dim())]
+            return functools.reduce(lambda a, b: compute(self, operator.mul, (a, b)), sizes)
+        if node.target in ASSERTS:  # what torch.export asserts of what the model selects
             return None
         if not isinstance(node.target, torch._ops.OpOverload):
-            return Counted() if _counted(args, Size, Counted) else node.target(*args)  # type: ignore[operator]
-        if _counted((args, kwargs), Counted):
-            raise Unselectable
-        special = SPECIAL.get(node.target)
-        if special is not None and not (node.target in _SOURCES or any(n in self.rows for n in _nodes(args))):
-            special = None
-        made = special(self, *args, **kwargs) if special is not None else None
-        return self._by_rule(node, args, kwargs) if made is None else made
+            return compute(self, node.target, args)  # type: ignore[arg-type]
+        try:
+            made = with_tensors(self, node, args, kwargs)
+            return self.apply(node.target, *args, **kwargs) if made is None else made
+        except Unselectable as raised:
+            parts = None if str(raised) else parts_of(node)
+            if parts is None:
+                instead = INSTEAD.get(getattr(node.target, "overloadpacket", None))
+                if instead is None or str(raised):
+                    raise
+                raise Unselectable(instead) from None
+        graph, operands = parts
+        return self._copy_parts(graph, [env[n] for n in operands], where)
+
+    def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """What an operator makes, of rows or not."""
+        special = SPECIAL.get(target)
+        if special is not None and (target in _SOURCES or any(n in self.rows for n in _nodes((args, kwargs)))):
+            made = special(self, *args, **kwargs)
+            if made is not None:
+                return made
+        return self.by_rule(target, args, kwargs)
+
+    def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
+        """What an operator makes that torch itself defines by others."""
+        inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
+        for part in parts.nodes:
+            if part.op == "output":
+                made = fx.node.map_arg(part.args[0], inner.__getitem__)
+                return tuple(made) if isinstance(made, list) else made
+            if part.op == "call_function":
+                inner[part] = self.copy(part, inner, where)
+        raise AssertionError("a graph ends in an output node")
+
+    def _size(self, value: fx.Node, dim: int) -> Size | int:
+        rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
+        return Size(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
-    def _by_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
+        """``plain``: as if no value had rows that are left out."""
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, Size)]
-        flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), lambda a: int(a) if isinstance(a, Size) else a)
+        if any(is_number(a) for a in (*args, *kwargs.values())):
+            raise Unselectable  # a number that is computed with
+        flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _of_all_rows)
         flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _on_meta)
-        if any(isinstance(a, Size) for a in (*args, *kwargs.values())):
-            raise Unselectable  # a number of rows that is computed with
-        at, number = _GUARDED.get(node.target, (0, None))
-        if number is not None and flat_args[at] in self.rows:
-            flat_args = (*flat_args[:at], self.harmless(flat_args[at], number), *flat_args[at + 1 :])
+        for at, number in _GUARDED.get(target, {}).items():
+            if at < len(flat_args) and flat_args[at] in self.rows:
+                flat_args = (*flat_args[:at], self.harmless(flat_args[at], number), *flat_args[at + 1 :])
         try:
-            made = self.call(_STRIDE_FREE.get(node.target, node.target), *flat_args, **flat_kwargs)
+            made = self.call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
             raise Unselectable from error
+        if plain:
+            return made
         operands = operands_of(made)
         masks = {self.rows[o].mask for o in operands if o in self.rows} | {s.mask for s in sized}
         if not masks and not _is_open(made.meta["val"]):
@@ -119,14 +180,14 @@ class SelectedRows:
         if len(masks) != 1:
             raise Unselectable
         (mask,) = masks
-        found = {s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, Size)}
-        if not any(o in self.rows for o in operands) or node.target is aten.expand.default:
+        if target in _MAKES_NEW or not any(o in self.rows for o in operands):
+            found = {s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, Size)}
             return self._mark(made, mask, found) if found else self._refuse()
-        dims = self._row_dims(node.target, made, operands)
+        dims = self._row_dims(target, made, operands)
         if dims is None:
             zeroed = [self.zeroed(o) if o in self.rows else o for o in operands]
             return self.call(made.target, *_replaced(flat_args, operands, zeroed), **flat_kwargs)
-        if node.target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
+        if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
             self.places[made] = self.places[operands[0]]
         return self._mark(made, mask, dims)
 
@@ -142,6 +203,8 @@ class SelectedRows:
         if len(names) != 1 or len(next(iter(names))) != 1:
             raise Unselectable
         ((name,),) = names
+        if any(o not in self.rows and (name,) in dims for o, dims in zip(operands, factors.operands, strict=True)):
+            raise Unselectable(ALL_ROWS)
         coupled = name in factors.whole or name in factors.lower
         if coupled or (factors.spans is not None and factors.spans.factor == name):
             raise Unselectable
@@ -180,19 +243,65 @@ class SelectedRows:
         while condition.target in RESHAPES:
             condition = undone(condition.args[0])
         key = self.key(condition)
+        if key not in self._masks and (spread := _spread_over_last(condition)) is not None:
+            self._masks[key] = self.flat_mask(self.mask_of(spread), (spread.meta["val"].numel(), *_last(condition)), 0)
         if key not in self._masks:
             value = condition.meta["val"]
             flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
             self._masks[key] = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
         return self._masks[key]
 
-    def harmless(self, value: fx.Node, number: int | None = None) -> fx.Node:
+    def once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """What is made for ``mask``, once for each ``kind``."""
+        if (mask, kind) not in self._made:
+            self._made[mask, kind] = make()
+        return self._made[mask, kind]
+
+    def count(self, mask: fx.Node) -> fx.Node:
+        """How many rows ``mask`` selects."""
+        return self.once(mask, "count", lambda: self.call(aten.sum.default, mask))
+
+    def nth(self, mask: fx.Node) -> fx.Node:
+        """For each selected row how many there are up to it."""
+        if mask in self.unordered:
+            raise Unselectable
+        return self.once(mask, "nth", lambda: self.call(aten.cumsum.default, mask, 0))
+
+    def narrowed(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
+        """The mask of those rows of ``mask`` for which ``condition`` holds, too."""
+        found = self.once(
+            mask, ("and", self.key(condition)), lambda: self.call(aten.logical_and.default, mask, condition)
+        )
+        return self._ordered_as(found, mask)
+
+    def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
+        """The mask of dims of ``sizes`` in one, of which the rows are number ``at``."""
+
+        def spread() -> fx.Node:
+            apart = [size if i == at else 1 for i, size in enumerate(sizes)]
+            made = self.call(aten.expand.default, self.call(aten.reshape.default, mask, apart), list(sizes))
+            return self.call(aten.reshape.default, made, [math.prod(sizes)])
+
+        found = self.once(mask, ("flat", sizes, at), spread)
+        self.flattened[found] = mask, sizes, at
+        return self._ordered_as(found, mask)
+
+    def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
+        if other in self.unordered:
+            self.unordered.add(mask)
+        return mask
+
+    def harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
         """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these
         hold may be what the model selects rows to avoid (a division by zero, an index of -100)."""
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
             return value
+        return self.filled(value, number)
+
+    def filled(self, value: fx.Node, number: float) -> fx.Node:
+        """``value`` with ``number`` in the rows that are not selected."""
         filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
@@ -216,6 +325,27 @@ class SelectedRows:
         return next(iter(found))
 
 
+_SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+
+
+def _spread_over_last(condition: fx.Node) -> fx.Node | None:
+    """Truth values of whole rows that ``condition`` has for each element of a row; ``None``: it is something else."""
+    source: Any = condition.args[0] if condition.target in _SPREADS else None
+    if source is None or source.meta["val"].dtype != torch.bool:
+        return None
+    before, after = list(source.meta["val"].shape), list(condition.meta["val"].shape)
+    before = [1] * (len(after) - len(before)) + before
+    rows = max((d + 1 for d, size in enumerate(before) if size > 1), default=0)
+    return source if 0 < rows < len(after) and before[:rows] == after[:rows] else None
+
+
+def _last(condition: fx.Node) -> list[int]:
+    """The sizes of a row's dims."""
+    source: Any = condition.args[0]
+    before, after = source.meta["val"].shape, condition.meta["val"].shape
+    return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
+
+
 def _reads_in_order(node: fx.Node) -> bool:
     """Whether ``node`` tells selected rows apart by their number."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
@@ -227,16 +357,19 @@ def _is_open(value: Any) -> bool:
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
 
 
-def _counted(args: Any, *kinds: type) -> bool:
-    found = list[Any]()
-    fx.node.map_aggregate(args, lambda a: found.append(a) or a)  # type: ignore[func-returns-value]
-    return any(isinstance(a, kinds) for a in found)
-
-
 def _nodes(args: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(args, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
     return found
+
+
+def _of_all_rows(argument: Any) -> Any:
+    """The size of a dim as it is with all rows."""
+    if isinstance(argument, Computed):
+        if not isinstance(argument.all_rows, int):
+            raise Unselectable
+        return argument.all_rows
+    return int(argument) if isinstance(argument, Size) else argument
 
 
 def _on_meta(argument: Any) -> Any:

@@ -20,7 +20,30 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
-ITEMS = {aten.item.default, aten._local_scalar_dense.default}
+
+
+ALL_ROWS = (
+    "it combines rows that a mask selects with all rows, of which there are more; expected as many of both: select "
+    "them by the same mask"
+)
+_ORDER = (
+    "it puts rows in order of which a mask selects how many there are; expected a fixed number of rows: keep all, and "
+    "give those that are not selected a number that comes last, as x.masked_fill(~mask.unsqueeze(-1), -torch.inf)"
+)
+_MIDDLE = (
+    "it looks for the middle of rows of which a mask selects how many there are; expected a fixed number of rows: keep "
+    "all, as x.masked_fill(~mask.unsqueeze(-1), torch.nan).nanmedian(0)"
+)
+_PRODUCT = (
+    "it multiplies rows that a mask selects with each other, of which there is no fixed number; expected a fixed "
+    "number of rows: keep all, and leave out products of the others, as scores.masked_fill(~mask, -torch.inf)"
+)
+# Operators that cannot leave rows out -> what to do instead.
+INSTEAD: dict[Any, str] = {
+    **dict.fromkeys((aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.msort), _ORDER),
+    **dict.fromkeys((aten.median, aten.mode, aten.quantile), _MIDDLE),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.cdist), _PRODUCT),
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +74,8 @@ class Size:
         return int(self.mask.meta["val"].shape[0])
 
 
-class Counted:
-    """What is computed of such a number, which only what is asserted of it may read."""
-
-
 class Unselectable(Exception):
-    """An operator that cannot work on rows with a mask beside them."""
+    """An operator that cannot work on rows with a mask beside them; its text, if any: why, and what to do."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
@@ -118,9 +137,11 @@ def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
+    if x in build.rows:
+        return _take_of_rows(build, x, given)
     if index.meta["val"].dtype == torch.bool and index not in build.rows:
-        if len(given) != 1 or x in build.rows:
-            raise Unselectable
+        if len(given) != 1:
+            return _take_by_both(build, x, indices)
         pairs = _pairs(build, index)
         if pairs:
             return take_rows(build, x, [*indices[:first], *pairs])
@@ -134,9 +155,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         if first == 0:
             build.read[made] = x, (mask,)
         return made
-    if x not in build.rows and not any(i in build.rows for _, i in given):
+    if not any(i in build.rows for _, i in given):
         return None
-    if x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+    if [d for d, _ in given] != list(range(first, first + len(given))):
         raise Unselectable
     rows = build.same(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
@@ -148,6 +169,77 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
     return made
+
+
+def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
+    """Of rows those for which a further condition holds, or an element of each."""
+    rows = build.rows[x]
+    dim, index = given[0]
+    if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:
+        raise Unselectable
+    if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
+        made = build.call(aten.alias.default, x)
+        build.rows[made] = Rows(build.narrowed(rows.mask, index), dim)
+        return build.harmless(made)
+    if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
+        raise Unselectable
+    number = build.harmless(given[1][1], 0)
+    count = int(number.meta["val"].shape[0])
+    alone = build.call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
+    places = build.call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
+    taken = build.call(aten.gather.default, x, 1, places)
+    made = build.call(aten.squeeze.dim, taken, 1)
+    build.rows[made] = rows
+    return made
+
+
+def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    """``x[mask, numbers[mask]]``: the places of a mask, and rows that it selects."""
+    spread: list[Any] = []
+    for i in indices:
+        if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
+            spread += _ones(build, i, build.mask_of(i))
+        else:
+            spread.append(i)
+    rows = {build.rows[i].mask for i in spread if i is not None and i in build.rows}
+    if len(rows) != 1:
+        raise Unselectable
+    return take_rows(build, x, spread)
+
+
+def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
+    """``masked_select``: both broadcast, and what is selected in one dim."""
+    if x in build.rows or mask in build.rows:
+        if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
+            raise Unselectable
+        return take_rows(build, x, [mask])
+    shape = list(torch.broadcast_shapes(x.meta["val"].shape, mask.meta["val"].shape))
+    both = [n if list(n.meta["val"].shape) == shape else build.call(aten.expand.default, n, shape) for n in (x, mask)]
+    return take_rows(build, both[0], [both[1]])
+
+
+def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
+    if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
+
+
+def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
+    """``index_copy``, and ``index_fill`` with one number."""
+    if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    dim %= x.meta["val"].dim()
+    if isinstance(values, fx.Node) and values in build.rows:
+        return put_rows(build, x, [*[None] * dim, index], values)
+    covered, _ = _coordinates(build, x, dim, [index])
+    if len(covered) != 1 or (isinstance(values, fx.Node) and values.meta["val"].dim()):
+        raise Unselectable
+    sizes = [1] * x.meta["val"].dim()
+    sizes[dim] = covered[0]
+    chosen = build.call(aten.reshape.default, build.same(index).mask, sizes)
+    if not isinstance(values, fx.Node):
+        return build.call(aten.masked_fill.Scalar, x, chosen, values)
+    return build.call(aten.masked_fill.Tensor, x, chosen, values)
 
 
 def _guarded(build: SelectedRows, indices: Any) -> list[Any]:

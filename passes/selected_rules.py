@@ -5,21 +5,34 @@ Requires and provides: see ``passes/selected.py``.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from passes.choices import RESHAPES
 from passes.infer import META
-from passes.selected_places import ITEMS, Rows, Unselectable, add_rows, find_rows, put_rows, take_rows
+from passes.selected_numbers import ITEMS
+from passes.selected_places import (
+    Rows,
+    Unselectable,
+    add_rows,
+    find_rows,
+    put_along,
+    put_rows,
+    take_along,
+    take_rows,
+    take_where,
+)
+from passes.selected_statistics import STATISTICS
 
 if TYPE_CHECKING:
     from passes.selected import SelectedRows
 
 aten = torch.ops.aten
-_IGNORED = -100
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
@@ -66,57 +79,86 @@ def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 
 
 def _cat(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
-    """Pieces that are put together in the order in which they were cut."""
-    rows = [build.rows.get(part) for part in parts]
+    rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
+    if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
+        return None
+    joined = _join_pieces(build, parts, rows)
+    return _cat_rows(build, parts, dim) if joined is None else joined
+
+
+def _join_pieces(build: SelectedRows, parts: Any, rows: list[Rows | None]) -> fx.Node | None:
+    """Pieces that are put together in the order in which they were cut; ``None``: they are something else."""
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
-    if (
-        not cut
-        or len(cut) != len(parts)
-        or cut[0] is None
-        or cut != [(cut[0][0], i, len(parts)) for i in range(len(cut))]
-    ):
-        raise Unselectable
-    if any(r is None or r.dim != dim % parts[0].meta["val"].dim() for r in rows):
-        raise Unselectable
-    whole = parts[-1]
+    if not cut or len(cut) != len(parts) or cut[0] is None:
+        return None
+    if cut != [(cut[0][0], i, len(parts)) for i in range(len(cut))]:
+        return None
+    whole: fx.Node = parts[-1]
     for part in reversed(parts[:-1]):
         whole = build.call(aten.where.self, build.unselected(part), whole, part)
     return whole
 
 
-def _mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
-    return _mean_over(build, x, list(range(x.meta["val"].dim())), dtype=dtype)
+def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
+    """Rows of several masks, or all, one after the other; where there are equally many, one of each in turn, which
+    leaves samples together that a batch has together."""
+    sizes = [int(part.meta["val"].shape[dim]) for part in parts]
+    masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
+    in_turn = len(set(sizes)) == 1
+    first, *others = masks
+
+    def joined() -> fx.Node:
+        if not in_turn:
+            return build.call(aten.cat.default, masks)
+        return build.call(aten.reshape.default, build.call(aten.stack.default, masks, 1), [sum(sizes)])
+
+    mask = build.once(first, ("cat", *others), joined)
+    if in_turn or build.unordered.intersection(masks):
+        build.unordered.add(mask)
+    if in_turn:
+        made = build.call(aten.stack.default, parts, dim + 1)
+        shape = list(parts[0].meta["val"].shape)
+        made = build.call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    else:
+        made = build.call(aten.cat.default, parts, dim)
+    build.rows[made] = Rows(mask, dim)
+    return made
 
 
-def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    rows, value = build.same(x), x.meta["val"]
-    dims = [d % value.dim() for d in (dims if dims else range(value.dim()))]
-    if rows.dim not in dims:
-        return None
-    total = build.call(aten.sum.dim_IntList, build.zeroed(x), dims, keepdim, dtype=dtype)
-    others = 1
-    for d in dims:
-        others *= value.shape[d] if d != rows.dim else 1
-    number = build.call(aten.mul.Tensor, build.call(aten.sum.default, rows.mask), others)
-    return build.call(aten.div.Tensor, total, number)
+def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
+    if part in build.rows:
+        return build.rows[part].mask
+    if size not in build.all_of:
+        build.all_of[size] = build.call(aten.full.default, [size], True, dtype=torch.bool, device=META)
+    return build.all_of[size]
 
 
-def _cross_entropy(
-    build: SelectedRows,
-    x: fx.Node,
-    target: fx.Node,
-    weight: Any = None,
-    reduction: int = 1,
-    ignored: int = _IGNORED,
-    *more: Any,
-) -> Any:
-    """What is not selected has a target that is ignored."""
-    value: Tensor = target.meta["val"]
-    rows = build.same(target)
-    if value.is_floating_point() or (x in build.rows and build.rows[x] != rows) or reduction == 0:
+def _reshaped(target: Any) -> Callable[..., Any]:
+    """Rows in one dim with others, of which then all or none are selected, and back."""
+
+    def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
+        try:
+            return build.by_rule(target, (x, *args), {})
+        except Unselectable:
+            made = build.by_rule(target, (build.call(aten.alias.default, x), *args), {}, plain=True)
+        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(made.meta["val"].shape)
+        apart = build.flattened.get(rows.mask)
+        for dim in range(len(after)):
+            ahead = math.prod(after[:dim])
+            if apart is not None and ahead == math.prod(before[: rows.dim]):
+                mask, sizes, at = apart
+                if after[dim : dim + len(sizes)] == sizes:
+                    build.rows[made] = Rows(mask, dim + at)
+                    return made
+            for start in range(rows.dim + 1):
+                for end in range(rows.dim + 1, len(before) + 1):
+                    sizes = before[start:end]
+                    if math.prod(before[:start]) == ahead and math.prod(sizes) == after[dim] and len(sizes) > 1:
+                        build.rows[made] = Rows(build.flat_mask(rows.mask, sizes, rows.dim - start), dim)
+                        return made
         raise Unselectable
-    kept = build.call(aten.masked_fill.Scalar, target, build.unselected(target), ignored)
-    return build.call(aten.cross_entropy_loss.default, x, kept, weight, reduction, ignored, *more)
+
+    return rule
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -131,7 +173,11 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.index_add.default: add_rows,
     aten.scatter_add.default: _scatter_add,
     aten.masked_scatter.default: _masked_scatter,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean_over,
-    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.masked_select.default: take_where,
+    aten.index_select.default: take_along,
+    aten.index_copy.default: put_along,
+    aten.index_fill.int_Scalar: put_along,
+    aten.index_fill.int_Tensor: put_along,
+    **{target: _reshaped(target) for target in (*RESHAPES, aten._unsafe_view.default)},
+    **STATISTICS,
 }

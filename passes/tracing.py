@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -28,9 +28,11 @@ from passes.expand import Unrepeated, expand, in_order
 from passes.export import Counter, Twin, export, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hits import Hits
+from passes.hooks import drop_looking_hooks
 from passes.inputs import Bound, arguments_of, lift_leaves, plain_numbers
 from passes.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from passes.likeness import Group
+from passes.own_terms import with_terms_added
 from passes.putaway import PutAway
 from passes.python_state import Attributes, Change, Clock, PythonState, attributes_of, find_draw, same_computation
 from passes.repeats import Repeats
@@ -94,7 +96,7 @@ class Tracer:
         are to go the other way."""
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or Hits()
-        made = make_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
+        made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
         given = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes, **changes}
         made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
         for (path, name), value in made.attributes.items():
@@ -147,7 +149,7 @@ class Tracer:
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers)
-                return _with_counters(finish(found), twin.counters)
+                return with_terms_added(_with_counters(finish(found), twin.counters))
 
             whole = captured(hits.leaves_out if hits.guards is not None else None)
             pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
@@ -204,6 +206,19 @@ class Tracer:
             return output
 
         twin.module.forward = with_loss
+
+
+def make_hookless_twin(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    mode: FakeTensorMode | None = None,
+    casts: str | None = None,
+    keep_caches: bool = False,
+) -> Twin:
+    """A twin of the model (:func:`passes.export.make_twin`), without the hooks that a plan leaves out."""
+    twin = make_twin(model, dtype, mode, casts, keep_caches)
+    drop_looking_hooks(twin.module)
+    return twin
 
 
 def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:

@@ -1,13 +1,14 @@
-"""What forward leaves in the model's buffers, as values of the graph.
+"""What forward leaves in the model's buffers and frozen parameters, as values of the graph.
 
-Requires: a captured graph in normal form. Provides: for every buffer that forward changes an operator of its own, whose
-result the buffer takes at the end of a step: of the buffer's type, without a gradient, in memory of its own.
+Requires: a captured graph in normal form. Provides: for every state that forward changes an operator of its own, whose
+result the state takes at the end of a step: of the state's type, without a gradient, in memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from passes.blocks import State
 from passes.capture import Captured
+from passes.errors import UnsupportedError
 from passes.infer import infer
 from passes.inplace import is_view
 from passes.rewrite import aten
@@ -23,9 +25,13 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """The operator of each buffer that forward changes. The graph is changed in place, and returns what these give."""
+    """The operator of each state that forward changes. The graph is changed in place, and returns what these give.
+
+    Raises :class:`UnsupportedError` for a parameter that is trained.
+    """
     if not captured.updates:
         return {}
+    _check_frozen(captured)
     graph = captured.graph
     output = graph.output_node()
     by_name = {n.name: n for n in graph.nodes}
@@ -38,6 +44,23 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     returned: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
     output.args = ((*(n for n in returned if n.name in named), *made.values()),)
     return made
+
+
+def with_frozen_as_buffers(states: Mapping[str, State], changed: Collection[str]) -> dict[str, State]:
+    """``states``, the parameters among those that forward ``changed`` as buffers, which is what they are to a plan: no
+    optimizer steps them, and each rank takes what forward leaves in them."""
+    return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
+
+
+def _check_frozen(captured: Captured) -> None:
+    for name in captured.updates:
+        state = captured.states[name]
+        if state.kind == "parameter" and state.requires_grad:
+            raise UnsupportedError(
+                f"forward changes the parameter {name!r}, which is trained: the optimizer changes it too, from a "
+                "gradient of numbers that it no longer has. Expected a frozen parameter (requires_grad_(False)) or a "
+                "buffer; change what is trained after the optimizer's step"
+            )
 
 
 def _settled(graph: fx.Graph, value: fx.Node, state: State) -> fx.Node:

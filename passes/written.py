@@ -1,70 +1,290 @@
-"""Buffers that forward changes in ways that torch.export loses or cannot follow, as it is traced.
+"""States that forward changes in ways that torch.export loses or cannot follow, as it is traced.
 
-Inside :func:`writes_traced` a buffer that forward sets as an attribute is written to in the end, which torch.export
-itself sees to for those of the outermost module alone; and a batch norm that averages over all batches so far
-(``momentum=None``) counts them by a tensor, where torch asks what number that holds.
+Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end, of
+whichever module it is. ``x.data`` is ``x.detach()``; what forward
+sets as ``x.data`` is read instead of ``x`` from there on, and written to ``x`` in the end, so that views of the old
+memory keep what they show. A batch norm that averages over all batches so far (``momentum=None``) counts them by a
+tensor, where torch asks what number that holds.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules import module as nn_module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from passes.errors import UnsupportedError
+from passes.known import memory_of, written_by
+
+_TABLES = {"_buffers": "buffer", "_parameters": "parameter"}
+_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @contextmanager
-def writes_traced(model: nn.Module) -> Iterator[None]:
-    """Inside, what forward of ``model`` leaves in buffers can be traced."""
+def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+    """Inside, what forward of ``model`` leaves in buffers and parameters can be traced.
+
+    ``double``: floating tensors of all types are float64 in the trace. Raises :class:`UnsupportedError` for what a plan
+    cannot keep: other shapes or types, states that come or go, and states that share memory from then on.
+    """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _averages(m)]
     for module in averaging:
         module.__dict__["forward"] = functools.partial(_averaging_forward, module)
-    held = [(m, path, name) for path, m in model.named_modules() for name in m._buffers]
     own = model.__dict__.get("forward")
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
-        before = [module._buffers[name] for module, _, name in held]  # those of this trace
-        output = forward(*args, **kwargs)
-        for (module, path, name), buffer in zip(held, before, strict=True):
-            value = module._buffers.get(name)
-            if value is not buffer:
-                _write(f"{path}.{name}" if path else name, buffer, value)
-                module._buffers[name] = buffer
+        held = _Held.by(model)  # the tensors of this trace
+        with _export_unaware(), _Data(held, (args, kwargs), double) as data:
+            output = data.output(forward(*args, **kwargs))
+        _write_all([*data.writes(), *held.set_anew(data)], held, double)
         return output
 
-    if held:
-        model.__dict__["forward"] = writing
+    model.__dict__["forward"] = writing
     try:
         yield
     finally:
-        if held:
-            model.__dict__.pop("forward", None)
-            if own is not None:
-                model.__dict__["forward"] = own
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.__dict__["forward"] = own
         for module in averaging:
             module.__dict__.pop("forward", None)
 
 
-def _write(name: str, buffer: Tensor | None, value: Tensor | None) -> None:
-    if buffer is None or value is None or buffer.shape != value.shape:
-        raise UnsupportedError(
-            f"forward sets the buffer {name!r}, {_shown(buffer)}, to {_shown(value)}; expected the same shape: a plan "
-            "holds buffers of fixed shapes"
-        )
+@contextmanager
+def _export_unaware() -> Iterator[None]:
+    """Inside, torch.export does not note which buffers of the outermost module are set: it would write to one after the
+    other, and to what another is still to be set to."""
+    hooks = nn_module._global_buffer_registration_hooks
+    others = {
+        number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")
+    }
+    with mock.patch.object(nn_module, "_global_buffer_registration_hooks", OrderedDict(others)):
+        yield
+
+
+@dataclass(frozen=True)
+class _Write:
+    """``tensor``, which is of the model, takes ``value``, by ``how``."""
+
+    tensor: Tensor
+    value: Tensor
+    how: str
+
+
+@dataclass
+class _Held:
+    """The model's buffers and parameters as forward finds them. ``plain``: tensors that are attributes and neither."""
+
+    model: nn.Module
+    states: dict[tuple[nn.Module, str, str], Tensor | None] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # by identity of a tensor
+    plain: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, model: nn.Module) -> _Held:
+        held = cls(model)
+        for path, module in model.named_modules():
+            for table in _TABLES:
+                for key, tensor in module.__dict__[table].items():
+                    held.states[module, table, key] = tensor
+                    if tensor is not None:
+                        held.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    held.plain[module, key] = value
+        return held
+
+    def set_anew(self, data: _Data) -> Iterator[_Write]:
+        """What forward has set as attributes, which are then as they were."""
+        for (module, key), plain in self.plain.items():
+            if id(plain) in data.read and vars(module).get(key) is not plain:
+                raise UnsupportedError(
+                    f"forward reads {self._name(module, key)!r}, a tensor that is no buffer, and sets it anew: a plan "
+                    "would read the old one at each step; register it (register_buffer)"
+                )
+        for module in self.model.modules():
+            for table, kind in _TABLES.items():
+                for key in module.__dict__[table]:
+                    if (module, table, key) not in self.states:
+                        raise UnsupportedError(
+                            f"forward registers the {kind} {self._name(module, key)!r}; expected it in the model "
+                            "before, of the shape that it is to have: a plan holds what there is when it is made"
+                        )
+        now = {place: place[0].__dict__[place[1]].get(place[2]) for place in self.states}
+        for (module, table, key), before in self.states.items():
+            value = now[module, table, key]
+            if value is before:
+                continue
+            name, kind = self._name(module, key), _TABLES[table]
+            if before is None or value is None:
+                raise UnsupportedError(
+                    f"forward sets the {kind} {name!r}, {_shown(before)}, to {_shown(value)}; expected the same shape: "
+                    f"a plan holds {kind}s of fixed shapes"
+                )
+            if kind == "parameter" and (before.requires_grad or value.requires_grad):
+                raise UnsupportedError(
+                    f"forward sets the parameter {name!r} anew, and one of the two takes a gradient, which no "
+                    "optimizer would know; expected a frozen parameter that is changed in place (.copy_(...))"
+                )
+            if any(held is before and now[place] is not value for place, held in self.states.items()):
+                raise UnsupportedError(
+                    f"forward sets the {kind} {name!r}, which has several names in the model, under one of them alone; "
+                    "expected a change in place (.copy_(...)), which all of them see"
+                )
+            module.__dict__[table][key] = before
+            yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
+
+    def _name(self, module: nn.Module, key: str) -> str:
+        path = next((path for path, part in self.model.named_modules() if part is module), type(module).__name__)
+        return f"{path}.{key}" if path else key
+
+
+class _Data(TorchFunctionMode):
+    """``x.data``, read and set, while forward is traced; and which plain tensors of the model are ``read``."""
+
+    def __init__(self, held: _Held, inputs: Any, double: bool) -> None:
+        super().__init__()
+        self.held, self.double = held, double
+        self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a tensor: it, and what stands for it
+        self.read: set[int] = set()
+        self._plain = {id(t) for t in held.plain.values()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._plain:
+            self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
+        if func == _DATA_SET and isinstance(args[1], Tensor):
+            value = self.now(args[1])
+            _check_alike(f"sets .data of {self._name(args[0])}", args[0], value, self.double)
+            self.values[id(args[0])] = args[0], value
+            return None
+        if self.values:
+            alone = func == _DATA_GET or func is Tensor.detach or not torch.is_grad_enabled()
+            args, kwargs = pytree.tree_map(functools.partial(self.now, alone=alone), (args, kwargs))
+        return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
+
+    def now(self, value: Any, *, alone: bool = True) -> Any:
+        """What stands for a tensor, itself where nothing does. ``alone``: its gradient is not asked for."""
+        if not isinstance(value, Tensor) or id(value) not in self.values:
+            return value
+        if value.requires_grad and not alone:
+            raise UnsupportedError(
+                f"forward sets .data of {self._name(value)}, which takes a gradient, and reads it afterwards: its "
+                "gradient would be that of numbers that it no longer has. Change what is trained after the "
+                "optimizer's step, or freeze it (requires_grad_(False)) where it is not trained"
+            )
+        return self.values[id(value)][1]
+
+    def output(self, output: Any) -> Any:
+        """What forward gives, with what stands for its tensors."""
+        return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
+
+    def writes(self) -> Iterator[_Write]:
+        """What was set of tensors that the trace is given: of the model, or its inputs."""
+        for tensor, value in self.values.values():
+            if id(tensor) in self.held.names or id(tensor) in self.inputs:
+                yield _Write(tensor, value, f"sets .data of {self._name(tensor)}")
+
+    def _name(self, tensor: Tensor) -> str:
+        name = self.held.names.get(id(tensor))
+        return "a tensor" if name is None else repr(name)
+
+
+def _write_all(writes: Iterable[_Write], held: _Held, double: bool) -> None:
+    """At the end of forward: what was set goes into the memory that the model has."""
+    last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
+    if not last:
+        return
+    for write in last.values():
+        _check_alike(write.how, write.tensor, write.value, double)
+    _check_apart(last, held)
+    values = [w.value.clone() if _is_given(w.value) else w.value for w in last.values()]
     with torch.no_grad():
-        buffer.copy_(value)
+        for write, value in zip(last.values(), values, strict=True):
+            write.tensor.copy_(value)
+
+
+def _check_apart(writes: Mapping[int, _Write], held: _Held) -> None:
+    """Raise :class:`UnsupportedError` where states share memory after forward, and one of them is changed in place."""
+    before = {id(t): t for t in held.states.values() if t is not None}
+    after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
+    memory = {key: _memory(tensor) for key, tensor in after.items()}
+    changed = {memory_of(to) for node in _nodes(memory.values()) for to in written_by(node)}
+    for key, write in writes.items():
+        sharing = [k for k in after if memory[k] is memory.get(key) and _overlap(after[k], write.value)]
+        moved = any(before[k].requires_grad or _memory(before[k]) in changed for k in sharing)
+        if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
+            others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
+            raise UnsupportedError(
+                f"forward {write.how} to memory that it shares from then on with {others}, of which one is changed "
+                "in place; expected a copy: .copy_(...), or clone()"
+            )
+
+
+def _nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
+    """All nodes of the graph that ``some`` are in."""
+    return next((node.graph.nodes for node in some if node is not None), ())
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in the same memory may have elements in common."""
+    (start, end), (first, last) = (
+        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (one, other)
+    )
+    return start <= last and first <= end
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor has the memory of a state or an input."""
+    memory = _memory(tensor)
+    return memory is not None and memory.op == "placeholder"
+
+
+def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
+    both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
+    if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
+        return
+    wanted = "shape" if tensor.shape != value.shape else "type"
+    raise UnsupportedError(
+        f"forward {what}, {_shown(tensor)}, to {_shown(value)}; expected the same {wanted}: a plan holds states of "
+        "fixed shapes and types"
+    )
+
+
+def _node_of(tensor: Tensor) -> fx.Node | None:
+    """The node of the trace that makes a tensor."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return slot.proxy.node if slot is not None else None
+
+
+def _memory(tensor: Tensor) -> fx.Node | None:
+    node = _node_of(tensor)
+    return memory_of(node) if node is not None else None
 
 
 def _shown(value: Tensor | None) -> str:
-    return "None" if value is None else f"of shape {tuple(value.shape)}"
+    if value is None:
+        return "None"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _averages(module: _BatchNorm) -> bool:

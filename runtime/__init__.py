@@ -11,6 +11,7 @@ from runtime.data import Loader
 from runtime.engine import Engine
 from runtime.errors import (
     AgreementError,
+    BackwardError,
     BatchError,
     CheckpointError,
     DamagedCheckpointError,
@@ -18,6 +19,7 @@ from runtime.errors import (
     InstructionError,
     LaunchError,
     OffloadError,
+    OptimizerError,
     RankError,
     RankTimeout,
     WeightsError,
@@ -32,6 +34,7 @@ from runtime.watch import Monitor, Watch
 
 __all__ = [
     "AgreementError",
+    "BackwardError",
     "BatchError",
     "CheckpointError",
     "Checkpoints",
@@ -45,6 +48,7 @@ __all__ = [
     "LossSpikes",
     "Monitor",
     "OffloadError",
+    "OptimizerError",
     "Program",
     "RankError",
     "RankProgram",

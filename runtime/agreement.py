@@ -3,8 +3,9 @@
 A rank has a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` takes its norm for that of the whole model's, and
 divides by another number on every rank: replicas part, and what is on one rank alone learns at another rate, silently.
 So does whatever else a script does to one rank's parameters. Ranks that compute one result of different samples learn
-nothing, as silently. All three are looked for before the second, third, fifth, ninth step and so on, at the cost of
-reading the parameters once and of adding up a few numbers over all ranks.
+nothing, as silently; of global batches that are not the same on all ranks each rank takes a part, and the rest of what
+it was given is lost. All three are looked for before the second, third, fifth, ninth step and so on, batches before the
+first one too, at the cost of reading the parameters and a batch once and of adding up a few numbers over all ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from passes.layouts import Layout
-from runtime.batch import own_values, share_of
+from runtime.batch import batch_values, own_values, share_of
 from runtime.disk import forget
 from runtime.errors import AgreementError, BatchError, LaunchError
 from runtime.groups import Communicator, all_ranks
@@ -32,7 +32,18 @@ _SAME, _OTHER = 1e-4, 1e-3  # relative differences: of what rounding makes, and 
 _MASK = (1 << 62) - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
+_CHUNK = 1 << 20  # numbers of a batch that are looked at at a time
 _APART = 1e-3  # of a parameter's norm: more than kernels that add up in any order make of it
+
+_GLOBAL = (
+    "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
+    "generator of the same seed on each, without a DistributedSampler; or give each rank its own samples alone, those "
+    "of engine.share, with step(batch, local=True), as runtime.Loader does"
+)
+_LOCAL = (
+    "they compute one result: expected the same samples, those of engine.share, in the same order on all ranks of one "
+    "place on dp: draw them from a generator of the same seed on each, or use runtime.Loader"
+)
 
 _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
@@ -77,6 +88,7 @@ class Agreement:
             )
         if self.active and self._is_time(self._steps):
             self.check()
+        if self.rank.program.world_size > 1 and (self._steps == 0 or self._is_time(self._steps)):
             self._check_batch(batch, local)
 
     def after_step(self) -> None:
@@ -154,31 +166,35 @@ class Agreement:
             self._tell(order, first, kinds)
 
     def _check_batch(self, batch: Any, local: bool) -> None:
-        """Whether ranks of one place on ``dp`` were given the same samples: of a global batch all of them, with
-        ``local`` those that read an input."""
+        """Whether ranks were given the same samples: of a global batch all ranks all of them, with ``local`` those of
+        one place on ``dp`` that read an input."""
         program, share = self.rank.program, share_of(self.rank)
         paths = [data.path for data in program.inputs]
-        whole = replace(share, paths=frozenset(paths))
-        values = own_values(program, share, batch, True) if local else own_values(program, whole, batch)
+        if local:
+            values, at = own_values(program, share, batch, True), self.rank.coordinates["dp"]
+        else:  # behind those of all places
+            values, at = batch_values(program, batch), -1
         given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
-        at, count = self.rank.coordinates["dp"], program.size("dp")
-        high, low = self._extremes({at * len(paths) + k: h for k, h in given.items()}, count * len(paths))
+        count = program.size("dp")
+        place_of = {k: (at % (count + 1)) * len(paths) + k for k in given}
+        high, low = self._extremes({place_of[k]: h for k, h in given.items()}, (count + 1) * len(paths))
         differ = (high != low).nonzero().flatten().tolist()
         if not differ:
             return
-        place, path = divmod(int(differ[0]), len(paths))
-        mine = {self.rank.rank: given[path]} if at == place and path in given else {}
-        told, _ = self._extremes(mine, program.world_size)
+        first = int(differ[0])
+        own = next((given[k] for k in given if place_of[k] == first), None)
+        told, _ = self._extremes({} if own is None else {self.rank.rank: own}, program.world_size)
         ranks: dict[int, list[int]] = {}
         for rank, number in enumerate(told.tolist()):
             if number > -_MASK - 1:
                 ranks.setdefault(number, []).append(rank)
         some, others = (", ".join(map(str, same[:8])) for same in list(ranks.values())[:2])
+        names = list(dict.fromkeys(paths[int(place) % len(paths)] for place in differ))
+        more = f", and for {', '.join(map(repr, names[1:9]))} too" if len(names) > 1 else ""
+        expected = _GLOBAL if first // len(paths) == count else _LOCAL
         raise BatchError(
-            f"input {paths[path]!r}: ranks {some} were given other samples than ranks {others}, with which they "
-            "compute one result: expected the same global batch on all ranks, in the same order; draw it from a "
-            "generator of the same seed on each, without a DistributedSampler, or use runtime.Loader. The steps before "
-            "may have had such batches too"
+            f"input {names[0]!r}: ranks {some} were given other samples than ranks {others}{more}: {expected}"
+            f"{'. The steps before may have had such batches too' if self._steps else ''}"
         )
 
     def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:
@@ -270,8 +286,11 @@ def _hash_in_order(tensor: Tensor) -> int:
     """As :func:`_hash`, of a few numbers: another one where they are in another order."""
     data = tensor.detach().cpu().contiguous().reshape(-1)
     data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
-    bits = data.view(_BITS[data.element_size()]).long()
-    return int((bits * torch.arange(1, 2 * len(bits), 2)).sum()) & _MASK
+    found = 0
+    for number, bits in enumerate(data.view(_BITS[data.element_size()]).split(_CHUNK)):
+        odd = torch.arange(1, 2 * len(bits), 2)
+        found += int((bits.long() * (odd + 2 * _CHUNK * number)).sum())
+    return found & _MASK
 
 
 def _sketch(tensor: Tensor) -> Tensor:

@@ -37,9 +37,11 @@ from runtime.errors import LaunchError
 from runtime.execute import Executor
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, all_ranks
+from runtime.losses import StepLoss
 from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
+from runtime.optimizers import OptimizerCheck
 from runtime.planfile import placement_of, program_of
 from runtime.precision import check_fp8, products_of
 from runtime.program import Program, RankProgram
@@ -77,6 +79,13 @@ class Engine:
         compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
             work), or with another of torch's backends by its name.
 
+    Attributes:
+        steps: the batches of the run, one for each call of :meth:`step`, accumulated or not; :meth:`load` sets it to
+            that of the checkpoint. The numbers that the model draws, checkpoints' names, metrics and errors go by it.
+        optimizer_steps: the calls of :meth:`Checkpoints.after_step`, of the whole run likewise: with accumulation there
+            are fewer than ``steps``.
+        steps_run: the batches that this engine has run itself, whatever was loaded.
+
     Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
     the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32. Under a plan that
     offloads the optimizer, :meth:`parameters` are in host memory, and an ordinary optimizer of torch steps them there.
@@ -110,6 +119,9 @@ class Engine:
         check_fp8(program, self.device)
         self.seed = seed
         self.steps = 0
+        self.optimizer_steps = 0
+        self.steps_run = 0
+        self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
         self._disk = disk_for(self.rank_program, plan, offload_folder)
         source = None if weights is None else weights_of(weights)
         copier = Copier(self.device)
@@ -128,6 +140,8 @@ class Engine:
         self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
         if self._disk is not None:
             expect_on_disk(self, self._parameters.values())
+        self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
+        self._optimizers.attach(self)
         self._scale = scale_of(program, loss_scale)
         self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
@@ -156,8 +170,9 @@ class Engine:
 
     @property
     def loss(self) -> Tensor | None:
-        """The whole loss of the last step."""
-        return self._executor.loss
+        """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
+        loss = self._executor.loss
+        return None if loss is None else loss.as_subclass(StepLoss)
 
     @property
     def overflowed(self) -> bool:
@@ -171,7 +186,8 @@ class Engine:
         ``[batch, ...]`` its ``[batch / dp, ...]``, or ``{}`` where it reads none.
         Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
         far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
-        Returns the loss of the whole batch, a 0-d tensor, the same on all ranks; ``None`` if the program has no loss.
+        Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
+        ``None`` if the program has no loss.
         Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
         instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks),
         :class:`LaunchError` inside a region of ``torch.autocast``.
@@ -203,6 +219,7 @@ class Engine:
             self._gradients.restore()
             raise
         self.steps += 1
+        self.steps_run += 1
         if self._scale is not None:
             scaled = self._scale.value
             self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
@@ -223,7 +240,7 @@ class Engine:
         self._agreement.after_step()
         if self._disk is not None:
             self._disk.forget()
-        return self._executor.loss
+        return self.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter.
@@ -238,8 +255,11 @@ class Engine:
         Under tensor and expert parallelism a parameter is cut along its dims; under ZeRO what is left is shared flat,
         and the parameter is this rank's elements, of shape ``[elements]``, none at all perhaps. What an optimizer
         computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
-        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), sees the shard alone
-        and computes something else: use it with plans that shard nothing.
+        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), would see the shard
+        alone and compute something else: before its first step it is tried on small tensors, and refused with
+        :class:`OptimizerError` where its updates of parts are others. With plans that cut none of its parameters it
+        is used as it is. Under pipeline parallelism an optimizer that looks at all parameters at once (LBFGS, SAM) is
+        refused likewise. :meth:`trust_optimizer` leaves the trial out.
 
         What is frozen by ``requires_grad_(False)`` has no gradient from then on, on all ranks or none. What was frozen
         when the plan was made cannot be trained under it.
@@ -250,6 +270,12 @@ class Engine:
         yield from self._parameters.values()
         if self._nothing is not None:
             yield self._nothing
+
+    def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
+        """``optimizer``, which is not tried before its first step: what it does to this rank's parts of parameters is
+        what is meant. All ranks call it."""
+        self._optimizers.trust(optimizer)
+        return optimizer
 
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """``optimizer``, made of :meth:`parameters`, with its states on disk, where the plan keeps them there; else as
@@ -358,24 +384,33 @@ class Engine:
         *,
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
-    ) -> None:
+    ) -> int | None:
         """Go on from what :meth:`save` wrote under this plan or another one, or from a safetensors folder; all ranks
         call it.
 
         ``directory``: a checkpoint, or a folder of many, of which the latest is taken. ``verify``: compare all files
-        with their checksums first. Raises :class:`CheckpointError`, naming the file and the checkpoint before, where
-        one is damaged, and :class:`WeightsError` where it is another model's.
+        with their checksums first. A save there that is under way, of any engine or process, is waited for.
+
+        Returns the step that was loaded, which is :attr:`steps` then; ``None`` where there are weights alone. Raises
+        :class:`CheckpointError`, naming the file and the checkpoint before, where one is damaged, and
+        :class:`WeightsError` where it is another model's.
         """
         directory = Path(directory)
-        self._saver.rest()
+        self._saver.rest(directory.resolve())
         self._agreement.forget()
         recover(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)
-            return
+            return None
         with self.doing("loading"):
             load(self, directory, optimizer, extra, verify)
+        return self.steps
+
+    def count_optimizer_step(self) -> None:
+        """The optimizer has stepped; once for all calls between two of :meth:`step`. :class:`Checkpoints` calls it."""
+        self.optimizer_steps += int(self._counted_at != self.steps_run)
+        self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
         """Tells who watches what is done outside of steps."""

@@ -50,6 +50,14 @@ class OffloadError(LaunchError):
     parameter after another."""
 
 
+class BackwardError(PartitionError):
+    """``backward`` is called on a loss of :meth:`Engine.step`, which has run it."""
+
+
+class OptimizerError(PartitionError):
+    """An optimizer would step the parts of parameters that ranks have otherwise than the whole parameters."""
+
+
 class AgreementError(PartitionError):
     """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
 

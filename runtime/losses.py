@@ -7,12 +7,15 @@ do then, no other waits for, which may begin the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from passes.serialize import dtype_of
+from runtime.errors import BackwardError
 from runtime.groups import Communicator, Pending, Work
 from runtime.program import Instruction, Program, RankProgram
 from runtime.waiting import wait_for
@@ -134,3 +137,43 @@ def loss_edges(program: Program) -> set[tuple[int, int, str]]:
         return set()
     source, count = loss_stage(program), len(program.stages)
     return {(stage, target, CHANNEL) for stage in range(count) for target in neighbours(stage, source, count)[1]}
+
+
+class StepLoss(Tensor):
+    """The loss of a step, as a script gets it: a tensor without a graph, of which backward says why.
+
+    What is computed from it is one as well. Where something else that takes a gradient is added, backward goes there.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
+            raise BackwardError(
+                "backward is called on a loss that engine.step(batch) has returned, or on a number made of it, which "
+                "has no graph: step() has run forward and backward, and parameters have their gradients; leave "
+                "backward out. Weigh the loss in the model's forward, or the gradients before optimizer.step(); losses "
+                "in float16 are scaled by the engine itself (loss_scale)"
+            )
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return str(self.as_subclass(Tensor).__repr__(**kwargs))
+
+    def __format__(self, spec: str) -> str:
+        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved, and sent to other processes, as a tensor of torch's own."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
+        return self.as_subclass(Tensor).detach().clone().as_subclass(StepLoss)
+
+
+def _has_graph(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.requires_grad
+
+
+_BACKWARD_FUNCTIONS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})

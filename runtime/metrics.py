@@ -45,11 +45,12 @@ _WORDS = (  # of a step's line: the figure, how it is written, and in which unit
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, the optimizer's part and whatever else the script does included.
+    """One step of the optimizer, and all batches that it is made of; whatever else the script does included.
 
-    ``tokens_per_s``: of the whole batch; ``mfu``: a share of the peak of all devices; ``memory``: the most bytes so far
-    on this rank (of the device, or resident on a CPU); ``bubble``: the share of the step that ranks wait for others,
-    the mean of all ranks where they are watched on this host, else this rank's.
+    ``step``: the batches so far, ``engine.steps``; ``tokens_per_s``: of all of these batches, whole; ``mfu``: a share
+    of the peak of all devices; ``memory``: the most bytes so far on this rank (of the device, or resident on a CPU);
+    ``bubble``: the share of the time that ranks wait for others, the mean of all ranks, in the last batch, where they
+    are watched on this host, else this rank's.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepLog:
         self.tokens, self.samples = batch_size(engine.program)
         self.full_speed_s = _full_speed(plan)
         self._lines = None if folder is None else _Lines(Path(folder))
+        self._steps_run = engine.steps_run
         self._last = time.perf_counter()
         self._waited = waited.ns
 
@@ -102,7 +104,8 @@ class StepLog:
         self.close()
 
     def step(self, loss: Tensor | float | None = None, **more: float) -> StepMetrics:
-        """The step that has just ended: since the last call, or since the log was made. ``more`` goes to the files.
+        """What was done since the last call, or since the log was made: a batch, or several whose gradients were added
+        up, before or after the optimizer's step. ``more`` goes to the files.
 
         Reads the loss, which on a CUDA device waits for it.
         """
@@ -110,13 +113,15 @@ class StepLog:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         waiting, self._waited = (waited.ns - self._waited) * 1e-9, waited.ns
+        steps_run, self._steps_run = self.engine.steps_run - self._steps_run, self.engine.steps_run
+        rate = steps_run / seconds
         found = StepMetrics(
             step=self.engine.steps,
             seconds=seconds,
             loss=value,
-            tokens_per_s=self.tokens / seconds if self.tokens else None,
-            samples_per_s=self.samples / seconds if self.samples else None,
-            mfu=self.full_speed_s / seconds if self.full_speed_s else None,
+            tokens_per_s=rate * self.tokens or None,
+            samples_per_s=rate * self.samples or None,
+            mfu=(rate * self.full_speed_s or None) if self.full_speed_s else None,
             memory=peak_memory(self.engine.device),
             bubble=self._bubble(seconds, waiting),
         )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from torch.distributed.rendezvous import rendezvous
 
 from runtime.errors import Failure, InstructionError
@@ -86,5 +86,28 @@ def _record(error: Exception) -> None:
     try:
         raise InstructionError(failure) from error
     except InstructionError as told:  # with the traceback that is being handled
-        with contextlib.suppress(Exception):
-            get_error_handler().record_exception(told)
+        tell_torchrun(told)
+
+
+def tell_torchrun(error: InstructionError) -> None:
+    """Write why this process ends to where torchrun reads it, whole or not at all.
+
+    torchrun reads the file of a process that it has itself ended, at any moment, and fails where it finds a part of it.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return
+    with contextlib.suppress(Exception):
+        handler = _ErrorFile(f"{path}.{os.getpid()}")
+        handler.record_exception(error)
+        os.replace(handler.path, path)
+
+
+class _ErrorFile(ErrorHandler):
+    """Writes what torchrun reads to ``path``."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def _get_error_file_path(self) -> str:
+        return self.path

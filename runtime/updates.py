@@ -12,6 +12,8 @@ from runtime.gradients import sharing
 from runtime.groups import Communicator
 from runtime.program import Program, RankProgram
 
+_SHORT = (torch.float16, torch.bfloat16)
+
 
 def updated_states(program: Program) -> list[str]:
     """The buffers that a step changes."""
@@ -37,7 +39,8 @@ class Updates:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """What a microbatch adds up to the ``value`` of a buffer."""
+        """What a microbatch adds up to the ``value`` of a buffer; short types are added up in float32."""
+        part = part.float() if part.dtype in _SHORT else part
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ show. While one window is stepped the next one is read, and the one before writt
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,14 +20,15 @@ from runtime.disk import Disk, is_mapped, trim
 from runtime.errors import OffloadError
 
 WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
-_KEEPER = "_window_keeper"
+KEEPER = "_window_keeper"
 
 _Part = tuple[int, list[nn.Parameter]]  # a group, and which of its parameters
+_Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
     """What keeps an optimizer's states on disk; ``None`` where nothing does."""
-    return getattr(optimizer, _KEEPER, None)
+    return getattr(optimizer, KEEPER, None)
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
@@ -55,7 +57,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     hooked: Any = torch.optim.Optimizer.profile_hook_step(windowed)  # hooks run once, not for every window
     hooked.hooked = True
     optimizer.__class__ = type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__})
-    setattr(optimizer, _KEEPER, windows)
+    setattr(optimizer, KEEPER, windows)
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
@@ -69,8 +71,37 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
                 "memory: call engine.on_disk(optimizer) once, before its first step"
             )
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(engine, handle.remove)
+    step_hook.add(engine, check)
+
+
+class StepHook:
+    """Checks before every step of any optimizer, each as long as its engine is there.
+
+    By one hook of torch's, which stays once there is a check: torch iterates over its hooks while a step runs, and an
+    engine may go meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._checks: weakref.WeakKeyDictionary[object, list[_Check]] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()  # ranks may be threads
+        self._is_registered = False
+
+    def add(self, engine: object, check: _Check) -> None:
+        """``check`` gets the optimizer and the arguments of its step, and does not refer to ``engine``."""
+        with self._changing:
+            self._checks.setdefault(engine, []).append(check)
+            if not self._is_registered:
+                register_optimizer_step_pre_hook(self._before_step)
+                self._is_registered = True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._changing:
+            checks = [check for of_engine in self._checks.values() for check in of_engine]
+        for check in checks:
+            check(optimizer, args, kwargs)
+
+
+step_hook = StepHook()
 
 
 class Windows:

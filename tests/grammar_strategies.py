@@ -14,8 +14,8 @@ from tests.grammar_recipes import Mesh, Op, Recipe
 
 CHANGED_INPUTS = True
 PYTHON_STATE = True
-AFFINE_GRADIENTS = False
-BENT_GRADIENTS = False
+AFFINE_GRADIENTS = True
+BENT_GRADIENTS = True
 SELECTED_ROWS = True
 SUMMED_BUFFERS = True
 TENSOR_HOOKS = True

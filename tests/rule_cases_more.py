@@ -25,6 +25,16 @@ POINTWISE = [
     case("partition::normal", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
     case("partition::exponential", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
     case("partition::bits", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
+    case("partition::fraction", i(99, 4, 6), torch.tensor(3), torch.tensor(7), grad=False),
+    case("partition::gamma", i(99, 4, 6), torch.tensor(3), torch.tensor(7), positive(4, 6), grad=False),
+    case("partition::poisson", i(99, 4, 6), torch.tensor(3), torch.tensor(7), positive(4, 6), grad=False),
+    case(
+        "partition::binomial",
+        *(i(99, 4, 6), torch.tensor(3), torch.tensor(7), i(40, 4, 6).double(), positive(6)),
+        grad=False,
+    ),
+    case("partition::gamma_grad", positive(4, 6), positive(4, 6), grad=False),
+    case("partition::dirichlet_grad", positive(4, 6), positive(4, 6), positive(4, 1) + 6, grad=False),
 ]
 CONTRACTION = [case("addmv", f(4), f(4, 6), f(6))]
 ATTENTION = [
@@ -47,6 +57,9 @@ CONVOLUTION = [
     case("max_pool1d", f(4, 6, 8), [2]),
     case("max_pool1d_with_indices", f(4, 6, 8), [2]),
     case("max_pool3d", f(2, 4, 4, 4, 4), [2, 2, 2]),
+    case("fractional_max_pool2d", f(2, 4, 6, 6), [2, 2], [3, 3], positive(2, 4, 2), grad=(0,)),
+    case("fractional_max_pool2d", f(4, 6, 6), [2, 2], [3, 3], positive(1, 4, 2), grad=(0,)),
+    case("fractional_max_pool3d", f(2, 4, 6, 6, 6), [2, 2, 2], [3, 3, 3], positive(2, 4, 3), grad=(0,)),
     case("max_pool3d_with_indices", f(2, 4, 4, 4, 4), [2, 2, 2]),
     case("adaptive_avg_pool1d", f(4, 6, 8), [2]),
     case("_adaptive_avg_pool2d", f(4, 6, 8, 8), [2, 2]),

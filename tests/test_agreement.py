@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runtime import AgreementError, BatchError, Engine, LocalRanks
+from runtime.agreement import _hash_in_order
 from runtime.precision import with_precision
 from runtime.program import Program
 from tests.runtime_programs import BATCH, Net, net_inputs, program_of_net
@@ -148,6 +149,7 @@ def test_ranks_that_are_given_other_samples_are_refused(plan: dict[str, Any], lo
     """Those of a generator of each rank's own, and the same ones in another order."""
     program = program_of_net(**plan)
     last = program.world_size - 1
+    others = last - 1 if local else ", ".join(map(str, range(last)))  # with local=True those of one place on dp
 
     def work(communicator: Any) -> str:
         engine = Engine(program, Net(), communicator=communicator)
@@ -173,4 +175,83 @@ def test_ranks_that_are_given_other_samples_are_refused(plan: dict[str, Any], lo
     if local and "pp" in plan:  # what only one rank reads is compared with nothing
         assert told == ["", ""]
     else:
-        assert all(f"ranks {last - 1} were given other samples than ranks {last}," in text for text in told)
+        assert all(f"ranks {others} were given other samples than ranks {last}" in text for text in told)
+
+
+WORLDS: list[dict[str, Any]] = [
+    {"dp": 2},
+    {"dp": 4},
+    {"dp": 2, "tp": 2},
+    {"pp": 2, "dp": 2},
+    {"dp": 2, "pp": 2, "tp": 2, "halves": True},
+    {"tp": 2},
+]
+
+
+def refusals(program: Program, changed: Callable[[dict[str, torch.Tensor], int], Any], first: int = 0) -> list[str]:
+    """What each rank is told of batches that are other ones on some ranks from step ``first`` on."""
+
+    def work(communicator: Any) -> str:
+        engine = Engine(program, Net(), communicator=communicator)
+        try:
+            for step in range(first + 2):
+                engine.step(changed(net_inputs(), communicator.rank) if step >= first else net_inputs())
+        except BatchError as error:
+            return str(error)
+        return ""
+
+    return on_every_rank(program, work)
+
+
+@pytest.mark.parametrize("plan", WORLDS, ids=str)
+def test_other_global_batches_on_some_ranks_are_refused_before_the_first_step(plan: dict[str, Any]):
+    """Of plain data parallelism too, where each rank reads another part, and would leave the rest unread."""
+    program = program_of_net(**plan)
+
+    def drawn(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return {**batch, "x": torch.randn(batch["x"].shape, generator=generator)}
+
+    for text in refusals(program, drawn):
+        assert "input 'x': ranks 0 were given other samples than ranks 1" in text
+        assert "step(batch, local=True), as runtime.Loader does" in text and "before" not in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        (lambda batch, rank: {n: x.roll(rank, 0) for n, x in batch.items()}, ["x", "target", "weight"]),
+        (lambda batch, rank: {**batch, "target": batch["target"] * (1 + 1e-7 * rank)}, ["target"]),
+        (lambda batch, rank: {**batch, "weight": batch["weight"].index_fill(0, torch.tensor([7]), rank)}, ["weight"]),
+    ],
+    ids=["another order", "rounding", "one number that one rank reads"],
+)
+def test_all_inputs_that_differ_are_named(changed: Any, names: list[str]):
+    for text in refusals(program_of_net(dp=2), changed):
+        assert f"input {names[0]!r}: ranks 0" in text
+        assert [n for n in ("x", "target", "weight") if repr(n) in text] == names
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_later_steps_are_looked_at_now_and_then(first: int):
+    def changed(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        return {n: x.roll(rank, 0) for n, x in batch.items()}
+
+    assert all("The steps before may have" in text for text in refusals(program_of_net(dp=2), changed, first))
+
+
+def test_what_each_rank_reads_alone_may_differ():
+    """With ``local=True`` each place on dp has its own samples; and a large batch is hashed in parts."""
+    program = program_of_net(dp=2)
+
+    def work(communicator: Any) -> bool:
+        engine = Engine(program, Net(), communicator=communicator)
+        rows = engine.share.rows(BATCH)
+        for _ in range(3):
+            engine.step({n: x[rows.start : rows.stop] for n, x in net_inputs().items()}, local=True)
+        return True
+
+    assert on_every_rank(program, work) == [True, True]
+    large = torch.arange(3_000_000, dtype=torch.float32)
+    assert _hash_in_order(large) != _hash_in_order(large.roll(1 << 20)) != _hash_in_order(large.flip(0))
+    assert _hash_in_order(large) == _hash_in_order(large.clone())

@@ -49,6 +49,7 @@ def changed_by(model: nn.Module) -> list[str]:
 
 MESHES = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})
 UNCHANGED = {"num_batches_tracked"}  # instance norm counts nothing
+SUMS = {"instance norm", "instance norm, no momentum", "queue"}  # of samples, which nothing reads in the same step
 
 
 @pytest.mark.parametrize("number", range(len(TOGETHER)), ids=[*TOGETHER])
@@ -58,7 +59,7 @@ def test_what_depends_on_samples_is_that_of_the_whole_batch(number: int):
     model = build()
     inputs = inputs_of(model)
     plan = planned(model, inputs, **MESHES[number % 2])
-    assert plan.num_microbatches == 1
+    assert plan.num_microbatches == 1 or name in SUMS
     expected = {n for n in changed_by(model) if "instance" not in name or n.rpartition(".")[2] not in UNCHANGED}
     assert set(judged(model, inputs, plan)) == expected
 
@@ -200,7 +201,9 @@ class Cache(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("held", "said"), [(True, "to of shape .9,.; expected the same shape"), (False, "no buffer")])
+@pytest.mark.parametrize(
+    ("held", "said"), [(True, "to float32 of shape .9,.; expected the same shape"), (False, "no buffer")]
+)
 def test_other_shapes_and_plain_tensors_are_refused(held: bool, said: str):
     model = Around(Cache(held))
     with pytest.raises(UnsupportedError, match=said):

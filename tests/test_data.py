@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from runtime import BatchError, CheckpointError, Engine, Loader, LocalRanks
 from runtime.batch import own_values, share_of
@@ -285,3 +287,171 @@ def test_what_cannot_be_split_is_refused():
         return str(error.value)
 
     assert all("7 samples does not split over 2" in told for told in on_every_rank(program_of_net(dp=2), work))
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The samples of ``Rows`` one after the other, without a length; in each epoch from another one on."""
+
+    def __init__(self, count: int = 5 * BATCH) -> None:
+        self.count = count
+        self.first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch
+
+    def __iter__(self) -> Any:
+        return (Rows()[(i + self.first) % self.count] for i in range(self.count))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.count
+
+
+class Plain:
+    """No dataset of torch's: anything that can be iterated over again."""
+
+    def __iter__(self) -> Any:
+        return iter(Stream())
+
+
+def in_stream(places: range, count: int) -> list[int]:
+    """The samples of ``Stream`` at ``places``."""
+    return [(p % count + p // count) % count for p in places]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("made", [Stream, Sized])
+def test_ranks_have_their_rows_of_a_stream(mesh: dict[str, Any], made: type[Stream]):
+    """Over the ends of epochs, and after a restart."""
+    program, count = program_of_net(**mesh), 3 * BATCH - 2
+    state: dict[str, Any] = {}
+
+    def work(communicator: Any, start: int) -> list[Any]:
+        loader = Loader(made(count), Engine(program, Net(), communicator=communicator))
+        if start:
+            loader.load_state_dict(dict(state))
+        batches = [next(loader) for _ in range(4)]
+        state.update(loader.state_dict() if not start else {})
+        return batches
+
+    for start in (0, 4):
+        batches = on_every_rank(program, lambda c, start=start: work(c, start))
+        for number in range(program.world_size):
+            at, each = program.coordinates(number), BATCH // program.mesh.get("dp", 1)
+            for k, batch in enumerate(batches[number]):
+                begin = (start + k) * BATCH + at["dp"] * each
+                own = in_stream(range(begin, begin + each), count)
+                expected = batch_of(own) if at["pp"] in (0, len(program.stages) - 1) else {}
+                assert batch.keys() == expected.keys()
+                assert all(torch.equal(batch[name], expected[name]) for name in batch)
+    assert state["samples"] == 4 * BATCH
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 4, "num_microbatches": 4}], ids=str)
+@pytest.mark.parametrize("made", [Stream, Sized])
+def test_all_ranks_find_the_end_of_a_stream_of_any_length(mesh: dict[str, Any], made: type[Stream]):
+    """Those that read no inputs too."""
+    program = program_of_net(**mesh)
+
+    def work(communicator: Any) -> int:
+        loader = Loader(made(2 * BATCH + 3), Engine(program, Net(), communicator=communicator), epochs=3)
+        number = len([*loader])
+        with pytest.raises(BatchError, match="come to the end of its 3 epochs"):
+            iter(loader)
+        return number
+
+    assert on_every_rank(program, work) == [3 * (2 * BATCH + 3) // BATCH] * program.world_size
+
+
+@pytest.mark.parametrize("made", [Stream, Sized, Plain, lambda: ChainDataset([Stream()])], ids=str)
+def test_one_worker_may_read_ahead(made: Any):
+    loaders = [one_rank(made(), num_workers=number, collate=list) for number in (0, 1)]
+    for _ in range(7):
+        here, there = (next(loader) for loader in loaders)
+        assert len(here) == BATCH
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(here, there, strict=True) for n in a)
+    assert loaders[0].state_dict() == loaders[1].state_dict()
+
+
+def test_training_on_a_stream_goes_on_where_it_was():
+    def losses(loader: Loader, number: int) -> list[float]:
+        return [float(engine.step(next(loader), local=True)) for _ in range(number)]  # type: ignore[arg-type]
+
+    engine = Engine(program_of_net(), Net())
+    expected = losses(one_rank(Stream()), 7)
+    first, second = one_rank(Stream()), one_rank(Stream(), num_workers=1)
+    found = losses(first, 4)
+    second.load_state_dict(first.state_dict())
+    assert found + losses(second, 3) == expected
+
+
+class Short(Sized):
+    def __len__(self) -> int:
+        return self.count + 1
+
+
+class Long(Sized):
+    def __len__(self) -> int:
+        return self.count - 1
+
+
+class Once(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1
+
+    def __iter__(self) -> Any:
+        self.left -= 1
+        return iter([Rows()[i] for i in range(BATCH)] if self.left >= 0 else [])
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "told"),
+    [
+        (Stream(), {"shuffle": True}, "shuffle=True of a stream, whose samples come in its own order"),
+        (Stream(), {"num_workers": 2}, "num_workers=2 of a stream.*pass num_workers=1"),
+        (Sized(3), {"epochs": 1}, f"1 epochs of 3 samples hold no whole batch: expected at least {BATCH}"),
+        ((i for i in range(9)), {}, "is an iterator, a generator, which can be read once"),
+        (DataLoader(Rows()), {}, "is a DataLoader, which makes batches of its own"),  # type: ignore[arg-type]
+        (NoLength(), {}, "a NoLength, has __getitem__ and no __len__"),
+        (3, {}, "a int, has neither __getitem__ nor __iter__"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_when_the_loader_is_made(dataset: Any, options: dict[str, Any], told: str):
+    with pytest.raises(BatchError, match=told):
+        one_rank(dataset, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("made", "options", "told"),
+    [
+        (lambda: Stream(3), {"epochs": 1}, "1 epochs of the stream hold no whole batch"),
+        (lambda: Stream(0), {}, r"gave no samples in epoch 0 \(from 0\)"),
+        (Once, {}, r"gave no samples in epoch 1 \(from 0\).*make its iterator in __iter__"),
+        (lambda: Short(BATCH), {}, "the stream's length is 9, and it gave 8 samples in epoch 0"),
+        (lambda: Long(BATCH), {}, "the stream's length is 7, and it gave more samples in epoch 0"),
+    ],
+)
+def test_streams_that_are_not_what_they_say_are_refused(
+    made: Any, options: dict[str, Any], told: str, num_workers: int
+):
+    loader = one_rank(made(), num_workers=num_workers, **options)
+    with pytest.raises(BatchError, match=told):
+        list(itertools.islice(loader, 3))
+
+
+def test_the_state_of_a_dataset_is_none_of_a_stream():
+    with pytest.raises(CheckpointError, match="read a dataset of 40 samples, this one has a stream of unknown length"):
+        one_rank(Stream()).load_state_dict(one_rank(Rows()).state_dict())
+    with pytest.raises(CheckpointError, match="has read a shuffled dataset, this one is a stream"):
+        one_rank(Sized()).load_state_dict(one_rank(Rows()).state_dict())
+    with pytest.raises(BatchError, match="a stream whose length is not known"):
+        assert one_rank(Stream()).epoch == 0
+    assert one_rank(Sized()).epoch == 0

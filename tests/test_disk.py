@@ -70,6 +70,8 @@ def trained(program: Program, name: str, folder: Path, make: Make, steps: int = 
     def work(communicator: Any) -> dict[str, Tensor]:
         engine = Engine(program, weights, communicator=communicator, offload_folder=folder)
         optimizer = engine.on_disk(make(engine.parameters()))
+        if isinstance(optimizer, torch.optim.Adafactor):
+            engine.trust_optimizer(optimizer)  # steps its parts alike, wherever their states are
         for step in range(steps):
             batch = {i.path: inputs(step)[i.path] for i in program.inputs}
             floats = {i.path: getattr(torch, i.dtype) for i in program.inputs if i.path in batch}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from runtime import BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
+from runtime import BackwardError, BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
 from runtime.program import Instruction, Program, Stage
 from runtime.threads import ThreadWorld
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -259,3 +262,51 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
 
 def test_instructions_print_in_the_notation_of_torch():
     assert str(Instruction(op="SEND_F", stage=1, microbatch=2, peer=2)) == "1SEND_F2"
+
+
+BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
+    "of the loss": lambda loss: loss.backward(),
+    "of a part, as in accumulation": lambda loss: (loss / 4).backward(),
+    "scaled": lambda loss: torch.amp.GradScaler("cpu").scale(loss).backward(),
+    "by autograd": lambda loss: torch.autograd.backward([loss]),
+    "of gradients": lambda loss: torch.autograd.grad(loss, [torch.ones(1, requires_grad=True)]),
+    "of a mean": lambda loss: torch.stack([loss, loss.detach()]).mean().backward(retain_graph=True),
+    "of a copy": lambda loss: copy.deepcopy(loss).double().cpu().clone().backward(gradient=torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS.keys())
+def test_backward_of_a_steps_loss_is_refused(backward: Callable[[Tensor], Any]):
+    engine = Engine(program_of_net(), Net())
+    loss = engine.step(net_inputs())
+    assert loss is not None
+    with pytest.raises(BackwardError, match=r"step\(\) has run forward and backward"):
+        backward(loss)
+    assert engine.loss is not None
+    with pytest.raises(BackwardError, match="leave backward out"):
+        backward(engine.loss)
+
+
+def test_a_steps_loss_is_otherwise_a_number():
+    loss = Engine(program_of_net(), Net()).step(net_inputs())
+    expected = reference()[1]["loss"]
+    assert loss is not None and not loss.requires_grad and loss.grad_fn is None
+    assert loss.item() == float(loss) == loss.numpy() == loss.detach().tolist()
+    assert f"{loss:.3f}" == f"{expected:.3f}" and repr(loss) == repr(loss.detach().as_subclass(Tensor))
+    assert torch.isfinite(loss) and loss < 1e9 and bool(loss) and max(loss, expected) >= expected
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(expected, loss)
+    total = 0.0
+    total += loss
+    torch.testing.assert_close(sum([loss, loss]) / 2 + total, 2 * expected)
+    kept = io.BytesIO()
+    torch.save({"loss": loss}, kept)
+    kept.seek(0)
+    assert type(torch.load(kept, weights_only=True)["loss"]) is Tensor  # as scripts load what they have saved
+
+
+def test_what_has_a_graph_beside_a_steps_loss_has_its_gradient():
+    loss = Engine(program_of_net(), Net()).step(net_inputs())
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    (loss + (weight**2).sum()).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [4.0, 4.0, 4.0]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
+from runtime.errors import Failure, InstructionError
 from runtime.launch import _parser, random_batch
 from runtime.planfile import program_of
 from runtime.program import Program
+from runtime.restarts import tell_torchrun
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, infer_only
 
@@ -287,3 +290,27 @@ def test_a_cause_on_one_host_is_told_on_the_other(tmp_path: Path, how: str, kind
     for line in told:
         assert line.startswith("first cause: rank 1, ")
         assert kind in line
+
+
+def test_torchrun_finds_the_whole_reason_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torchrun reads the file of a rank that it has ended, and fails where there is a part of one."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    seen: list[bool] = []
+    dump = json.dump
+
+    def looked(data: Any, file: Any) -> None:
+        file.write("{")
+        file.flush()
+        seen.append(path.exists())
+        file.seek(0)
+        dump(data, file)
+
+    monkeypatch.setattr(json, "dump", looked)
+    error = InstructionError(Failure(3, "no memory", "RuntimeError", instruction="2B0"))
+    tell_torchrun(error)
+    assert seen == [False]
+    assert json.loads(path.read_text())["message"]["message"].startswith("InstructionError: rank 3, 2B0: RuntimeError")
+    assert [*tmp_path.iterdir()] == [path]
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    tell_torchrun(error)  # not a worker of torchrun

@@ -96,6 +96,18 @@ for _places in (2, 3):
         return named(node, [names, names], [names])
 
 
+for _places in (2, 3):
+    _fractional = f"fractional_max_pool{_places}d"
+
+    @family(_fractional)
+    def fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
+        """Each channel of each sample has random numbers of its own; an input without samples has those of one."""
+        x, _ = operands_of(node)
+        names = ["b", "c"] if len(shape(x)) == n + 2 else ["c"]
+        images = [*names, *[None] * n]
+        return named(node, [images, [*([None] * (2 - len(names))), *names, None]], [images for _ in results_of(node)])
+
+
 @family("im2col", "col2im")
 def columns(node: fx.Node) -> OpFactors:
     """Patches of channels (c k), k the places of a patch, from channels c; and back."""

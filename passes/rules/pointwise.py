@@ -170,7 +170,10 @@ def glu(node: fx.Node) -> OpFactors:
     return OpFactors(sizes, (halves,), found.results, frozenset(("half",)))
 
 
-@family("partition::uniform", "partition::normal", "partition::exponential", "partition::bits")
+@family(
+    *(f"partition::{name}" for name in ("uniform", "normal", "exponential", "bits", "fraction")),
+    *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
+)
 def drawn(node: fx.Node) -> OpFactors:
-    """Numbers by place are a function of each element's index alone."""
+    """Numbers by place are a function of each element's index, and of its parameters, alone."""
     return elementwise(node)

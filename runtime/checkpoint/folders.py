@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.writers import has_ended, this_process
+from runtime.checkpoint.writers import has_ended, is_here, this_process
 from runtime.errors import CheckpointError
 from runtime.files import sync_folder, write_text
 
@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
 _LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
+_QUIET_S = 10.0  # after which nobody writes on, of whom nothing else is known
 _LOOK_S = 2.0  # between two looks at who writes
 
 
@@ -166,6 +167,40 @@ def recover(final: Path) -> None:
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
             os.rename(Target(final, "").old, final)
+
+
+def wait_for_writers(directory: Path, timeout: float) -> None:
+    """Until nobody writes what is to be ``directory``, or a folder in it, any more. What a process has left that has
+    ended is not waited for, nor what has not changed for a while where that cannot be known: on another host.
+
+    Raises :class:`CheckpointError` where that takes more than ``timeout`` seconds.
+    """
+    changed: dict[Path, tuple[int, float]] = {}  # of each folder: what it looked like, and since when
+    writing: list[Path] = []
+    for _ in _moments(timeout):
+        found = [*directory.parent.glob(f".{directory.name}.*.partial"), *directory.glob(".*.partial")]
+        writing = [folder for folder in found if _is_written(folder, changed)]
+        if not writing:
+            return
+    raise CheckpointError(f"{directory} cannot be loaded: {writing[0]} has been written there for {timeout:g} s")
+
+
+def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
+    """Whether the first rank, which completes it, writes a folder, as far as can be known."""
+    if folder.with_suffix(".failed").exists():
+        return False
+    try:
+        looks = hash(tuple(sorted((p.name, p.stat().st_size) for p in folder.iterdir())))
+        first = folder / ".writer-0"
+        writer = first.read_text() if first.exists() else ""
+    except OSError:  # it is complete, or removed
+        return folder.exists()
+    if has_ended(writer):
+        return False
+    now = time.monotonic()
+    seen, since = changed.get(folder, (None, now))
+    changed[folder] = looks, since if seen == looks else now
+    return is_here(writer) or now - changed[folder][1] < _QUIET_S
 
 
 def remove(path: Path) -> None:

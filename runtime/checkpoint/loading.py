@@ -45,6 +45,11 @@ class Found(NamedTuple):
         return int(self.manifest["steps"])
 
     @property
+    def optimizer_steps(self) -> int:
+        """Those of steps, where an earlier version has not told them apart."""
+        return int(self.manifest.get("optimizer_steps", self.steps))
+
+    @property
     def files(self) -> dict[str, FileSum]:
         return {name: FileSum(**content) for name, content in self.manifest["files"].items()}
 

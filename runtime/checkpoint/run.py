@@ -31,6 +31,7 @@ def common_state(engine: Engine) -> dict[str, Any]:
     """What is the same on all ranks."""
     return {
         "steps": engine.steps,
+        "optimizer_steps": engine.optimizer_steps,
         "seed": engine.seed,
         "scale": None if engine._scale is None else engine._scale.state_dict(),
         "residuals": way_of(engine.program),
@@ -84,6 +85,7 @@ def go_on(
     Raises :class:`CheckpointError` where ``origin`` lacks what ``extra`` names.
     """
     engine.steps, engine.seed = run["steps"], run["seed"]
+    engine.optimizer_steps = run.get("optimizer_steps", run["steps"])  # earlier versions did not tell them apart
     if engine._scale is not None and run["scale"] is not None:
         engine._scale.load_state_dict(run["scale"])
         engine._gradients.rescale(engine._scale.value / run["scale"]["value"])

@@ -9,6 +9,7 @@ import pickle
 import secrets
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.boxes import Piece, held_by, pieces, written_by
-from runtime.checkpoint.folders import MANIFEST, OWN, Target, remove
+from runtime.checkpoint.folders import MANIFEST, OWN, Target, remove, wait_for_writers
 from runtime.checkpoint.plain import alike, packed, unpacked
 from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.training import Optimizers, OptimizerState, optimizers_of
@@ -54,7 +55,7 @@ class Content:
 
 
 class Saving:
-    """A checkpoint under way."""
+    """A checkpoint under way, to be ``directory``."""
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
         self.directory = directory
@@ -72,8 +73,9 @@ class Saving:
                     raise  # nobody asks any more
 
         if behind:
-            self._thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
-            self._thread.start()
+            thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
+            thread.start()
+            self._thread = thread
         else:
             guarded()
 
@@ -96,6 +98,9 @@ class Saving:
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
+
+
+_SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
 
 
 @dataclass
@@ -141,7 +146,7 @@ class Saver:
         if not wait:
             held = self._staging.begin(content.moving, content.still, optimizers_of(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
-        self.last = Saving(directory, self._staging.copied)
+        self.last = Saving(target.final, self._staging.copied)
 
         def work() -> None:
             _write(target, content, held, self.timeout, None if wait else self._staging)
@@ -149,6 +154,7 @@ class Saver:
                 then(target.final)
 
         self.last.run(work, behind=not wait)
+        _SAVINGS.add(self.last)
         if wait:
             self.settle()
         return self.last
@@ -175,11 +181,24 @@ class Saver:
             )
         self.saved_at = None
 
-    def rest(self) -> None:
-        """Until no save is under way on any rank, whether it went well or not; all ranks call it."""
-        if self.last is not None:
-            self.last.join()
-        all_ranks(self.communicator, self.world_size).all_reduce(torch.zeros(1, device=self.communicator.device)).wait()
+    def rest(self, directory: Path | None = None) -> None:
+        """Until no save is under way on any rank, whether it went well or not; all ranks call it. ``directory``: nor
+        one of anybody else's there, or in there, in this process or in others.
+
+        Raises :class:`CheckpointError` where another process's does not end.
+        """
+
+        def wait() -> None:
+            if self.last is not None:
+                self.last.join()
+            if directory is not None:
+                for saving in list(_SAVINGS):
+                    if directory in (saving.directory, saving.directory.parent):
+                        saving.join()
+                if self.communicator.rank == 0:
+                    wait_for_writers(directory, self.timeout)
+
+        _all_well(wait, self.communicator, self.world_size, "the checkpoint was not loaded")
 
     def wait_until_copied(self) -> None:
         self._staging.copied.wait()
@@ -326,6 +345,7 @@ def _complete(target: Target, content: Content, timeout: float) -> None:
         "format": FORMAT,
         "token": target.token,
         "steps": content.steps,
+        "optimizer_steps": content.training["optimizer_steps"],
         "world_size": program.world_size,
         "mesh": program.mesh,
         "fingerprint": program.fingerprint,

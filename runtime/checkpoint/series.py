@@ -30,13 +30,15 @@ class Checkpoints:
     Args:
         optimizer: of the engine's parameters; several in a list, in which one of which this rank has no parameters is
             ``None``.
-        every: :meth:`after_step` saves when the number of steps is a multiple of it; 0: only :meth:`save` does.
+        every: every how many-th call of :meth:`after_step` of the run saves, which is called once for each step of the
+            optimizer (``engine.optimizer_steps``); 0: only :meth:`save` does.
         keep_last: how many of the last ones stay (at least 1); ``None``: all.
-        keep_every: those whose step is a multiple of it stay for good.
+        keep_every: those whose number of optimizer steps is a multiple of it stay for good.
         behind: copy the state to host memory and write while training goes on; else wait until it is written.
         extra: what else to save and to restore, by name: data loaders, schedulers.
-        copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of steps is a
-            multiple of it, from which a run whose ranks were started anew goes on; 0: never. See :class:`Copies`.
+        copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of optimizer
+            steps is a multiple of it, from which a run whose ranks were started anew goes on; 0: never. See
+            :class:`Copies`.
         copies_in: a folder in each node's memory; by default ``/dev/shm``.
         signals: which ask a run to end, ``(signal.SIGTERM,)`` say. When one has come to any rank, :attr:`interrupted`
             is true on all ranks after the same :meth:`after_step`: leave the loop then, and :meth:`close`.
@@ -86,13 +88,19 @@ class Checkpoints:
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Copy, and save, if it is time; and see whether the run is to end. Raises :class:`CheckpointError`."""
+        """The optimizer has stepped: copy, and save, if it is time; and see whether the run is to end.
+
+        With ``engine.step(batch, accumulate=True)`` it is called once the gradients of several batches were added up
+        and stepped. Raises :class:`CheckpointError`.
+        """
+        self.engine.count_optimizer_step()
+        steps = self.engine.optimizer_steps
         if self._interrupts is not None and not self.interrupted:
             self.interrupted = self._interrupts.asked()
-        if self.copies is not None and self.engine.steps % self.copies_every == 0:
+        if self.copies is not None and steps % self.copies_every == 0:
             with self.engine.doing("saving"):
                 self.copies.save(self.optimizer, self.extra)
-        return self.save() if self.every and self.engine.steps % self.every == 0 else None
+        return self.save() if self.every and steps % self.every == 0 else None
 
     def save(self) -> Saving:
         """Save now. Raises :class:`CheckpointError` where the save before failed."""
@@ -157,6 +165,6 @@ class Checkpoints:
         # what has more steps is of a run that was gone back in: it goes when its step is reached again
         here = [c for c in complete_in(self.folder) if c.folder.name <= directory.name]
         for checkpoint in here[: -self.keep_last]:
-            kept = self.keep_every is not None and checkpoint.steps % self.keep_every == 0
+            kept = self.keep_every is not None and checkpoint.optimizer_steps % self.keep_every == 0
             if not kept and checkpoint.folder != directory:
                 remove(checkpoint.folder)

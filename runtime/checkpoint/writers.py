@@ -30,6 +30,14 @@ def has_ended(process: str) -> bool:
         return False
 
 
+def is_here(process: str) -> bool:
+    """Whether ``process``, as :func:`this_process` told it, is one of this host, of which its end would be known."""
+    try:
+        return process.rsplit(" ", 2)[0] == _host()
+    except OSError:
+        return False
+
+
 def _host() -> str:
     """This boot of this host, and what its processes are numbered in."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

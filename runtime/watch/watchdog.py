@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from runtime.communicator import TorchCommunicator
 from runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from runtime.failures import is_secondary, users_line
 from runtime.recorder import Recorder, Recording
+from runtime.restarts import tell_torchrun
 from runtime.waiting import waited
 from runtime.watch.addresses import own_addresses
 from runtime.watch.board import Board, RankState
@@ -242,8 +242,7 @@ class Watch:
                     traceback.print_exception(error)
                 print(f"first cause: {cause}", file=sys.stderr, flush=True)
             self._spread()
-            with contextlib.suppress(Exception):
-                get_error_handler().record_exception(InstructionError(cause))
+            tell_torchrun(InstructionError(cause))
             for state in self.monitor.states():
                 if cause.kind == STALLED and state.rank == cause.rank != self.rank:
                     _end_stalled(state, self._recording.about.host, self.board)

@@ -11,13 +11,13 @@ from torch.export import ExportedProgram
 
 from partitioner.changes import advised
 from partitioner.constraints import Constraints
-from partitioner.cost.eight_bits import notes_on_fp8
+from partitioner.explain_precision import notes_on_precision
 from partitioner.explore import explore
 from partitioner.finish import plan_to_fit
 from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
-from partitioner.prepared import PreparedModel, prepare
+from partitioner.prepared import PreparedModel, modes_of_a_new_process, prepare
 from partitioner.requests import check_precision, check_request, check_seconds, precision_of, rated, torch_device
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
@@ -25,6 +25,7 @@ from partitioner.variants import Asked
 
 
 @rare_collections()
+@modes_of_a_new_process()
 def partition(
     model: nn.Module | ExportedProgram | PreparedModel,
     topology: Topology,
@@ -87,7 +88,7 @@ def partition(
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=optimizer,
-        notes=(*job.model.notes, *(notes_on_fp8(chosen.local.model) if job.precision == "fp8" else ())),
+        notes=(*job.model.notes, *notes_on_precision(topology, job.precision, chosen.local.model)),
         context=found.context,
         objective=prepared.objective,
         global_batch=job.global_batch,

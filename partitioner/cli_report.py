@@ -17,11 +17,14 @@ from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from typer import BadParameter
 from typer.core import TyperGroup
 
+from partitioner.consoles import WIDTH, plain, text_console
 from passes.errors import PartitionError
 
 USER_ERROR, INTERRUPTED = 2, 130
+UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's own copy of it
 
 
 class Commands(TyperGroup):
@@ -48,11 +51,31 @@ class Commands(TyperGroup):
                 raise
             show_error(error)
             ctx.exit(USER_ERROR)
+        except UsageError as error:
+            from partitioner.explain_constraints import written_here
+
+            unknown = getattr(error, "option_name", "").lstrip("-")
+            here = written_here(unknown, "N")
+            if not here or not takes_constraints(getattr(error, "ctx", None)):
+                raise
+            how = "as --constraints NAME=VALUE or as an option of its own, see --help"
+            show_error(OptionError(f"there is no option --{unknown}; here it is {here}: {how}"))
+            ctx.exit(USER_ERROR)
         except OSError as error:
             if ctx.meta["debug"] or error.filename is None:  # a pipe that was closed has no name
                 raise
             show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
             ctx.exit(USER_ERROR)
+
+
+def takes_constraints(ctx: Any) -> bool:
+    """Whether the command of a context of typer's can be given constraints."""
+    options = [option for each in getattr(getattr(ctx, "command", None), "params", ()) for option in each.opts]
+    return "--constraints" in options
+
+
+class OptionError(PartitionError):
+    """A command has no such option, and another that is meant by it."""
 
 
 class FileError(PartitionError):
@@ -78,9 +101,7 @@ def show_error(error: PartitionError) -> None:
 
 def output() -> Console:
     """For results. Made anew for each use, since tests replace the streams."""
-    from partitioner.explain_tables import WIDTH
-
-    console = Console(file=sys.stdout, highlight=False)
+    console = text_console(sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     return console
@@ -88,8 +109,6 @@ def output() -> Console:
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
     """Tables and text in colour on a terminal, plain elsewhere."""
-    from partitioner.explain_tables import plain
-
     console = output()
     if not console.is_terminal:
         console.out(plain(parts))
@@ -100,7 +119,7 @@ def print_parts(parts: Iterable[RenderableType]) -> None:
 
 def errors() -> Console:
     """For errors and progress."""
-    return Console(file=sys.stderr, highlight=False)
+    return text_console(sys.stderr)
 
 
 @contextlib.contextmanager

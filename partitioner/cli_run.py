@@ -10,6 +10,7 @@ import runtime
 from partitioner.cli_target import Target, TargetError
 from partitioner.errors import PlanError
 from partitioner.plan import Plan
+from passes.wrappers import unwrapped
 
 
 def train(plan: Plan, target: Target, steps: int, lr: float) -> Iterator[float]:
@@ -22,7 +23,7 @@ def train(plan: Plan, target: Target, steps: int, lr: float) -> Iterator[float]:
         raise PlanError("this plan is for inference; make one with --objective train to run it")
     if target.inputs is None:
         raise TargetError("the function returned no inputs; expected (model, inputs), with one whole global batch")
-    parameters = dict(target.model.named_parameters(remove_duplicate=False))
+    parameters = dict(unwrapped(target.model)[0].named_parameters(remove_duplicate=False))
     optimizer = torch.optim.AdamW(target.model.parameters(), lr=lr)
     with runtime.LocalRanks(plan.program.world_size) as ranks:
         for _ in range(steps):

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.consoles import plain
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
 from partitioner.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
-from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, plain, table
+from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, table
 from partitioner.outline import outline
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text

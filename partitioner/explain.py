@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.consoles import plain
 from partitioner.draw.axes import axis_text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_axes import experts, sequence
 from partitioner.explain_kernels import dearest
-from partitioner.explain_precision import precision_notes
+from partitioner.explain_precision import precision_notes, types_text
 from partitioner.explain_tables import (
     bars,
     candidate_counts,
@@ -29,9 +30,10 @@ from partitioner.explain_tables import (
     indented,
     line,
     microbatches_text,
-    plain,
+    recomputed_text,
     rule_table,
     searched,
+    sharing_text,
     stage_table,
     unhosted,
 )
@@ -234,6 +236,12 @@ def _cut(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     if plan.data_shares:
         microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
     yield line(f"{microbatches} per step{schedule}")
+    told = (
+        ("types", types_text(plan)),
+        ("state sharding", sharing_text(plan)),
+        ("recomputed in backward", recomputed_text(plan)),
+    )
+    yield from (line(f"{name}: {text}") for name, text in told if text)
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.again} in backward" if part.again else ""
         yield line(f"stage {number}: {plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -21,12 +20,12 @@ from partitioner.draw.figures import (
     mesh_text,
     schedule_text,
 )
+from partitioner.explain_precision import types_text
 from partitioner.outline import Outline
-from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan
+from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 
-WIDTH = 110  # columns of the plain text
 _MOST_CANDIDATES = 12
 
 STATUS_WORDS = {
@@ -38,6 +37,16 @@ STATUS_WORDS = {
 }
 _NO_PLAN = "no plan"  # for another reason than memory
 _ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
+_SHARED = {  # what ranks share, by the stage of ZeRO
+    1: "optimizer states",
+    2: "optimizer states and gradients",
+    3: "optimizer states, gradients and parameters",
+}
+_IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints(recompute=...)``
+    "scores": "attention scores",
+    "selective": "what is quick (norms, activations)",
+    "alternate": "what is quick and every second product",
+}
 AS_FAST, _ROUNDING = "as fast", 1e-9
 
 
@@ -61,15 +70,6 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 def _status(candidate: Candidate, certificate: Certificate) -> str:
     return OPEN if certificate.is_open(candidate) else candidate.status
-
-
-def plain(parts: Iterable[RenderableType]) -> str:
-    """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
-    for part in parts:
-        console.print(part)
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in written.rstrip().splitlines())
 
 
 def heading(text: str) -> Text:
@@ -126,6 +126,9 @@ def figures(plan: Plan) -> Padding:
         ("schedule", schedule_text(plan)),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
         ("precision", plan.precision or "as the parameters are"),
+        ("types", types_text(plan)),
+        ("state sharding", sharing_text(plan)),
+        ("recomputation", recomputed_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
@@ -138,6 +141,45 @@ def figures(plan: Plan) -> Padding:
         ("search", cut_off(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
+
+
+def sharing_text(plan: Plan) -> str:
+    """The stage of ZeRO, what it shares, and over how many ranks; empty without training."""
+    if plan.objective != "train":
+        return ""
+    zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
+    ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
+    if not zero or ranks == 1:
+        return f"ZeRO {zero}: nothing is shared" + (", with one rank to share it" if zero else "")
+    what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
+        zero - 1
+    ]
+    axes = " × ".join(axis for axis in ("dp", "cp") if plan.mesh.get(axis, 1) > 1)
+    more = f", in {replicas} replicas" if replicas > 1 else ""
+    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} of {axes}{more}"
+
+
+def recomputed_text(plan: Plan) -> str:
+    """What backward makes again, stage by stage where that differs; empty without training, or where it is unknown."""
+    stages = plan.estimate.stages
+    if plan.objective != "train" or not stages:
+        return ""
+    by_text: dict[str, list[int]] = {}
+    for number, stage in enumerate(stages):
+        by_text.setdefault(_recomputed(stage, plan.constraints.recompute), []).append(number)
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    told = [f"{'stages' if len(n) > 1 else 'stage'} {ranges(n)}: {text}" for text, n in by_text.items()]
+    return "; ".join(told)
+
+
+def _recomputed(stage: StageEstimate, asked: str | None) -> str:
+    part = _IN_PART.get(asked or "", _IN_PART["selective"])
+    if not stage.recomputed:
+        return part if stage.selective else "nothing"
+    whole = "all" if stage.recomputed == stage.num_calls else f"{stage.recomputed} of {stage.num_calls}"
+    more = f", and of the others {part}" if stage.selective and whole != "all" else ""
+    return f"{whole} calls whole{more}"
 
 
 def host_text(plan: Plan) -> str:

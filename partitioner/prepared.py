@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -27,9 +29,12 @@ from passes.groups import mean_over_groups
 from passes.initial import initial_values
 from passes.inputs import Inputs
 from passes.normalize import normalize
+from passes.random import SEED
 from passes.reached import freeze_unreached
+from passes.wrappers import refuse_sharded, unwrapped
 
 Objective = Literal["train", "infer"]
+_SHOWN = 3  # kinds of modules that a note lists
 Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
 
 
@@ -38,6 +43,7 @@ class PreparedModel:
     """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
 
     It is captured when it is first planned, once for each global batch or size of its groups and type of devices.
+    ``notes``: what of the module that was given is left out.
     """
 
     model: nn.Module | ExportedProgram
@@ -45,6 +51,7 @@ class PreparedModel:
     loss: Callable[[Any], Tensor] | None = None
     objective: Objective = "train"
     precision: str | None = None
+    notes: tuple[str, ...] = ()
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
@@ -116,7 +123,8 @@ class PreparedModel:
         train = self.objective == "train"
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
-        folded = folded if train else folded.with_(notes=(*folded.notes, *_changes(folded, self.model)))
+        modes = _in_evaluation(self.model) if train else _changes(folded, self.model)
+        folded = folded.with_(notes=(*self.notes, *folded.notes, *modes))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
 
@@ -133,8 +141,29 @@ def _explaining_groups(size: int) -> Iterator[None]:
         ) from error
 
 
+def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
+    """What to know of a model that is to be trained and is in evaluation mode, if that makes a difference."""
+    if isinstance(asked, ExportedProgram) or asked.training:
+        return
+    kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})
+    if kinds:
+        names = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+        yield (
+            f"the model is in evaluation mode, in which {names} may act otherwise than in training (no dropout, fixed "
+            "statistics): model.train() first, if that is not meant"
+        )
+
+
+def _acts_by_mode(module: nn.Module) -> bool:
+    """Whether the code of a module's forward asks for its mode; but for dropout that drops nothing."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
+
+
 def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """What to know of a model that changes itself where it is only asked."""
+    """What to know of a model that changes itself, or draws numbers, where it is only asked."""
+    if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
+        yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
     if model.updates:
         names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
         training = isinstance(asked, nn.Module) and asked.training
@@ -142,6 +171,18 @@ def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator
             f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
             + (": model.eval() first, if that is not meant" if training else "")
         )
+
+
+@contextmanager
+def modes_of_a_new_process() -> Iterator[None]:
+    """Inside, gradients are on and tensors are made on the CPU.
+
+    A region of ``no_grad``, ``inference_mode`` or ``torch.device`` around the call is no part of the model, and the
+    ranks run in processes of their own.
+    """
+    elsewhere = torch.get_default_device().type != "cpu"
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
+        yield
 
 
 def prepare(
@@ -177,7 +218,11 @@ def prepare(
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
-    return PreparedModel(model, inputs, loss, objective, precision)
+    notes: tuple[str, ...] = ()
+    if isinstance(model, nn.Module):
+        refuse_sharded(model)
+        model, notes = unwrapped(model)
+    return PreparedModel(model, inputs, loss, objective, precision, notes)
 
 
-__all__ = ["PreparedModel", "Work", "prepare"]
+__all__ = ["PreparedModel", "Work", "modes_of_a_new_process", "prepare"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from passes.hooks import collections_kept, drop_looking_hooks, looking_hooks_ski
 from passes.quantize import FORMULAS, fused_quantizers_traced
 from passes.random import drawn, dropout
 from passes.retype import as_type
+from passes.wrappers import copy_model
 from runtime.batch import leaves_by_path
 from runtime.weights import number_of
 
@@ -359,7 +359,7 @@ def _copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
         kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
         memo |= {id(value): value.detach().clone() for value in kept}
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)
 
 
 @contextmanager

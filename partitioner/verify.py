@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.grouped import run_groups
+from partitioner.prepared import modes_of_a_new_process
 from partitioner.reference import Reference, run_reference
 from passes.errors import InputsError
+from passes.wrappers import unwrapped
 from runtime.collect import Run
 from runtime.local import run_threads
 from runtime.precision import uncompressed
@@ -39,6 +41,7 @@ class Verification:
         return f"{verdict}: largest relative error {self.max_error:.1e} ({worst}), tolerance {self.tolerance:.0e}"
 
 
+@modes_of_a_new_process()
 def verify(
     plan: Any,
     model: nn.Module,
@@ -59,6 +62,7 @@ def verify(
     """
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
+    model, _ = unwrapped(model)
     run = run_threads(program, model, inputs, precision="fp64")
     counters, size = counters_of(program, model), plan.constraints.group_size
     if size is None:

@@ -8,7 +8,6 @@ are constants of the model and keep their values.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib
@@ -50,6 +49,7 @@ from passes.likeness import is_simple
 from passes.own_gradients import traced_with_own_gradients
 from passes.quantize import OBSERVERS_OFF, fused_quantizers_traced
 from passes.selections import selections_traced
+from passes.wrappers import copy_model
 from passes.written import writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
@@ -143,7 +143,7 @@ def make_twin(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            twin = copy.deepcopy(model, memo)
+            twin = copy_model(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "

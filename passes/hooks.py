@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from inspect import getattr_static
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.modules import module as modules
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from passes.errors import UnsupportedError
 from passes.export import is_users, shorten
 from passes.looking import GIVEN, MODEL, Value, code_of, what_it_does
+from passes.wrappers import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
 _ADVICE = (
     "which a plan would leave out; expected hooks that only look (they return nothing and change nothing): write what "
@@ -170,7 +175,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, checked(given, what)))
         stack.enter_context(mock.patch.object(Tensor, "grad_fn", property(grad_fn), create=True))
-        stack.enter_context(_saved_as_they_are(notes))
+        stack.enter_context(_memory_left_to_plan(notes))
         yield
 
 
@@ -187,14 +192,41 @@ def looking_hooks_skipped() -> Iterator[None]:
         yield
 
 
+_REENTRANT_NOTE = (
+    "torch gives no gradients to what is checkpointed with use_reentrant=True and inputs that ask for none ({where}); "
+    "the plan does, as torch does with use_reentrant=False"
+)
+
+
+@dataclass
+class LeftToPlan:
+    """What forward says of the memory that it takes, and a plan decides by itself: where it says so."""
+
+    checkpointed: set[str] = field(default_factory=set)
+    offloaded: set[str] = field(default_factory=set)
+    without_gradients: set[str] = field(default_factory=set)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        told = (
+            (CHECKPOINT_NOTE, self.checkpointed),
+            (OFFLOAD_NOTE, self.offloaded),
+            (_REENTRANT_NOTE, self.without_gradients),
+        )
+        return tuple(note.format(where=", ".join(sorted(places))) for note, places in told if places)
+
+
 @contextlib.contextmanager
-def _saved_as_they_are(notes: list[str]) -> Iterator[None]:
-    """Inside, ``save_on_cpu`` is left out, and other hooks on what is saved for backward are refused."""
+def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
+    """Inside, ``save_on_cpu`` and checkpointed calls are noted and left to the plan, and other hooks on what is saved
+    for backward are refused."""
+    left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
+    run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def entered(hooks: Any) -> Any:
         if isinstance(hooks, graph.save_on_cpu):
-            notes.append("forward saves tensors on the CPU (save_on_cpu): the plan keeps them where they are")
+            left.offloaded.add(_line())
             return None
         if not type(hooks).__module__.startswith("torch.") or type(hooks) is graph.saved_tensors_hooks:
             raise UnsupportedError(
@@ -204,15 +236,42 @@ def _saved_as_they_are(notes: list[str]) -> Iterator[None]:
             )
         return enter(hooks)
 
-    def left(hooks: Any, *error: Any) -> None:
+    def exited(hooks: Any, *error: Any) -> None:
         if not isinstance(hooks, graph.save_on_cpu):
             leave(hooks, *error)
 
+    def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _class_of(function)
+        left.checkpointed.add(f"{name} at {_line()}" if name else _line())
+        takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if run is run_twice and torch.is_grad_enabled() and not takes_gradient:
+            left.without_gradients.add(_line())
+        return run(function, *args, **kwargs)
+
     with (
         mock.patch.object(graph.saved_tensors_hooks, "__enter__", entered),
-        mock.patch.object(graph.saved_tensors_hooks, "__exit__", left),
+        mock.patch.object(graph.saved_tensors_hooks, "__exit__", exited),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", functools.partial(noted, run_later)),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", functools.partial(noted, run_twice)),
     ):
-        yield
+        try:
+            yield
+        finally:
+            notes += left.notes
+
+
+def _class_of(function: Any) -> str:
+    """The class of the module that a checkpointed function runs; empty where that is not known."""
+    if isinstance(function, functools.partial):
+        return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
+    module = getattr(function, "__self__", function)
+    return type(module).__name__ if isinstance(module, nn.Module) else ""
+
+
+def _line() -> str:
+    """``file:line`` of the user's code that is run now."""
+    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    return f"{shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
 
 def _where() -> str:

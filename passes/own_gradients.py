@@ -60,7 +60,7 @@ def traced_with_own_gradients() -> Iterator[None]:
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
+        if cls is CheckpointFunction:  # see passes/hooks.py
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
         if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():

@@ -130,7 +130,11 @@ _PRODUCTS = (
 
 def is_product(node: fx.Node) -> bool:
     """Whether an operator's work is more than a few operations for each element of its operands."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]
+    return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
+
+
+def is_product_name(name: str) -> bool:
+    """:func:`is_product` of an operator by its name, without a namespace."""
     return any(p in name for p in _PRODUCTS)
 
 

@@ -36,6 +36,7 @@ from passes.own_terms import with_terms_added
 from passes.putaway import PutAway
 from passes.python_state import Attributes, Change, Clock, PythonState, attributes_of, find_draw, same_computation
 from passes.repeats import Repeats
+from passes.wrappers import take_hooks_into_forward
 
 _MOST_FLIPPED = 8  # decisions of one forward by numbers that it changes
 
@@ -215,9 +216,11 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> Twin:
-    """A twin of the model (:func:`passes.export.make_twin`), without the hooks that a plan leaves out."""
+    """A twin of the model (:func:`passes.export.make_twin`), without the hooks that a plan leaves out; those on the
+    forward of the model itself are part of its forward."""
     twin = make_twin(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
+    take_hooks_into_forward(twin.module)
     return twin
 
 

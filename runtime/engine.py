@@ -42,6 +42,7 @@ from runtime.masters import Masters
 from runtime.membership import gathers_of, groups_of, links_of
 from runtime.offload import Copier, HostParameters
 from runtime.optimizers import OptimizerCheck
+from runtime.parts import names_read
 from runtime.planfile import placement_of, program_of
 from runtime.precision import check_fp8, products_of
 from runtime.program import Program, RankProgram
@@ -123,7 +124,7 @@ class Engine:
         self.steps_run = 0
         self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
         self._disk = disk_for(self.rank_program, plan, offload_folder)
-        source = None if weights is None else weights_of(weights)
+        source = None if weights is None else weights_of(weights, names_read(program))
         copier = Copier(self.device)
         self._masters = Masters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards

@@ -21,6 +21,7 @@ from runtime.defaults import one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.failures import is_secondary
+from runtime.parts import names_read
 from runtime.planfile import placement_of, program_of
 from runtime.pool import LocalRanks
 from runtime.precision import with_precision
@@ -65,7 +66,7 @@ def run_local(
         raise LaunchError(
             f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one"
         )
-    weights = weights_of(model)
+    weights = weights_of(model, names_read(program))
     check_weights(program, weights)
     batch = batch_by_path(program, inputs)
     with tempfile.TemporaryDirectory(prefix="run-", dir=_scratch(program)) as name, _ranks(program, ranks) as pool:
@@ -98,7 +99,7 @@ def run_threads(
 ) -> Run:
     """As :func:`run_local`, with every rank a thread of this process: exact in the same way, and needing nothing."""
     program = with_precision(program_of(plan), precision)
-    weights = weights_of(model)
+    weights = weights_of(model, names_read(program))
     check_weights(program, weights)
     batch = batch_by_path(program, inputs)
     world = ThreadWorld(program.world_size, device, timeout)

@@ -24,6 +24,11 @@ def model_names(name: str, state: StateData) -> tuple[str, ...]:
     return state.parts or (name, *state.aliases)
 
 
+def names_read(program: Program) -> set[str]:
+    """All names by which the model knows the states of ``program``."""
+    return {known for name, state in program.states.items() for known in model_names(name, state)}
+
+
 class StackedWeights:
     """``weights`` with the stacks of a program in place of their parts; only the parts that are asked for are read."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from passes.layouts import REPLICATED, Shard, take_shards
 from passes.serialize import dtype_of
 from runtime.errors import WeightsError
-from runtime.parts import stacked
+from runtime.parts import names_read, stacked
 from runtime.pieces import take_piece
 from runtime.program import Program, RankProgram, StateData, shard_shape
 from runtime.weights import FileWeights, Weights
@@ -93,7 +93,7 @@ def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
     """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
-    files = FileWeights(path)
+    files = FileWeights(path).for_names(names_read(rank.program))
     check_weights(rank.program, files)
     weights = stacked(rank.program, files)
     for name, shard in shards.items():

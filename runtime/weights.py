@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from passes.layouts import Layout, shard_slices, take_shard
+from passes.wrappers import spellings, unwrapped
 from runtime.errors import WeightsError
 
 INDEX = "model.safetensors.index.json"
@@ -77,6 +78,11 @@ class TensorWeights:
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
+    def for_names(self, wanted: Collection[str]) -> TensorWeights:
+        """The tensors by the names ``wanted`` where they have these in another spelling."""
+        renamed = spellings(self.tensors, wanted)
+        return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
+
     def identity(self, name: str) -> Hashable:
         tensor = self.tensors[name]
         return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else None
@@ -88,12 +94,20 @@ class FileWeights:
     def __init__(self, path: Path, index: str = INDEX) -> None:
         self.origin = str(path)
         self._files = _find(path, index)
+        self._saved_as: dict[str, str] = {}  # name -> that in the file, where it is another
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._lock = threading.Lock()  # a handle serves one thread at a time
 
     def names(self) -> list[str]:
         return list(self._files)
+
+    def for_names(self, wanted: Collection[str]) -> FileWeights:
+        """These weights, by the names ``wanted`` where they have these in another spelling."""
+        for saved_as, name in spellings(self._files, wanted).items():
+            self._files[name] = self._files.pop(saved_as)
+            self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
+        return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         if name not in self._files:
@@ -105,7 +119,7 @@ class FileWeights:
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         with self._lock:
             if not layout.is_shard or num_ranks == 1:
-                return self._handle(name).get_tensor(name)  # type: ignore[no-any-return]
+                return self._handle(name).get_tensor(self._saved_as.get(name, name))  # type: ignore[no-any-return]
             part = self._slice(name)
             before = (slice(None),) * layout.dim
             pieces = [
@@ -124,7 +138,7 @@ class FileWeights:
             self._open.clear()
 
     def _slice(self, name: str) -> Any:
-        return self._handle(name).get_slice(name)
+        return self._handle(name).get_slice(self._saved_as.get(name, name))
 
     def _handle(self, name: str) -> Any:
         path = self._files[name]
@@ -140,7 +154,13 @@ class ModuleWeights(TensorWeights):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module_tensors(module), type(module).__name__)
         self.tensors: dict[str, Tensor]
-        self._module = module
+        self._module, _ = unwrapped(module)
+
+    def for_names(self, wanted: Collection[str]) -> ModuleWeights:
+        """The module's tensors by the names ``wanted`` where it has these in another spelling."""
+        for name, meant in spellings(self.tensors, wanted).items():
+            self.tensors[meant] = self.tensors.pop(name)
+        return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         if name not in self.tensors:
@@ -165,14 +185,18 @@ def number_of(module: nn.Module, name: str) -> Tensor | None:
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
-def weights_of(source: Source) -> Weights:
-    """The weights that the user passed. Raises :class:`WeightsError` where there are none."""
+def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
+    """The weights that the user passed. ``wanted``: the names that a plan reads; tensors that were saved of a compiled
+    or replicated model (``_orig_mod.layers.0.weight``) are known by these.
+
+    Raises :class:`WeightsError` where there are none.
+    """
     if isinstance(source, nn.Module):
-        return ModuleWeights(source)
+        return ModuleWeights(source).for_names(wanted)
     if isinstance(source, Mapping):
-        return TensorWeights(source, "the state dict")
+        return TensorWeights(source, "the state dict").for_names(wanted)
     if isinstance(source, str | Path):
-        return FileWeights(Path(source))
+        return FileWeights(Path(source)).for_names(wanted)
     if isinstance(source, Weights):
         return source
     raise WeightsError(
@@ -182,7 +206,9 @@ def weights_of(source: Source) -> Weights:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too."""
+    """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too; of what is inside
+    of wrappers, as ``torch.compile`` makes one."""
+    module, _ = unwrapped(module)
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

@@ -16,6 +16,7 @@ from partitioner.cost.compute import memory_rate
 from partitioner.cost.reducer import INNER, OUTER
 from partitioner.errors import ConstraintError
 from partitioner.topology.parts import DeviceType
+from partitioner.topology.wording import nearest
 from passes.blocks import State, TensorSpec
 from passes.gradients import accumulated_in
 from passes.layouts import REPLICATED, Layout, local_shape
@@ -41,8 +42,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     """Bytes of an optimizer's states for ``numel`` parameters. Raises :class:`ConstraintError` for an unknown one."""
-    if optimizer not in OPTIMIZERS:
-        raise ConstraintError(f"unknown optimizer {optimizer!r}; expected one of {', '.join(OPTIMIZERS)}")
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise ConstraintError(
+            f"unknown optimizer {name!r}; {nearest(name, [*OPTIMIZERS])}expected one of {', '.join(OPTIMIZERS)}: the "
+            "name of one whose states take as many bytes"
+        )
     master = 4 if OPTIMIZERS[optimizer].master and itemsize < 4 else 0
     return moment_bytes(numel, itemsize, optimizer) + numel * master
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from passes.wrappers import spellings
 from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.boxes import Piece, held_by, number, pieces, whole_piece
 from runtime.checkpoint.folders import MANIFEST, read_manifest
@@ -21,7 +22,7 @@ from runtime.checkpoint.training import STATE, OptimizerState, check_whole
 from runtime.checkpoint.written import FileSum, sum_of
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.groups import Communicator, all_ranks
-from runtime.parts import model_names
+from runtime.parts import names_read
 from runtime.program import RankProgram
 
 if TYPE_CHECKING:
@@ -162,8 +163,9 @@ def _reader(folder: Path) -> ShardReader:
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
     """Warn of tensors of a model that the plan's model does not have: it may be another one."""
-    known = {name for state, data in rank.program.states.items() for name in model_names(state, data)}
+    known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
+    known |= spellings(saved, known).keys()
     if others := [name for name in saved if name not in known]:
         more = ", ..." if len(others) > _SHOWN else ""
         warnings.warn(
@@ -213,12 +215,17 @@ def _planned(
     """The name under which each state of this rank was saved, and room for the optimizer's state."""
     names: dict[str, str] = {}
     wrong: list[str] = []
+    spelt = _spelt(reader, rank)
     for n in saved_states(rank.program):
         if n not in states:
             continue
         data = rank.program.states[n]
         shape = data.shape[1:] if data.parts else data.shape
-        held = [c for c in (n, *data.aliases) if all(f"{MODEL}{p}" in reader.tensors for p in data.parts or (c,))]
+        held = [
+            c
+            for c in (n, *data.aliases, *spelt.get(n, ()))
+            if all(f"{MODEL}{p}" in reader.tensors for p in data.parts or (c,))
+        ]
         if not held and n in rank.program.constants:  # of a plan that does not change it
             continue
         if not held:
@@ -236,6 +243,15 @@ def _planned(
             + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
         )
     return names, {} if optimizer is None else _room(found, reader, rank, names, optimizer)
+
+
+def _spelt(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
+    """For states of the plan, the names that a checkpoint has for them in another spelling."""
+    saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
+    found: dict[str, list[str]] = {}
+    for other, name in spellings(saved, names_read(rank.program)).items():
+        found.setdefault(name, []).append(other)
+    return found
 
 
 def _room(

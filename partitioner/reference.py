@@ -321,7 +321,8 @@ def run_reference(
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
     numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead of the
     model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. ``precision``:
-    the plan's; ``torch.finfo`` gives the limits of that type, and numbers in the model's code are rounded to it. The caller's gradients are left alone.
+    the plan's; ``torch.finfo`` gives the limits of that type, in float64 too, and numbers in the model's code are
+    rounded to it. The caller's gradients are left alone.
     """
     planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
     model, given = _copy(model), model

@@ -95,9 +95,9 @@ def _check_followed(program: ExportedProgram) -> None:
     on which torch goes down when it is written to."""
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
-        name = str(spec.target)
-        lifted = spec.kind is InputKind.CONSTANT_TENSOR and name.startswith("lifted_tensor") and spec.arg.name in used
-        if lifted and isinstance(program.constants[name], FakeTensor):
+        name = str(spec.target)  # below the module that computed it
+        lifted = name.rpartition(".")[2].startswith("lifted_tensor") and spec.arg.name in used
+        if lifted and spec.kind is InputKind.CONSTANT_TENSOR and isinstance(program.constants[name], FakeTensor):
             raise UnsupportedError(
                 "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad or "
                 "backward() inside forward; write it with operators on tensors, or pass it as an input"

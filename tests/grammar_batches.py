@@ -48,6 +48,7 @@ CHANGES: dict[str, Change] = {
     "string changed": lambda recipe, batch: batch | {"mode": "max"},
     "string unknown": lambda recipe, batch: batch | {"mode": "median"},
     "key missing": _without("y"),
+    "unread key missing": _without("t"),
     "key misspelt": _renamed,
     "key added": lambda recipe, batch: batch | {"weight": batch["t"]},
     "float32": _with("x", Tensor.float),

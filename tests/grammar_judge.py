@@ -59,12 +59,17 @@ def names_in(ops: tuple[Op, ...]) -> set[str]:
     return {op.name for op in ops}.union(*(names_in(op.body) for op in ops))
 
 
+def is_judged_by_place(recipe: Recipe) -> bool:
+    """Whether the reference is not the plain call: plans draw by place, and change buffers once where torch would change
+    those of a checkpointed layer twice, both by design."""
+    return bool((DRAWING | {"checkpointed"}) & names_in(recipe.ops))
+
+
 def eager(recipe: Recipe, model: nn.Module, batch: Batch) -> Truth:
     """The loss, every gradient and every buffer of one step of the model itself, which is left as it is."""
     # Floats of another length are converted to the planned type by design; the judge converts them too.
     batch = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-    # Draws are by place, and what is checkpointed changes buffers once: both by design, and the judge's way as well.
-    if (DRAWING | {"checkpointed"}) & names_in(recipe.ops):
+    if is_judged_by_place(recipe):
         made = run_reference(model, batch, loss_of(recipe))
         values = made.outputs.get("values" if recipe.output == "dict" else "")
         assert made.loss is not None
@@ -98,7 +103,7 @@ def difference(run: Any, truth: Truth, model: nn.Module) -> str:
     largest = max((float(g.abs().max()) for g in truth.grads.values() if g.numel()), default=0.0)
     for name, grad in truth.grads.items():
         pairs[f"grad {name}"] = run.grads.get(name), grad, largest
-    before = dict(model.named_buffers(remove_duplicate=False))
+    before = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
     for name, buffer in truth.buffers.items():
         pairs[f"buffer {name}"] = run.buffers.get(name, before[name]), buffer, 0.0
     for name, (mine, theirs, scale) in pairs.items():
@@ -155,12 +160,13 @@ def _compared(
     except Exception as error:
         truth = None
         failed = f"{type(error).__name__}: {error}"
+    precision = "fp64" if is_judged_by_place(recipe) else None  # of numbers that are made of integers, too
     try:
         seed_python(1)
         if ranks is not None:
-            run = runtime.run_local(plan, model, batch, ranks=ranks, timeout=60.0)
+            run = runtime.run_local(plan, model, batch, precision=precision, ranks=ranks, timeout=60.0)
         else:
-            run = runtime.run_threads(plan, model, batch, timeout=60.0)
+            run = runtime.run_threads(plan, model, batch, precision=precision, timeout=60.0)
     except RankError as error:
         return Outcome("crashed", str(error))
     except PartitionError as error:

@@ -201,6 +201,19 @@ class Differentiating(nn.Linear):
         return torch.autograd.grad(super().forward(input).tanh().sum(), input, create_graph=True)[0].sum()
 
 
+class Counting(nn.Module):
+    """Has a layer that asks for a gradient, and a buffer that is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Differentiating(4, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.layer(input)
+
+
 class WritingData(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         made = super().forward(input)
@@ -221,6 +234,15 @@ ERRORS = [
     ("lock", Locked(), (X,), {}, CaptureError, "cannot be copied.*lock"),
     ("selection", Selecting(), (X,), {}, UnsupportedError, r"index.Tensor \(the model, .*depends on tensors' numbers"),
     ("gradient", Differentiating(4, 1), (X,), {}, UnsupportedError, r"torch.export does not follow.*autograd.grad"),
+    (
+        "gradient below",
+        nn.Sequential(LINEAR, Differentiating(4, 1)),
+        (X,),
+        {},
+        UnsupportedError,
+        "not follow.*autograd.grad",
+    ),
+    ("gradient beside a buffer", Counting(), (X,), {}, UnsupportedError, "not follow.*autograd.grad"),
     ("written data", WritingData(4, 1), (X,), {}, UnsupportedError, r"behind the back of its gradient.*clamp_"),
     ("argument", Changing(4, 4), (X,), {}, UnsupportedError, "changes its argument 'x' in place"),
 ]

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from partitioner.sizing import Size, Sizing, size_cluster
     from partitioner.topology import Topology
     from partitioner.verify import Verification
-    from passes.errors import CaptureError, InputsError, PartitionError, RuleError, UnsupportedError
+    from passes.errors import (
+        CaptureError,
+        InputsError,
+        InternalError,
+        PartitionError,
+        ResourceError,
+        RuleError,
+        UnsupportedError,
+        UserCodeError,
+    )
 
 __all__ = [
     "Candidate",
@@ -29,12 +38,14 @@ __all__ = [
     "Constraints",
     "Estimate",
     "InputsError",
+    "InternalError",
     "PartitionError",
     "Plan",
     "PlanError",
     "PlanFileError",
     "PreparedModel",
     "Reference",
+    "ResourceError",
     "RuleError",
     "ScheduleError",
     "ScheduleTable",
@@ -43,6 +54,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "UnsupportedError",
+    "UserCodeError",
     "Verification",
     "partition",
     "prepare",
@@ -51,7 +63,7 @@ __all__ = [
 ]
 
 # A name is imported when it is first used: the solver alone then starts without PyTorch, which takes seconds.
-_HOMES = {
+_HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
@@ -64,7 +76,16 @@ _HOMES = {
     "partitioner.sizing": ("Size", "Sizing", "size_cluster"),
     "partitioner.topology": ("Topology",),
     "partitioner.verify": ("Verification",),
-    "passes.errors": ("CaptureError", "InputsError", "PartitionError", "RuleError", "UnsupportedError"),
+    "passes.errors": (
+        "CaptureError",
+        "InputsError",
+        "InternalError",
+        "PartitionError",
+        "ResourceError",
+        "RuleError",
+        "UnsupportedError",
+        "UserCodeError",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

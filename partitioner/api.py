@@ -18,12 +18,14 @@ from partitioner.garbage import rare_collections
 from partitioner.job import Job
 from partitioner.plan import Plan, operator_share
 from partitioner.prepared import PreparedModel, modes_of_a_new_process, prepare
-from partitioner.requests import check_precision, check_request, check_seconds, precision_of, rated, torch_device
+from partitioner.requests import check_options, check_precision, check_request, precision_of, rated, torch_device
 from partitioner.solve.bestfirst import Progress
 from partitioner.topology import Topology
 from partitioner.variants import Asked
+from passes.faults import typed_errors
 
 
+@typed_errors("partition()")
 @rare_collections()
 @modes_of_a_new_process()
 def partition(
@@ -60,7 +62,7 @@ def partition(
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
-    check_seconds("time_limit_s", time_limit_s)
+    check_options(time_limit_s, progress)
     constraints = constraints or Constraints()
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
     train = prepared.objective == "train"

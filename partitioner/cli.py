@@ -1,7 +1,8 @@
 """The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
 
 It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
-standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend.
+standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend,
+3 for a fault of the partitioner.
 """
 
 from __future__ import annotations

@@ -21,14 +21,15 @@ from typer import BadParameter
 from typer.core import TyperGroup
 
 from partitioner.consoles import WIDTH, plain, text_console
-from passes.errors import PartitionError
+from passes.errors import InternalError, PartitionError
+from passes.faults import typed_errors
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's own copy of it
 
 
 class Commands(TyperGroup):
-    """Commands whose user errors end in a panel and exit code 2, and Ctrl-C in exit code 130.
+    """Commands whose user errors end in a panel and exit code 2, faults of the partitioner in 3, and Ctrl-C in 130.
 
     ``--debug`` may stand anywhere on the line, but for what is passed on behind ``--``: then errors come with their
     traceback.
@@ -42,7 +43,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with typed_errors("the command", passing=_is_of_the_command_line):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             errors().print("Interrupted.", style="dim")
             ctx.exit(INTERRUPTED)
@@ -50,7 +52,7 @@ class Commands(TyperGroup):
             if ctx.meta["debug"]:
                 raise
             show_error(error)
-            ctx.exit(USER_ERROR)
+            ctx.exit(INTERNAL_ERROR if isinstance(error, InternalError) else USER_ERROR)
         except UsageError as error:
             from partitioner.explain_constraints import written_here
 
@@ -72,6 +74,11 @@ def takes_constraints(ctx: Any) -> bool:
     """Whether the command of a context of typer's can be given constraints."""
     options = [option for each in getattr(getattr(ctx, "command", None), "params", ()) for option in each.opts]
     return "--constraints" in options
+
+
+def _is_of_the_command_line(error: Exception) -> bool:
+    """Whether an exception ends a command on purpose, or is of a file or pipe that is told below."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
 class OptionError(PartitionError):

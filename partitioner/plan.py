@@ -10,6 +10,7 @@ from pydantic import Field
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.topology import Topology
+from passes.faults import typed_errors
 from runtime.files import write_text
 from runtime.program import Data, Program, RankProgram
 
@@ -235,21 +236,26 @@ class Plan(Data):
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
-        """The program of one rank."""
+        """The program of one rank. Raises :class:`PlanError` for one that is not there."""
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise PlanError(f"the plan has ranks 0 to {self.world_size - 1}; got {rank!r}")
         return self.program.rank(rank)
 
+    @typed_errors("Plan.summary()")
     def summary(self) -> str:
         """The plan in a table or two, for a terminal."""
         from partitioner.explain import summary
 
         return summary(self)
 
+    @typed_errors("Plan.explain()")
     def explain(self) -> str:
         """The plan in plain words: what binds, where the time goes, what else was considered."""
         from partitioner.explain import explain
 
         return explain(self)
 
+    @typed_errors("Plan.why_not()")
     def why_not(
         self, *, model: nn.Module | None = None, inputs: Any = None, loss: Any = None, **constraints: Any
     ) -> WhyNot:
@@ -261,30 +267,37 @@ class Plan(Data):
 
         return why_not(self, constraints, model, inputs, loss)
 
+    @typed_errors("Plan.diff()")
     def diff(self, other: Plan) -> str:
         """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
         from partitioner.compare import diff
 
+        if not isinstance(other, Plan):
+            raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
         return diff(self, other)
 
+    @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
         """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""
         from runtime.prove import prove
 
         return prove(self.program)
 
+    @typed_errors("Plan.verify()")
     def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
         """Run all ranks on this machine in float64 against the unmodified ``model``."""
         from partitioner.verify import verify
 
         return verify(self, model, inputs, loss)
 
+    @typed_errors("Plan.to_svg()")
     def to_svg(self, path: str | Path, view: str = "graph") -> Path:
         """Draw ``view`` ("graph", "timeline", "topology", "memory") to ``path``; ``DrawError`` for another view."""
         from partitioner.draw import draw
 
         return write_text(Path(path), draw(self, view))
 
+    @typed_errors("Plan.save()")
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; the file is complete or absent."""
         from partitioner.planfile import save_plan
@@ -292,12 +305,14 @@ class Plan(Data):
         return save_plan(self, Path(path))
 
     @staticmethod
+    @typed_errors("Plan.load()")
     def load(path: str | Path) -> Plan:
         """The plan that :meth:`save` wrote. Raises :class:`PlanFileError` on any other file."""
         from partitioner.planfile import load_plan
 
         return load_plan(Path(path))
 
+    @typed_errors("Plan.export_ranks()")
     def export_ranks(self, folder: str | Path) -> list[Path]:
         """Write one self-contained JSON file per rank to ``folder``."""
         from partitioner.planfile import export_ranks

@@ -16,13 +16,14 @@ from torch.export import ExportedProgram
 
 from partitioner.batch import batch_size, of_groups, shard_batch
 from partitioner.constraints import Constraints
-from partitioner.requests import OBJECTIVES, check_work, type_of
+from partitioner.requests import OBJECTIVES, check_callback, check_work, type_of
 from partitioner.solve.sharding import ShardingSolution
 from partitioner.units import plural
 from passes.autocast import DEVICES
 from passes.blocks import FoldedModel
 from passes.capture import PRECISIONS, Captured, capture, given_samples
 from passes.errors import InputsError, PartitionError
+from passes.faults import typed_errors
 from passes.fold import fold
 from passes.gradients import mark_gradients
 from passes.groups import mean_over_groups
@@ -185,6 +186,7 @@ def modes_of_a_new_process() -> Iterator[None]:
         yield
 
 
+@typed_errors("prepare()")
 def prepare(
     model: nn.Module | ExportedProgram | PreparedModel,
     inputs: Inputs = None,
@@ -216,6 +218,7 @@ def prepare(
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    check_callback("loss", loss)
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from passes.quantize import FORMULAS, fused_quantizers_traced
 from passes.random import drawn, dropout
 from passes.retype import as_type
 from passes.wrappers import copy_model
+from passes.written import aliases_of
 from runtime.batch import leaves_by_path
 from runtime.weights import number_of
 
@@ -77,6 +79,7 @@ class _DoubleData(TorchFunctionMode):
             return quantize(_run_operator, *args, **kwargs)
         if func is Tensor.__setitem__ and isinstance(args[2], float):
             args = (*args[:2], torch.tensor(args[2], dtype=self.planned).item())
+        args, kwargs = _all_doubled(getattr(func, "__name__", ""), args, kwargs)
         made = func(*args, **kwargs)
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made
@@ -87,6 +90,21 @@ class _DoubleData(TorchFunctionMode):
         elif given is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
             given = self.default
         return (made if given is None else func(*args, **{**kwargs, "dtype": given})).double()
+
+
+def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function in float64 where some are: tensors from outside of the model (a global, say) are
+    narrower, and constants. What is written to or set stays."""
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    types = {x.dtype for x in leaves}
+    if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
+        return args, kwargs
+    doubled: tuple[Any, Any] = pytree.tree_map(_double_foreign, (args, kwargs))
+    return doubled
+
+
+def _double_foreign(value: Any) -> Any:
+    return _double(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
 
 
 _OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
@@ -324,28 +342,64 @@ def run_reference(
     the plan's; ``torch.finfo`` gives the limits of that type, in float64 too, and numbers in the model's code are
     rounded to it. The caller's gradients are left alone.
     """
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list | Mapping):
+        raise InputsError(f"inputs must be a tuple or a dict, one whole global batch; got {type(inputs).__name__}")
     planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
-    model, given = _copy(model), model
-    drop_looking_hooks(model)
-    if double:
-        model, inputs = model._apply(_doubled()), pytree.tree_map(_double, inputs)
-    held = _held_by(model)
-    with torch.no_grad():
-        for name, value in (buffers or {}).items():
-            if name in held:
-                held[name].copy_(value)
-            else:
-                path, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(path), attribute, value.item())
-    with (
-        float64(planned) if double else nullcontext(),
-        _ByPlace(seed, group) as streams,
-        _Drawing(streams),
-        _nothing_recomputed(),
-        looking_hooks_skipped(),
-        collections_kept(given, []),
-    ):
-        return _run(model, inputs, loss, train, counters)
+    run = _ReferenceRun(model, inputs, loss, train, planned if double else None, seed, group, buffers or {}, counters)
+    try:
+        return run.with_gradients(train)
+    except InputsError as error:  # forward may take gradients of its own where nothing is trained
+        if train or "does not require grad" not in str(error.__cause__):
+            raise
+        return run.with_gradients(True)
+
+
+@dataclass(frozen=True)
+class _ReferenceRun:
+    """The arguments of :func:`run_reference`. ``planned``: the plan's floating type, where the run is in float64."""
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[[Any], Tensor] | None
+    train: bool
+    planned: torch.dtype | None
+    seed: int
+    group: int
+    buffers: Mapping[str, Tensor]
+    counters: Collection[str]
+
+    def with_gradients(self, grad: bool) -> Reference:
+        """What a copy of the model computes; ``grad``: with gradients switched on."""
+        model, double = _copy(self.model), self.planned is not None
+        drop_looking_hooks(model)
+        if double:
+            aliases = aliases_of(model)
+            model = model._apply(_doubled())
+            for alias in aliases:
+                alias.follow()
+        inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
+        inputs = pytree.tree_map(functools.partial(_as_input, double=double), inputs)
+        held = _held_by(model)
+        with torch.no_grad():
+            for name, value in self.buffers.items():
+                if name in held:
+                    held[name].copy_(value)
+                else:
+                    path, _, attribute = name.rpartition(".")
+                    setattr(model.get_submodule(path), attribute, value.item())
+        with (
+            float64(self.planned) if self.planned is not None else nullcontext(),
+            _ByPlace(self.seed, self.group) as streams,
+            _Drawing(streams),
+            _nothing_recomputed(),
+            looking_hooks_skipped(),
+            collections_kept(self.model, []),
+        ):
+            return _run(model, inputs, self.loss, self.train, grad, self.counters)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -392,17 +446,30 @@ def _doubled() -> Callable[[Tensor], Tensor]:
     return double
 
 
+def _as_input(value: Any, double: bool) -> Any:
+    """A tensor of the arguments by itself: what is computed of it is no part of what the caller computed before."""
+    if not isinstance(value, Tensor):
+        return value
+    made = value.detach()
+    return (_double(made) if double else made).requires_grad_(value.requires_grad)
+
+
 def _double(value: Any) -> Any:
     return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
 def _run(
-    model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, train: bool, counters: Collection[str]
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None,
+    train: bool,
+    grad: bool,
+    counters: Collection[str],
 ) -> Reference:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: held.detach().clone() for name, held in _held_by(model).items()}
-    with torch.set_grad_enabled(train), _failing_by_itself(model):
+    with torch.set_grad_enabled(grad), _failing_by_itself(model):
         output = model(*args, **kwargs)
         total = loss(output) if loss is not None else find_loss(output)
         if train and total is not None:
@@ -450,8 +517,9 @@ def _alike(held: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The loss in a model's result: the result itself if it is a scalar, its ``loss`` otherwise."""
-    if isinstance(output, Tensor):
-        return output if output.dim() == 0 and output.is_floating_point() else None
+    """The loss in a model's result: its ``loss``, or the only tensor there is, where that is a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else None
+    if isinstance(output, Tensor) or not isinstance(found, Tensor):
+        leaves = pytree.tree_leaves(in_containers(output))
+        found = leaves[0] if len(leaves) == 1 else None
+    return found if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point() else None

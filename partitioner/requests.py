@@ -66,6 +66,12 @@ def check_precision(topology: Topology, precision: str | None) -> None:
         )
 
 
+def check_options(time_limit_s: Any, progress: Any) -> None:
+    """Raise :class:`InputsError` for options of a search that are of a wrong kind."""
+    check_seconds("time_limit_s", time_limit_s)
+    check_callback("progress", progress)
+
+
 def check_seconds(name: str, seconds: Any) -> None:
     """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
     if seconds is None:
@@ -74,9 +80,20 @@ def check_seconds(name: str, seconds: Any) -> None:
         raise InputsError(f"{name} must be a positive number of seconds, or None; got {seconds!r}")
 
 
+def check_callback(name: str, function: Any) -> None:
+    """Raise :class:`InputsError` unless ``function``, the argument ``name``, can be called or is ``None``."""
+    if function is not None and not callable(function):
+        raise InputsError(f"{name} must be a function, or None; got {type(function).__name__}")
+
+
 def check_work(model: FoldedModel, train: bool) -> None:
     """Raise where the model lacks what the objective needs."""
     if not train:
+        if not model.updates and all(output.value is None for output in model.outputs):
+            raise InputsError(
+                "the model computes nothing: its output has no tensor, and it changes no buffer; expected a forward "
+                "that returns tensors"
+            )
         return
     if model.loss is None:
         raise InputsError(

@@ -74,6 +74,11 @@ def verify(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "
             "partition()"
         )
+    if train and reference.loss is not None and reference.loss.isnan():
+        raise InputsError(
+            "the unmodified model's loss is not a number (nan) on these inputs, so that there is nothing to compare; "
+            "expected a finite loss: look for nan among weights and inputs, or pass other inputs"
+        )
     errors = compare(run, reference, program)
     largest = max(errors.values(), default=0.0)
     return Verification(largest <= tolerance, largest, errors, tolerance)
@@ -119,7 +124,7 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
     if theirs.numel() == 0:
         return 0.0
     mine, theirs = _in_doubles(mine), _in_doubles(theirs)
-    same = mine == theirs  # infinities among them
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # infinities among them
     difference = float(torch.where(same, torch.zeros_like(mine), (mine - theirs).abs()).max())
     finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
     scale = max(float(finite.abs().max()), least_scale)

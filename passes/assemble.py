@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from passes.blocks import CallSignature, ModelInput, ModelOutput, Plain, State, StateKind, TensorSpec
 from passes.errors import InputsError, UnsupportedError
-from passes.export import leaf_paths, source_of
+from passes.export import leaf_paths
+from passes.faults import source_of
 from passes.guards import emptied
 from passes.hits import empty_mask, is_turn
 from passes.infer import META

@@ -20,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from passes.accepted import check_inputs, check_model
 from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import TensorSpec
 from passes.caches import caches_matter
 from passes.errors import CaptureError, InputsError, UnsupportedError
-from passes.export import Twin, cast, export, make_twin, try_forward
+from passes.export import Twin, cast, export, leaf_paths, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hooks import check_hooks, collections_kept, global_hooks_dropped, hooks_refused
 from passes.infer import propagate
@@ -88,6 +89,9 @@ def capture(
             "and give precision=, or put the region into the model's forward"
         )
     dtype = None if precision is None else PRECISIONS[precision]
+    if isinstance(model, nn.Module):
+        check_model(model)
+    check_inputs([leaf for part in split_inputs(model, inputs) for leaf in leaf_paths(part)])
     if isinstance(model, ExportedProgram):
         program, notes = _fit_program(model, inputs, global_batch)
         if loss is not None:
@@ -201,9 +205,13 @@ def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
+    if _without_numbers(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _without_numbers(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:

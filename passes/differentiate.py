@@ -8,6 +8,7 @@ transpose as gradient.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes.blocks import Block
 from passes.collectives import COMMUNICATING, collective_name
+from passes.errors import UnsupportedError
 from passes.halves import Halves, upwards
 from passes.infer import META
 from passes.keep_sorted import MADE_BY, kept_sorted
@@ -30,6 +32,7 @@ from passes.vanishing import take_out_zeros
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_NO_DERIVATIVE = re.compile(r"derivative for '?([\w:]+)'? is not implemented")
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
@@ -133,7 +136,10 @@ def joint_of(
         if not wanted or not with_grad:
             return outputs, [None] * len(wanted)
         seeds = [tangents[i] for i in with_grad]
-        grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
+        try:
+            grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
+        except RuntimeError as error:  # NotImplementedError among them
+            raise _underivable(block, error) from error
         return outputs, [None if g is None else g.contiguous() for g in grads]
 
     # Rows that are dispatched are of a number that is not known before they are.
@@ -153,6 +159,20 @@ def joint_of(
     take_out_zeros(graph)
     _locate(graph)
     return Joint(graph, block, tuple(needs), tuple(taken))
+
+
+def _underivable(block: Block, error: RuntimeError) -> Exception:
+    """What to raise where torch cannot differentiate ``block``: it names an operator without a derivative."""
+    named = _NO_DERIVATIVE.search(str(error))
+    if named is None:
+        return error
+    name = named[1].rpartition("::")[2]
+    nodes = [n for n in block.graph.nodes if name.strip("_") in str(n.target)]
+    where = f" ({nodes[0].meta['source']})" if nodes and nodes[0].meta.get("source") else ""
+    return UnsupportedError(
+        f"torch has no derivative of {named[1]}{where}, which the gradient of the loss leads through; write the "
+        "operator with simpler ones, or detach() its result"
+    )
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:

@@ -26,3 +26,22 @@ class RuleError(PartitionError):
 
 class UnsupportedError(PartitionError):
     """What was asked cannot be kept exact; says why."""
+
+
+class UserCodeError(PartitionError):
+    """Code of the user's that was called (a loss, a hook, a state_dict) has raised; from what it raised."""
+
+
+class ResourceError(PartitionError, OSError):
+    """The machine lacks memory, disk, processes or rights."""
+
+
+class InternalError(PartitionError):
+    """A fault of the partitioner; raised from the exception that nobody expected.
+
+    ``phase``: what was being done, as ``sharding a block``; empty where that is not known.
+    """
+
+    def __init__(self, message: str, *, phase: str = "") -> None:
+        super().__init__(message)
+        self.phase = phase

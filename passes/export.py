@@ -20,8 +20,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,13 +34,16 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
+from passes.accepted import leaves_text
 from passes.autocast import casts_traced
 from passes.caches import switch_caches_off
 from passes.conversions import conversions_traced
 from passes.draws import draws_traced
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts import grouped_traced
+from passes.faults import FRAME, is_users, shorten
 from passes.hits import Hits, hits_traced
+from passes.inner_gradients import inner_gradients_traced
 from passes.known import numbers_known
 from passes.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.likeness import is_simple
@@ -50,15 +51,11 @@ from passes.own_gradients import traced_with_own_gradients
 from passes.quantize import OBSERVERS_OFF, fused_quantizers_traced
 from passes.selections import selections_traced
 from passes.wrappers import copy_model
-from passes.written import writes_traced
+from passes.written import aliases_traced, writes_traced
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")
 
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = Path(__file__).parent
-_PYTHON = str(Path(traceback.__file__).parent)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -176,6 +173,7 @@ def export(
             _in_containers(twin.module, bare=twin.kept),
             writes_traced(twin.module, double=twin.casts is None),
         )
+        aliases = aliases_traced(twin.module)
         with (
             _quiet(),
             _lines_noted(),
@@ -183,6 +181,9 @@ def export(
             casts,
             contained,
             written,
+            aliases,
+            _inference_traced(),
+            inner_gradients_traced(_line_now),
             grouped_traced(),
             _conversions(twin),
             known,
@@ -224,6 +225,24 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         Distribution.set_default_validate_args(looks)
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _inference_traced() -> Iterator[None]:
+    """``torch.inference_mode`` switches gradients, as ``torch.no_grad`` does: torch.export does not see it."""
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: Any, *_: Any) -> None:
+        torch.set_grad_enabled(self._inference_mode_context)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -343,19 +362,16 @@ def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
 def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
     failure = try_forward(twin, args, kwargs)
-    plain = type(failure) in (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
-    return failure if plain and "Fake" not in str(failure) and "meta" not in str(failure) else None
+    torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
+    wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
+    return failure if isinstance(failure, Exception) and not wanting else None
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = [
-        f"{path}: {tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"
-        for path, leaf in [*leaf_paths(args), *leaf_paths(kwargs)]
-    ]
     return (
         f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
         f"{type(error).__name__}: {_reason(error)}\n"
-        f"The inputs are {', '.join(given)}."
+        f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 
 
@@ -384,14 +400,25 @@ _INSTEAD = {
 }
 
 
+# What torch.export says -> what to do.
+_ADVICE = {
+    "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
+    "unless forward calls itself without end",
+    "not a known type": "forward must return tensors, in tuples, lists, dicts, named tuples or dataclasses: a plan has "
+    "to know each of them",
+}
+
+
 def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
     """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where = place_of(error)
+    where, said = place_of(error), f"{type(error).__name__}: {error}"
+    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
+    by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
+    by_text = (advice for text, advice in _ADVICE.items() if text in said)
     asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
-    instead = next((_INSTEAD[name] for name in reversed(called) if name in _INSTEAD), _LEN if asks_len else _NUMBERS)
-    if drawn and isinstance(error, GuardOnDataDependentSymNode):
-        instead = _DRAWN.format(", ".join(dict.fromkeys(drawn)))
+    is_drawn = drawn and isinstance(error, GuardOnDataDependentSymNode)
+    instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
         f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."
@@ -408,7 +435,7 @@ def place_of(error: Exception, *, but: str = "") -> str:
     user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
         return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    named = [f for f in _FRAME.findall(str(error)) if is_users(f[0])]
+    named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
     return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
@@ -422,29 +449,6 @@ def line_of(frame: FrameType) -> str:
     """`` at file:line (code)`` of a frame."""
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f" at {shorten(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
-
-
-@lru_cache(maxsize=65536)
-def source_of(stack_trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
-    frames = [f for f in _FRAME.findall(stack_trace or "") if is_users(f[0])]
-    return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
-
-
-@lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Whether a source file is neither torch's nor Python's own, nor of this package."""
-    in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not in_python and not file.startswith((_TORCH, "<")) and Path(file).parent != _OWN
-
-
-@lru_cache(maxsize=4096)
-def shorten(file: str) -> str:
-    """A path from the package's or the working directory on."""
-    if "site-packages/" in file:
-        return file.rsplit("site-packages/", 1)[1]
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def in_containers(tree: Any) -> Any:

@@ -11,7 +11,7 @@ import copy
 import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from passes.errors import UnsupportedError
-from passes.export import source_of
+from passes.faults import source_of
 from passes.hidden import Memory, does_nothing
 from passes.inplace import remove_inplace
 from passes.statistics import spell_out
@@ -42,12 +42,13 @@ _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
-def flatten_program(program: ExportedProgram) -> ExportedProgram:
+def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
     """The program, flat and functional. The one given is not changed.
 
+    ``own``: by address, the names of the tensors of the model that the program is of a copy of.
     Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
     """
-    _check_followed(program)
+    _check_followed(program, own or {})
     inliner = _Inliner(_trainable(program))
     graph = inliner.run(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
@@ -90,17 +91,26 @@ def flatten_program(program: ExportedProgram) -> ExportedProgram:
     return decomposed
 
 
-def _check_followed(program: ExportedProgram) -> None:
+def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` where a value of forward stands in the program as a constant without numbers,
-    on which torch goes down when it is written to."""
+    on which torch goes down when it is written to, and where one of the model's ``own`` tensors does, by address."""
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
-        name = str(spec.target)  # below the module that computed it
-        lifted = name.rpartition(".")[2].startswith("lifted_tensor") and spec.arg.name in used
-        if lifted and spec.kind is InputKind.CONSTANT_TENSOR and isinstance(program.constants[name], FakeTensor):
+        if spec.kind is not InputKind.CONSTANT_TENSOR or spec.arg.name not in used:
+            continue
+        name = str(spec.target)
+        constant = program.constants[name]
+        if isinstance(constant, FakeTensor) and name.rpartition(".")[2].startswith("lifted_tensor"):
             raise UnsupportedError(
-                "forward computes a tensor in a way that torch.export does not follow: by torch.autograd.grad or "
-                "backward() inside forward; write it with operators on tensors, or pass it as an input"
+                "forward computes a tensor in a way that torch.export does not follow, as by backward() inside "
+                "forward; write it with operators on tensors, or pass it as an input"
+            )
+        held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
+        if held is not None:
+            raise UnsupportedError(
+                f"forward reads {held!r} in a way that copies of the model do not follow: through a closure, a global, "
+                "or a forward that was compiled or wrapped; read it as an attribute of the module (of "
+                "torch.compile(model.forward), pass the model as it was before)"
             )
 
 
@@ -111,7 +121,7 @@ def _untie_buffers(program: ExportedProgram) -> None:
     untied: dict[str, Tensor] = {}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.BUFFER:
+        if spec.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) or str(spec.target) not in held:
             continue
         node, tensor = nodes[spec.arg.name], held[str(spec.target)]
         first = by_tensor.setdefault(id(tensor), node)
@@ -126,6 +136,23 @@ def _apart(tensor: Tensor) -> Tensor:
     """A tensor like another, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
+
+
+def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
+    """The placeholders of constants that are a parameter or buffer of the module, which plain objects hold too."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    held: dict[str, Any] = {**program.constants, **program.state_dict}
+    specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
+    states = {
+        id(tensor): node
+        for spec, tensor, node in specs
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and tensor is not None
+    }
+    return {
+        node: states[id(tensor)]
+        for spec, tensor, node in specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and id(tensor) in states
+    }
 
 
 def _trainable(program: ExportedProgram) -> set[str]:
@@ -156,6 +183,8 @@ class _Inliner:
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
                     self.memory.marks(env[node])
+        for constant, state in _held_twice(program).items():
+            env[constant] = env[state]
         results = self.body(program.graph_module, env, grad=True)
         fx.node.map_arg(results, self.memory.reads)
         self.memory.finish()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import UnsupportedError
-from passes.export import source_of
+from passes.faults import source_of
 from passes.known import written_by
 
 aten = torch.ops.aten

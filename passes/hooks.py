@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -25,7 +27,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from passes.errors import UnsupportedError
-from passes.export import is_users, shorten
+from passes.faults import is_users, shorten
 from passes.looking import GIVEN, MODEL, Value, code_of, what_it_does
 from passes.wrappers import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
@@ -282,6 +284,7 @@ def _where() -> str:
 # --- what hooks on forward collect ------------------------------------------------------------------------------------
 
 _CONTAINERS = (list, dict, set, collections.deque)
+_NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
 
 
 @contextlib.contextmanager
@@ -318,7 +321,8 @@ class _Held:
         reached = [c.cell_contents for c in cells] + list(getattr(function, "__defaults__", None) or ())
         if code is not None:
             reached += [function.__globals__[n] for n in code.co_names if n in function.__globals__]
-        containers = [r for r in reached if isinstance(r, _CONTAINERS)]
+        owners = [vars(r) for r in reached if hasattr(r, "__dict__") and not isinstance(r, _NO_OWNERS)]
+        containers = [*owners, *(r for r in reached if isinstance(r, _CONTAINERS))]
         inner = [
             i for c in containers for i in (c.values() if isinstance(c, dict) else c) if isinstance(i, _CONTAINERS)
         ]

@@ -60,7 +60,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Take one in-place operator out; ``False`` where others may see what it writes."""
-    target, kin = node.args[0] if node.args else None, _kin(node.target)
+    target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
         return False
     base, view = target, None
@@ -110,7 +110,7 @@ def _written(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
     return graph.call_function(aten.clone.default, (made,)) if made is node.args[1] else made
 
 
-def _kin(target: Any) -> Any:
+def functional_kin(target: Any) -> Any:
     """The operator that returns what ``target`` would write to its first argument, and writes nothing."""
     if not isinstance(target, torch._ops.OpOverload):
         return None

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.assemble import Captured
-from passes.export import is_users, line_of
+from passes.export import line_of
+from passes.faults import is_users
 from passes.lifted_numbers import is_lifted
 
 _PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)

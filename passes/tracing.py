@@ -156,12 +156,13 @@ class Tracer:
             pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
             return whole.with_(turns=tuple(pairs)), twin
 
+        own = _own_tensors(self.model)
         repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
         while repeats.groups and twin.hits.guards is None:
             away = repeats.away
             try:
                 with repeats.tracing():
-                    program = flatten_program(export(twin, args, kwargs, train=self.train, diagnose=False))
+                    program = flatten_program(export(twin, args, kwargs, train=self.train, diagnose=False), own)
                 if away is None:
                     return made(twin, program, expand)
                 return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
@@ -186,7 +187,7 @@ class Tracer:
                 program = export(twin, args, kwargs, train=self.train, diagnose=False)
             except Exception:  # another decision stands in the way, which has been told
                 raise error from error.__cause__
-        return made(twin, flatten_program(program), lambda captured: captured)
+        return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _again(self, twin: Twin, hits: Hits, left: Attributes) -> Twin:
         """Another twin for another attempt at the same trace."""
@@ -440,6 +441,13 @@ def _is_used(captured: Captured, name: str) -> bool:
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
     """Whether an attribute is what it was."""
     return key in before.attributes and before.attributes[key][0] == after[key][0]
+
+
+def _own_tensors(model: nn.Module) -> dict[int, str]:
+    """The names of the model's tensors that have numbers, by the address of these."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
+    return {t.data_ptr(): name for name, t in known if t.numel()}
 
 
 def _copy_container(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """States that forward changes in ways that torch.export loses or cannot follow, as it is traced.
 
 Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end, of
-whichever module it is. ``x.data`` is ``x.detach()``; what forward
-sets as ``x.data`` is read instead of ``x`` from there on, and written to ``x`` in the end, so that views of the old
-memory keep what they show. A batch norm that averages over all batches so far (``momentum=None``) counts them by a
-tensor, where torch asks what number that holds.
+whichever module it is. ``x.data`` is ``x.detach()``; what forward sets as ``x.data`` is read instead of ``x`` from
+there on, and written to ``x`` in the end, so that views of the old memory keep what they show. A batch norm that
+averages over all batches so far (``momentum=None``) counts them by a tensor, where torch asks what number that holds.
+Inside :func:`aliases_traced` parameters and buffers are followed also where plain objects hold them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from passes.known import memory_of, written_by
 
 _TABLES = {"_buffers": "buffer", "_parameters": "parameter"}
 _DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+_MOST_OBJECTS = 100_000  # that are searched for tensors
 
 
 @contextmanager
@@ -62,6 +64,81 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
             model.__dict__["forward"] = own
         for module in averaging:
             module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def aliases_traced(model: nn.Module) -> Iterator[None]:
+    """Inside, forward of ``model`` reads and writes its parameters and buffers also where plain objects hold them.
+
+    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter
+    or buffer of a module, as a generation cache does, would keep the one of before.
+    """
+    aliases = aliases_of(model)
+    forward, own = model.forward, model.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def following(*args: Any, **kwargs: Any) -> Any:
+        before = [alias.holder[alias.key] for alias in aliases]
+        try:
+            for alias in aliases:
+                alias.follow()
+            return forward(*args, **kwargs)
+        finally:
+            for alias, tensor in zip(aliases, before, strict=True):
+                alias.holder[alias.key] = tensor
+
+    if aliases:
+        model.__dict__["forward"] = following
+    try:
+        yield
+    finally:
+        if aliases:
+            model.__dict__.pop("forward", None)
+            if own is not None:
+                model.__dict__["forward"] = own
+
+
+@dataclass(frozen=True)
+class Alias:
+    """``holder[key]`` is the tensor that a module holds as ``states[name]``."""
+
+    holder: Any
+    key: Any
+    states: dict[str, Any]
+    name: str
+
+    def follow(self) -> None:
+        """Hold what the module holds now."""
+        self.holder[self.key] = self.states[self.name]
+
+
+def aliases_of(model: nn.Module) -> list[Alias]:
+    """Places outside of modules' own tables that hold parameters or buffers."""
+    found = []
+    owners = {
+        id(tensor): (states, name)
+        for module in model.modules()
+        for states in (module._parameters, module._buffers)
+        for name, tensor in states.items()
+        if tensor is not None
+    }
+    modules = [vars(module) for module in model.modules()]
+    seen = {id(own[table]) for own in modules for table in ("_parameters", "_buffers", "_modules")}
+    waiting: list[Any] = [*modules]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if isinstance(value, Tensor):
+                if id(value) in owners and isinstance(holder, dict | list):
+                    found.append(Alias(holder, key, *owners[id(value)]))
+            elif isinstance(value, dict | list | tuple):
+                waiting.append(value)
+            elif not isinstance(value, nn.Module | type) and isinstance(getattr(value, "__dict__", None), dict):
+                waiting.append(vars(value))
+    return found
 
 
 @contextmanager

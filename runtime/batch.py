@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from passes.accepted import check_tensor
 from passes.lifted_numbers import Guard
 from passes.serialize import dtype_of
 from runtime.errors import BatchError
@@ -217,6 +218,7 @@ class BatchEntries:
                 f"input {data.path!r} {got}: expected a {data.dtype} tensor of shape {list(expected)}, "
                 f"the batch has {have}"
             )
+        check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
         shape = tuple(tensor.shape)
         if shape != expected:
             advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
@@ -227,7 +229,7 @@ class BatchEntries:
                 got = str(tensor.dtype).removeprefix("torch.")
                 raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
             tensor = tensor.to(dtype)
-        return tensor
+        return tensor.resolve_conj().resolve_neg()
 
     def _left_out(self, place: str, data: InputData) -> Any:
         """The default of a number that the batch leaves out."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from passes.faults import typed_errors
 from passes.random import SEED
 from runtime import export, norms
 from runtime.agreement import Agreement
@@ -35,6 +36,7 @@ from runtime.communicator import TorchCommunicator
 from runtime.defaults import default_communicator, disk_for
 from runtime.errors import LaunchError
 from runtime.execute import Executor
+from runtime.failures import is_of_ranks
 from runtime.gradients import Gradients
 from runtime.groups import Communicator, all_ranks
 from runtime.losses import StepLoss
@@ -96,6 +98,7 @@ class Engine:
     before anything is communicated.
     """
 
+    @typed_errors("Engine()", passing=is_of_ranks)
     def __init__(
         self,
         plan: Any,
@@ -111,6 +114,7 @@ class Engine:
         library: Library | None = None,
     ) -> None:
         program = program_of(plan)
+        device = None if device is None else torch.device(device)
         if communicator is None:
             communicator = default_communicator(program, device, placement_of(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
@@ -180,6 +184,7 @@ class Engine:
         """Whether the last step's gradients, scaled, were beyond float16: it has none, and the optimizer skips it."""
         return self._scale is not None and self._scale.overflowed
 
+    @typed_errors("Engine.step()", passing=is_of_ranks)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
         """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
 
@@ -278,6 +283,7 @@ class Engine:
         self._optimizers.trust(optimizer)
         return optimizer
 
+    @typed_errors("Engine.on_disk()", passing=is_of_ranks)
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """``optimizer``, made of :meth:`parameters`, with its states on disk, where the plan keeps them there; else as
         it is. It is called before the first step, and before a learning-rate scheduler is made.
@@ -288,6 +294,7 @@ class Engine:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
         return optimizer
 
+    @typed_errors("Engine.dtensors()", passing=is_of_ranks)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
         """The parameters of :meth:`named_parameters` as torch's own tools see whole ones: in the same memory, with
         their gradients of now on ``grad``. All ranks call it.
@@ -297,6 +304,7 @@ class Engine:
         """
         return self._viewed(strict).of_parameters(self._parameters)
 
+    @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
         """What ``optimizer`` holds for each parameter, by its own names, laid out as :meth:`dtensors` are."""
         return self._viewed(strict).of_optimizer(self._parameters, optimizer)
@@ -322,6 +330,7 @@ class Engine:
         if self._scale is not None:
             self._scale.overflowed = False
 
+    @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before.
 
@@ -331,6 +340,7 @@ class Engine:
         """
         return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
 
+    @typed_errors("Engine.state_dict()", passing=is_of_ranks)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
         (the others take part and get nothing)."""
@@ -339,11 +349,13 @@ class Engine:
             return export.gather_all(self.rank_program, shards, self.communicator)
         return {n: s.detach() for n, s in shards.items() if self.program.states[n].kind != "constant"}
 
+    @typed_errors("Engine.export_weights()", passing=is_of_ranks)
     def export_weights(self, directory: str | Path) -> None:
         """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
         call it. The folder appears complete or not at all. What it held besides weights stays."""
         export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
+    @typed_errors("Engine.save()", passing=is_of_ranks)
     def save(
         self,
         directory: str | Path,
@@ -378,6 +390,7 @@ class Engine:
         """As :meth:`wait_for_save`, on all ranks, which all call it: it is complete, or has failed, on each."""
         self._saver.settle()
 
+    @typed_errors("Engine.load()", passing=is_of_ranks)
     def load(
         self,
         directory: str | Path,

@@ -26,7 +26,7 @@ from runtime.groups import Communicator
 from runtime.parts import by_model_names
 from runtime.pieces import join_pieces, padded_piece
 from runtime.program import Program, RankProgram, shard_shape
-from runtime.weights import INDEX
+from runtime.weights import INDEX, check_storable
 
 OWN = r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"  # what an export writes and replaces
 _WEIGHTS = r".*\.(safetensors|bin)(\.index\.json)?"
@@ -48,8 +48,11 @@ class Chunk:
 def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
     """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before.
 
-    Raises :class:`CheckpointError` where the first rank cannot make room for it, before anything is written.
+    Raises, before anything is written, :class:`CheckpointError` where the first rank cannot make room for it, and
+    :class:`WeightsError` for a type that safetensors does not have.
     """
+    for name in weight_states(rank.program):
+        check_storable(name, dtype_of(rank.program.states[name].dtype))
     place = directory.resolve()
     target = agreed_target(place, communicator, rank.program.world_size, lambda: _check_others(place), OWN)
     target.partial.mkdir(exist_ok=True)

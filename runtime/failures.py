@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from runtime.calls import BoundCall
 from runtime.codegen import Compiled
-from runtime.errors import CheckpointError, CommunicationError, Failure
+from runtime.errors import CheckpointError, CommunicationError, Failure, InstructionError
 from runtime.program import RankProgram
 
 # What a rank meets when another one has gone: a consequence, not a cause.
@@ -33,6 +33,11 @@ def is_secondary(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
         return False
     return _communicated(error)
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether ``error`` says already what failed on a rank: an instruction, or another rank that has gone."""
+    return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 
 
 def _communicated(error: RuntimeError) -> bool:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from passes.faults import typed_errors
 from runtime.batch import batch_by_path
 from runtime.bind import Library
 from runtime.collect import Part, Run, joined, part_of, unread_gradients
 from runtime.defaults import one_step_folder
 from runtime.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
-from runtime.failures import is_secondary
+from runtime.failures import is_of_ranks, is_secondary
 from runtime.parts import names_read
 from runtime.planfile import placement_of, program_of
 from runtime.pool import LocalRanks
@@ -29,13 +29,14 @@ from runtime.program import Program
 from runtime.state import check_weights
 from runtime.threads import ThreadWorld
 from runtime.watch.monitor import Monitor
-from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of
+from runtime.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of, write_weights
 from runtime.worker import run_program
 
 Model = nn.Module | Mapping[str, Tensor] | str | Path
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+@typed_errors("run_local()", passing=is_of_ranks)
 def run_local(
     plan: Any,
     model: Model,
@@ -85,6 +86,7 @@ def run_local(
     return joined(program, parts, _unread(program, model))
 
 
+@typed_errors("run_threads()", passing=is_of_ranks)
 def run_threads(
     plan: Any,
     model: Model,
@@ -98,6 +100,7 @@ def run_threads(
     device: torch.device | str = "cpu",
 ) -> Run:
     """As :func:`run_local`, with every rank a thread of this process: exact in the same way, and needing nothing."""
+    device = torch.device(device)
     program = with_precision(program_of(plan), precision)
     weights = weights_of(model, names_read(program))
     check_weights(program, weights)
@@ -162,13 +165,12 @@ def _written(program: Program, weights: Weights, path: Path) -> Path:
     content: dict[str, Tensor] = {}
     for name, state in program.states.items():
         if state.parts:
-            content |= {p: weights.tensors[p].detach().cpu().contiguous().clone() for p in state.parts}
+            content |= {p: weights.tensors[p] for p in state.parts}
             continue
         found = next((n for n in (name, *state.aliases) if weights.spec(n) is not None), None)
         if found is not None:
-            content[name] = weights.tensors[found].detach().cpu().contiguous().clone()
-    save_file(content, path)
-    return path
+            content[name] = weights.tensors[found]
+    return write_weights(content, path)
 
 
 def _unread(program: Program, model: Model) -> dict[str, Tensor]:

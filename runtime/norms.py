@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,10 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, max_norm: float) -> Tensor:
     """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
 
-    Raises :class:`LaunchError` for a negative norm, which would turn the gradients round.
+    Raises :class:`LaunchError` for a negative norm, which would turn the gradients round, and for what is no number.
     """
+    if not isinstance(max_norm, Real | Tensor):
+        raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
     if not max_norm >= 0:
         raise LaunchError(f"the largest norm must be 0 or more, got {max_norm}; leave clipping out to have none")
     norm = total_norm(rank, gradients, communicator)

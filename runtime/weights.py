@@ -11,8 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from passes.accepted import check_tensor
 from passes.layouts import Layout, shard_slices, take_shard
 from passes.wrappers import spellings, unwrapped
 from runtime.errors import WeightsError
@@ -34,7 +36,17 @@ _TYPES = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
+# Complex types that safetensors lacks: a run's own file holds real and imaginary parts, its metadata their names.
+_PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
+_PAIRED = "partitioner.complex"
+_EXTRA_STATE = "_extra_state"  # of a state dict: not a tensor, and no weight
 
 
 @runtime_checkable
@@ -59,8 +71,16 @@ class TensorWeights:
     """Tensors in memory: a module's state, or a dict. ``tied`` names may share a tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
-        self.tensors = tensors
+        other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
+        if other is not None and not other.endswith(_EXTRA_STATE):
+            raise WeightsError(
+                f"{origin} holds {other!r}, a {type(tensors[other]).__name__}; expected tensors by name: of a "
+                "checkpoint, pass the model's part alone"
+            )
+        self.tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         self.origin = origin
+        for name, tensor in self.tensors.items():
+            check_tensor(tensor, f"{origin}: {name}", WeightsError)
         meta = next((name for name, t in tensors.items() if t.is_meta), None)
         if meta is not None:
             raise WeightsError(
@@ -96,6 +116,7 @@ class FileWeights:
         self._files = _find(path, index)
         self._saved_as: dict[str, str] = {}  # name -> that in the file, where it is another
         self._open: dict[Path, Any] = {}
+        self._paired: dict[Path, frozenset[str]] = {}
         self._stack = ExitStack()
         self._lock = threading.Lock()  # a handle serves one thread at a time
 
@@ -113,20 +134,31 @@ class FileWeights:
         if name not in self._files:
             return None
         with self._lock:
-            part = self._slice(name)
-            return tuple(part.get_shape()), _TYPES[part.get_dtype()]
+            part, paired = self._slice(name), self._is_paired(name)
+            shape, stored = tuple(part.get_shape()), part.get_dtype()
+        if stored not in _TYPES:
+            raise WeightsError(
+                f"{self._files[name]}: {name} is stored as {stored}, of which torch has no ordinary tensors; convert "
+                "it to a floating or integer type"
+            )
+        if paired:
+            return shape[:-1], next(dtype for dtype, real in _PAIRS.items() if real == _TYPES[stored])
+        return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         with self._lock:
+            paired = self._is_paired(name)
             if not layout.is_shard or num_ranks == 1:
-                return self._handle(name).get_tensor(self._saved_as.get(name, name))  # type: ignore[no-any-return]
-            part = self._slice(name)
-            before = (slice(None),) * layout.dim
-            pieces = [
-                part[(*before, slice(start, start + length))]
-                for start, length in shard_slices(layout, part.get_shape()[layout.dim], num_ranks, index)
-            ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+                pieces = [self._handle(name).get_tensor(self._saved_as.get(name, name))]
+            else:
+                part = self._slice(name)
+                before = (slice(None),) * layout.dim
+                pieces = [
+                    part[(*before, slice(start, start + length))]
+                    for start, length in shard_slices(layout, part.get_shape()[layout.dim], num_ranks, index)
+                ]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+        return torch.view_as_complex(whole) if paired else whole
 
     def identity(self, name: str) -> Hashable:
         return None
@@ -136,6 +168,13 @@ class FileWeights:
         with self._lock:
             self._stack.close()
             self._open.clear()
+
+    def _is_paired(self, name: str) -> bool:
+        """Whether the last dim is of real and imaginary parts; see :func:`write_weights`."""
+        path, handle = self._files[name], self._handle(name)
+        if path not in self._paired:
+            self._paired[path] = frozenset(json.loads((handle.metadata() or {}).get(_PAIRED, "[]")))
+        return name in self._paired[path]
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(self._saved_as.get(name, name))
@@ -180,6 +219,30 @@ def number_of(module: nn.Module, name: str) -> Tensor | None:
     if type(value) not in (int, float):
         return None
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
+    """Write a file that :class:`FileWeights` reads; other readers may see pairs of numbers instead of complex ones.
+
+    Raises :class:`WeightsError` for a type that cannot be stored.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _PAIRS:
+            check_storable(name, tensor.dtype)
+    paired = [name for name, tensor in tensors.items() if tensor.dtype in _PAIRS]
+    plain = {name: torch.view_as_real(x.resolve_conj()) if name in paired else x for name, x in tensors.items()}
+    content = {name: x.detach().cpu().contiguous().clone() for name, x in plain.items()}
+    save_file(content, path, metadata={_PAIRED: json.dumps(paired)} if paired else None)
+    return path
+
+
+def check_storable(name: str, dtype: torch.dtype) -> None:
+    """Raise :class:`WeightsError` where safetensors has no such type."""
+    if dtype not in _TYPES.values():
+        raise WeightsError(
+            f"{name} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store: keep it in "
+            "another type, or use engine.save(), or torch.save(engine.state_dict(full=True))"
+        )
 
 
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
+import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,8 +62,8 @@ def names_in(ops: tuple[Op, ...]) -> set[str]:
 
 
 def is_judged_by_place(recipe: Recipe) -> bool:
-    """Whether the reference is not the plain call: plans draw by place, and change buffers once where torch would change
-    those of a checkpointed layer twice, both by design."""
+    """Whether the reference is not the plain call: plans draw by place, and change buffers once where torch
+    changes those of a checkpointed layer twice, both by design."""
     return bool((DRAWING | {"checkpointed"}) & names_in(recipe.ops))
 
 
@@ -131,8 +133,11 @@ def judge(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = Fal
         found = eager(recipe, model, planned)
     except Exception as error:
         return Outcome("skipped", f"{type(error).__name__}: {error}")
-    if not (found.loss.isfinite() and all(g.isfinite().all() for g in found.grads.values())) or found.loss.abs() > 1e6:
+    sizes = [float(v.abs().max()) for v in (found.loss, *found.grads.values()) if v.numel()]
+    if not all(math.isfinite(size) for size in sizes) or sizes[0] > 1e6:
         return Outcome("skipped", "no number")
+    if max(sizes) < 1e-9:
+        return Outcome("skipped", "nothing but rounding")
     seed_python(0)
     try:
         plan = partition(
@@ -195,8 +200,6 @@ def _is_noted(recipe: Recipe, plan: Plan) -> bool:
 
 
 def _untyped(where: str, error: Exception) -> Outcome:
-    import traceback
-
     frames = traceback.extract_tb(error.__traceback__)
     at = " < ".join(
         f"{f.filename.rsplit('/', 2)[-2]}/{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames[:-5:-1]

@@ -78,7 +78,7 @@ def recipes(
         ops=st.lists(operators(names, 1), min_size=1, max_size=most).map(tuple),
         loss=st.builds(Op, st.sampled_from(list(LOSSES)), _NUMBERS, _NUMBERS),
         mesh=st.sampled_from(meshes),
-        change=st.one_of(kept, st.sampled_from(list(CHANGES))) if changes else kept,
+        change=st.one_of(kept, kept, st.sampled_from(list(CHANGES))) if changes else kept,
         output=st.sampled_from(["scalar", "dict", "values"]),
         options=st.lists(st.sampled_from(OPTIONAL), unique=True).map(tuple),
         batch=st.sampled_from([4, 4, 6, 8]),

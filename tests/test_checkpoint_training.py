@@ -387,14 +387,6 @@ def test_an_engine_for_inference_that_loads_leaves_the_runs_generators_alone(tmp
     assert (torch.rand(1), random.random(), np.random.rand()) == drawn, "the run's own engine takes them back"
 
 
-def test_a_backward_of_the_scripts_own_is_an_error(tmp_path: Path):
-    engine, *_ = one_rank(tmp_path)
-    loss = engine.step(net_inputs())
-    assert loss is not None
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch.amp.GradScaler("cpu").scale(loss).backward()
-
-
 def test_a_save_amid_gradients_that_are_added_up_is_told(tmp_path: Path):
     engine, optimizer, checkpoints = one_rank(tmp_path)
     checkpoints.every = 1

@@ -117,7 +117,7 @@ def on_parameter(hook: Any) -> nn.Module:
 def nothing_recorded() -> Iterator[None]:
     """No hook is called by a plan, nor by its verification."""
     yield
-    assert not norms and steps == 0 and recorder.count == 0
+    assert not norms and steps == 0 and recorder.count == 0 and not recorder.norms
     assert not any(lists.values())
 
 
@@ -400,6 +400,12 @@ def doubles_and_keeps(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
+def doubles_and_tells(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    recorder.norms.append(output)  # type: ignore[arg-type]
+    recorder.count += 1
+    return 2 * output
+
+
 def keeps(module: nn.Module, args: Any, output: Tensor) -> None:
     lists["activations"].append(output.detach())
 
@@ -422,6 +428,7 @@ FORWARD: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: forward_hooked(lambda module, args, named, output: output * 3, with_kwargs=True), ""
     ),
     "changes and keeps": (lambda: forward_hooked(doubles_and_keeps), "keeps values outside of the model"),
+    "changes and tells": (lambda: forward_hooked(doubles_and_tells), "keeps values outside of the model"),
     "keeps": (lambda: forward_hooked(keeps), "only looks at what forward computes"),
     "measures": (lambda: forward_hooked(measures), "only looks at what forward computes"),
     "looks before": (

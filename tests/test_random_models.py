@@ -45,7 +45,7 @@ def check(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = Fal
 
 
 @_FAST
-@given(recipes(ONE_RANK + TWO_RANKS, most=3), st.integers(0, 4))
+@given(recipes(ONE_RANK * 2 + TWO_RANKS, most=2), st.integers(0, 4))
 def test_random_models_are_exact_or_refused(recipe: Recipe, number: int):
     check(recipe, verify=number == 0)
 

@@ -200,13 +200,8 @@ def put_apart(model: Any, h: Tensor, mask: Tensor) -> Tensor:
 
 REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a row of its own": lambda model, h, mask: h[mask][0],
-    "running sum": lambda model, h, mask: h[mask].cumsum(0),
-    "largest": lambda model, h, mask: h[mask].amax(0),
-    "number": lambda model, h, mask: h / h[mask].shape[0],
-    "number, computed with": lambda model, h, mask: h / (h[mask].shape[0] * 2 + 1),
     "place of a number": lambda model, h, mask: h * mask.any().nonzero().sum(),
     "places apart": put_apart,
-    "two masks": lambda model, h, mask: torch.cat([h[mask], h[~mask]]),
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from partitioner.errors import TopologyError
 from partitioner.topology.fabric import MOST_PLACES, extent, largest_node
 from partitioner.topology.parts import NodeGroup, NodeOverride, Pattern
 
@@ -21,6 +22,13 @@ class MisplacedError(ValueError):
     def __init__(self, message: str, *path: int | str) -> None:
         super().__init__(message)
         self.path = path
+
+
+def expect(name: str, value: object, kind: Any) -> None:
+    """Raise :class:`TopologyError` unless ``value``, the argument ``name``, is of ``kind``."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
+        raise TopologyError(f"{name} must be {wanted}; got {value!r}")
 
 
 def check_parts(topology: Topology) -> None:

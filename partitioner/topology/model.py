@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
-from partitioner.topology.checks import check_parts
+from partitioner.topology.checks import check_parts, expect
 from partitioner.topology.fabric import (
     Floats,
     Storey,
@@ -365,6 +365,7 @@ class Topology(Part):
         """``nodes`` machines of a kind that the data files describe, like ``dgx-h100``."""
         from partitioner.topology.files import preset
 
+        expect("name", name, str)
         return preset(name, nodes)
 
     @classmethod
@@ -372,6 +373,7 @@ class Topology(Part):
         """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of what is wrong."""
         from partitioner.topology.files import load
 
+        expect("path", path, str | os.PathLike)
         return load(path)
 
     @classmethod
@@ -379,6 +381,7 @@ class Topology(Part):
         """``num_ranks`` processes on this machine's CPU, which share its cores and memory. Rough figures."""
         from partitioner.topology.detect import local
 
+        expect("num_ranks", num_ranks, int)
         return local(num_ranks)
 
     @classmethod
@@ -394,4 +397,5 @@ class Topology(Part):
         ``without node1/3, left``."""
         from partitioner.topology.files import parse
 
+        expect("text", text, str)
         return parse(text)

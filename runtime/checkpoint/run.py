@@ -39,7 +39,12 @@ def common_state(engine: Engine) -> dict[str, Any]:
 
 
 def own_state(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> dict[str, Any]:
-    """What is this rank's, but for tensors and random generators."""
+    """What is this rank's, but for tensors and random generators. Raises :class:`CheckpointError` where ``extra`` has
+    something without a state."""
+    if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
+        raise CheckpointError(
+            "extra must name objects with state_dict() and load_state_dict(), as {'scheduler': scheduler}"
+        )
     return {
         "optimizer": described(optimizer, engine._parameters, engine.program),
         "extra": {name: source.state_dict() for name, source in (extra or {}).items()},

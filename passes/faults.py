@@ -1,0 +1,227 @@
+"""Failures that nobody expected, as typed errors: what a public entry point raises where its code goes wrong.
+
+An error of this project passes as it is. Every other exception that leaves an entry point becomes a
+:class:`PartitionError` raised from it: :class:`UserCodeError` where code of the user's raised it,
+:class:`ResourceError` where the machine lacks memory, disk or rights, :class:`InputsError` where the entry point itself
+cannot take an argument, :class:`InternalError` otherwise. The phase, the operator and the model's line are read from
+the traceback, so that no code has to keep track of them.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from importlib import metadata, util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
+
+_ROOT = Path(__file__).parent.parent
+_OURS = tuple(f"{_ROOT / package}/" for package in ("passes", "runtime", "partitioner"))
+FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback that is text
+_PYTHON = str(Path(traceback.__file__).parent)
+# Packages that this project calls, and whose own frames say nothing of who is at fault.
+_LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy", "sympy", "yaml", "rich", "typer")
+# The function that a phase begins with -> its name; the innermost one of a traceback is told.
+PHASES = {
+    ("passes/inputs.py", "bind_inputs"): "reading the inputs",
+    ("passes/export.py", "make_twin"): "copying the model without its numbers",
+    ("passes/capture.py", "capture"): "capturing the model",
+    ("passes/functionalize.py", "flatten_program"): "making the graph functional",
+    ("passes/normalize.py", "normalize"): "normalizing the graph",
+    ("passes/fold.py", "fold"): "folding layers into blocks",
+    ("passes/gradients.py", "mark_gradients"): "marking gradients",
+    ("passes/shard.py", "shard_block"): "sharding a block",
+    ("passes/differentiate.py", "joint_of"): "differentiating a block",
+    ("partitioner/batch.py", "shard_batch"): "splitting the batch",
+    ("partitioner/explore.py", "explore"): "searching for a layout",
+    ("partitioner/emit.py", "emit"): "emitting the programs",
+    ("partitioner/reference.py", "run_reference"): "running the unmodified model",
+    ("runtime/prove.py", "prove"): "proving the programs",
+    ("runtime/batch.py", "batch_values"): "reading the batch",
+    ("runtime/state.py", "check_weights"): "checking the weights",
+    ("runtime/state.py", "load_states"): "loading the weights",
+}
+_REPORTS_PROGRESS = ("partitioner/solve/bestfirst.py", "_tell")
+_OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
+_BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+@contextmanager
+def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    """Inside, or in a function decorated so, an unexpected exception becomes a typed one that names ``entry``.
+
+    ``passing``: exceptions that are left as they are. So is what a callback raises that reports progress: it ends the
+    search for whoever waits for it.
+    """
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        if passing(error) or _is_of_progress(error):
+            raise
+        raise typed(error, entry) from error
+
+
+def typed(error: Exception, entry: str) -> PartitionError:
+    """The typed error that stands for ``error``, which left ``entry`` unexpectedly."""
+    said = f"{type(error).__name__}: {_first_line(error)}"
+    if _lacks_resources(error):
+        name = getattr(error, "filename", None)
+        about = f"{name}: {said}" if name else said
+        return ResourceError(
+            f"{entry} failed for want of memory, disk, processes or rights: {about}; give another file or folder, free "
+            "some, or plan for more devices"
+        )
+    frames = list(traceback.walk_tb(error.__traceback__))
+    codes = [(frame.f_code, line) for frame, line in frames if not _is_librarys(frame.f_code.co_filename)]
+    if codes and is_users(codes[-1][0].co_filename):
+        code, line = codes[-1]
+        return UserCodeError(
+            f"{entry} called {code.co_name} ({shorten(code.co_filename)}:{line}), which raised {said}; mend it "
+            "there, or do not pass it"
+        )
+    if [is_ours(code.co_filename) for code, _ in codes] == [True, True] and isinstance(error, _OF_ARGUMENTS):
+        return InputsError(f"an argument of {entry} is of the wrong kind: {said}; expected what its docstring names")
+    phase = phase_of(frames)
+    return InternalError(
+        f"internal error of the partitioner in {entry}{f', {phase}' if phase else ''}{_operator_text(error)}: {said}\n"
+        f"It is raised at {_place(error)}. This is a fault of the partitioner and not of the model. {_advice(phase)} "
+        f"Please report it with the traceback (its cause) and the model: {versions()}.",
+        phase=phase,
+    )
+
+
+def phase_of(frames: list[tuple[FrameType, int]]) -> str:
+    """The innermost phase that was entered; empty: none."""
+    for frame, _ in reversed(frames):
+        file = frame.f_code.co_filename
+        if is_ours(file):
+            phase = PHASES.get((_inside(file), frame.f_code.co_name))
+            if phase is not None:
+                return phase
+    return ""
+
+
+def operator_of(error: BaseException) -> Any:
+    """The node of a graph that was being processed where ``error`` arose; ``None`` where none was."""
+    fx = sys.modules.get("torch.fx")
+    seen: set[int] = set()
+    while fx is not None and error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            found = frame.f_locals.get("node")
+            if isinstance(found, fx.Node) and found.op == "call_function":
+                return found
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return None
+
+
+def _operator_text(error: Exception) -> str:
+    """`` at the operator mul (aten.mul.Tensor) of model.py:12 (layers.0)``."""
+    node = operator_of(error)
+    if node is None:
+        return ""
+    source, path = node.meta.get("source") or source_of(node.meta.get("stack_trace")), node.meta.get("path")
+    of = f" of {source}" if source else ""
+    return f" at the operator {node.name} ({node.target}){of}" + (f" in {path}" if path else "")
+
+
+def _place(error: Exception) -> str:
+    """``passes/shard.py:112 (operator)`` of the innermost frame of this project."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
+    if not frames:
+        return "no line of the partitioner"
+    return f"{_inside(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
+
+
+def _advice(phase: str) -> str:
+    if phase in _BEFORE_GRAPHS:
+        return "Try to pass an ExportedProgram (torch.export.export) instead of the module."
+    if phase:
+        return "Try other constraints (tp=1, pp=1, zero=0), or write the operator another way."
+    return "Try it with fewer options and smaller inputs."
+
+
+def versions() -> str:
+    """Versions of what a report has to name."""
+    names = ("partitioner", "torch", "ortools")
+    return ", ".join([f"{name} {_version(name)}" for name in names] + [f"Python {platform.python_version()}"])
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "from source"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def _lacks_resources(error: Exception) -> bool:
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, OSError | MemoryError)
+
+
+def _is_of_progress(error: Exception) -> bool:
+    """Whether the callback raised it that the search reports to."""
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
+    return bool(ours) and (_inside(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
+
+
+def _inside(file: str) -> str:
+    """``passes/shard.py`` for a file of this project."""
+    return Path(file).relative_to(_ROOT).as_posix()
+
+
+# --- whose a source file is -------------------------------------------------------------------------------------------
+
+
+def is_ours(file: str) -> bool:
+    """Whether a source file is of this project's packages."""
+    return file.startswith(_OURS)
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether a source file is neither Python's own, nor of this project or of a library that it calls."""
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not in_python and not is_ours(file) and not file.startswith(("<", *_folders()))
+
+
+def _is_librarys(file: str) -> bool:
+    return not is_ours(file) and not is_users(file)
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    specs = (util.find_spec(name) for name in _LIBRARIES)
+    return tuple(f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
+
+
+@lru_cache(maxsize=4096)
+def shorten(file: str) -> str:
+    """A path from the package's or the working directory on."""
+    if "site-packages/" in file:
+        return file.rsplit("site-packages/", 1)[1]
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+@lru_cache(maxsize=65536)
+def source_of(stack_trace: str | None) -> str:
+    """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
+    frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
+    return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""

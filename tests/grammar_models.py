@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests import grammar_states  # noqa: F401  its operators enter the table
+from tests import grammar_elementwise, grammar_modules, grammar_states  # noqa: F401  their operators enter the table
 from tests.grammar_losses import IGNORED, LOSSES
 from tests.grammar_operators import OF_INPUTS, OPERATORS, VOCAB, Frame
 from tests.grammar_recipes import Op, Recipe

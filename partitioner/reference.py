@@ -64,27 +64,32 @@ class _Float64(TorchDispatchMode):
 class _DoubleData(TorchFunctionMode):
     """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants.
 
-    ``default``: the type of numbers where it does not say.
+    ``default``: the type of numbers where it does not say. ``planned``: the type that the model's tensors have in the
+    plan, and that its code means where it asks for the type of one of them, which is float64 here.
     """
 
-    def __init__(self, default: torch.dtype) -> None:
+    def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
         super().__init__()
-        self.default = default
+        self.default, self.planned = default, planned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         quantize = FORMULAS.get(getattr(func, "__name__", ""))
         if quantize is not None:
-            return quantize(_run_operator, *args, **(kwargs or {}))
+            return quantize(_run_operator, *args, **kwargs)
         if func is Tensor.__setitem__ and isinstance(args[2], float):
-            args = (*args[:2], torch.tensor(args[2], dtype=self.default).item())
+            args = (*args[:2], torch.tensor(args[2], dtype=self.planned).item())
         args, kwargs = _all_doubled(getattr(func, "__name__", ""), args, kwargs)
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **kwargs)
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made
-        source = args[1 if func is Tensor.new_tensor else 0] if args else None
-        if (kwargs or {}).get("dtype") is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
-            made = func(*args, **{**(kwargs or {}), "dtype": self.default})
-        return made.double()
+        of_own = func is Tensor.new_tensor  # which takes the type of a tensor of the model
+        source, given = args[1 if of_own else 0] if args else None, kwargs.get("dtype")
+        if of_own or given == torch.float64:
+            given = self.planned if given in (None, torch.float64) else given
+        elif given is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
+            given = self.default
+        return (made if given is None else func(*args, **{**kwargs, "dtype": given})).double()
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -102,7 +107,7 @@ def _double_foreign(value: Any) -> Any:
     return _double(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
 
 
-_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor})
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
@@ -295,7 +300,7 @@ def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[s
 @contextmanager
 def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
     """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
-    is planned in, of which ``torch.finfo`` tells."""
+    is planned in, of which ``torch.finfo`` tells, and to which numbers in its code are rounded."""
     default, finfo = torch.get_default_dtype(), torch.finfo
 
     def limits(asked: torch.dtype | None = None) -> torch.finfo:
@@ -306,7 +311,7 @@ def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
     try:
         with (
             _Float64(),
-            _DoubleData(default),
+            _DoubleData(default, dtype),
             mock.patch.object(torch, "finfo", limits),
             fused_quantizers_traced(),
         ):
@@ -334,7 +339,8 @@ def run_reference(
     plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/grouped.py``), each of which draws
     numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead of the
     model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers. ``precision``:
-    the plan's; ``torch.finfo`` gives the limits of that type, in float64 too. The caller's gradients are left alone.
+    the plan's; ``torch.finfo`` gives the limits of that type, in float64 too, and numbers in the model's code are
+    rounded to it. The caller's gradients are left alone.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")

@@ -100,7 +100,7 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
             continue
         name = str(spec.target)
         constant = program.constants[name]
-        if isinstance(constant, FakeTensor) and name.startswith("lifted_tensor"):
+        if isinstance(constant, FakeTensor) and name.rpartition(".")[2].startswith("lifted_tensor"):
             raise UnsupportedError(
                 "forward computes a tensor in a way that torch.export does not follow, as by backward() inside "
                 "forward; write it with operators on tensors, or pass it as an input"

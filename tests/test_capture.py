@@ -202,6 +202,19 @@ class Differentiating(nn.Linear):
         return made
 
 
+class Counting(nn.Module):
+    """Has a layer that asks for a gradient, and a buffer that is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Differentiating(4, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.layer(input)
+
+
 class WritingData(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         made = super().forward(input)
@@ -222,6 +235,15 @@ ERRORS = [
     ("lock", Locked(), (X,), {}, CaptureError, "cannot be copied.*lock"),
     ("selection", Selecting(), (X,), {}, UnsupportedError, r"index.Tensor \(the model, .*depends on tensors' numbers"),
     ("gradient", Differentiating(4, 1), (X,), {}, UnsupportedError, r"calls backward\(\).*torch.autograd.grad"),
+    (
+        "gradient below",
+        nn.Sequential(LINEAR, Differentiating(4, 1)),
+        (X,),
+        {},
+        UnsupportedError,
+        r"calls backward\(\).*torch.autograd.grad",
+    ),
+    ("gradient beside a buffer", Counting(), (X,), {}, UnsupportedError, r"calls backward\(\).*torch.autograd.grad"),
     ("written data", WritingData(4, 1), (X,), {}, UnsupportedError, r"behind the back of its gradient.*clamp_"),
     ("argument", Changing(4, 4), (X,), {}, UnsupportedError, "changes its argument 'x' in place"),
 ]

@@ -331,14 +331,31 @@ def _drops_nothing(node: fx.Node) -> bool:
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
 
+# Derivatives that read the shape alone of their second operand.
+_SHAPE_ALONE = frozenset(
+    f"aten::{name}_backward"
+    for name in (
+        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+        "replication_pad1d replication_pad2d replication_pad3d reflection_pad1d reflection_pad2d reflection_pad3d"
+    ).split()
+)
+
+
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     """Take the gradients out of the transpose, which is linear if their numbers are not read."""
-    drop_unused(made.graph)
-    for seed in [n for n in made.graph.nodes if n.op == "placeholder"][:num_seeds]:
+    graph = made.graph
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
+            value = node.args[1].meta["val"]
+            with graph.inserting_before(node):
+                options = {"dtype": value.dtype, "device": value.device}
+                node.update_arg(1, graph.call_function(aten.zeros.default, (list(value.shape),), options))
+    drop_unused(graph)
+    for seed in [n for n in graph.nodes if n.op == "placeholder"][:num_seeds]:
         for user in seed.users:
             raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
-        made.graph.erase_node(seed)
-    made.graph.set_codegen(fx.graph.CodeGen())
+        graph.erase_node(seed)
+    graph.set_codegen(fx.graph.CodeGen())
     made.recompile()
 
 

@@ -365,7 +365,7 @@ def check(model: nn.Module, *, meshes: Any = (ONE,), loss: Any = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "backwards, meshes",
+    ("backwards", "meshes"),
     [
         pytest.param(LINEAR, MESHES[:1], id="linear"),
         pytest.param(LINEAR, MESHES[1:], id="linear, in stages", marks=pytest.mark.slow),

@@ -86,6 +86,11 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
     return found
 
 
+def forward_hooks_of(model: nn.Module) -> list[Any]:
+    """All hooks on the forward of the model and its modules."""
+    return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
+
+
 def _check(hook: Any, given: Sequence[Value], what: str) -> None:
     reason = what_it_does(hook, given)
     if reason is not None:

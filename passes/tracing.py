@@ -54,13 +54,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tracer:
-    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by."""
+    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by;
+    ``functions``: code besides the modules' own that a trace runs, such as hooks."""
 
     model: nn.Module
     dtype: torch.dtype | None
     loss: Callable[[Any], Tensor] | None
     canonical: Mapping[str, str]
     train: bool
+    functions: tuple[Any, ...] = ()
+
+    def state_of(self, module: nn.Module) -> PythonState:
+        """The Python state that the forward of ``module``, a copy of the model, starts from."""
+        return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
         """Trace the forward. ``before``: the Python state that the forward starts from, which is given back.
@@ -367,7 +373,7 @@ class _Settling:
         left = self._left_by_forward(trace)
         counters = {(c.path, c.name) for c in trace.twin.counters}
         twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
-        state = PythonState.of(twin.module, self.tracer.model.forward, self.tracer.loss)
+        state = self.tracer.state_of(twin.module)
         second = self._try(twin, trace.arguments)
         changed = [] if second is None else state.changes(second.left)
         return second, [c for c in changed if not c.generator]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, event, given, settings
 from hypothesis import strategies as st
 
 from runtime import LocalRanks
@@ -39,7 +39,8 @@ def check(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = Fal
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about the odd models that are drawn
         outcome = judge(recipe, ranks, verify=verify)
-    event(outcome.kind)
+    if currently_in_test_context():
+        event(outcome.kind)
     assert not outcome.is_failure, f"{outcome.kind}: {outcome.text}\n{recipe!r}"
     return outcome
 

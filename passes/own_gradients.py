@@ -179,8 +179,10 @@ def _transposed(
                 found = own(ctx, *given.values())
             except (PartitionError, *ASKS_NUMBERS):
                 raise
+            except AssertionError as error:
+                raise _Wrong(_said(error)) from error
             except Exception as error:
-                raise _Wrong(next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__) from error
+                raise _Untraced(f"cannot be traced ({_said(error)})") from error
             return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
 
     some = not ctx.materialize_grads and len(which) > 1
@@ -192,9 +194,14 @@ def _transposed(
             f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "
             "plan"
         ) from error
+    except _Untraced as error:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward {error}; expected operators on tensors alone, without looking at their numbers"
+        ) from error
     except NotAffine as error:
         raise UnsupportedError(
-            f"{_named(cls)}.backward {error.what}, which cannot be kept exact on parts of it; {error.instead}"
+            f"{_named(cls)}.backward {error.what}, so that its gradient cannot be kept exact on parts of the batch; "
+            f"{error.instead}"
         ) from error
     return made
 
@@ -223,7 +230,15 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Backward fails, or autograd refuses what it returns."""
+    """Backward fails by itself, or autograd refuses what it returns."""
+
+
+class _Untraced(Exception):
+    """Backward fails on tensors without numbers."""
+
+
+def _said(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
 @contextlib.contextmanager

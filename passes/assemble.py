@@ -132,21 +132,8 @@ def assemble(
     constants = _constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (SELECTS,) if selected.rows else ()
-    signature = CallSignature(fixed=fixed)
-    return Captured(
-        graph,
-        states,
-        placeholders,
-        inputs,
-        outputs,
-        loss,
-        constants,
-        tree,
-        notes,
-        classes,
-        updates,
-        signature=signature,
-    )
+    found = Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
+    return found.with_(signature=CallSignature(fixed=fixed))
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:

@@ -121,7 +121,7 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """The same for masks that are computed alike, unless what they are computed from is written to."""
+        """A key that masks have in common if they are computed alike from what is not written to."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)
@@ -147,7 +147,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of probabilities: torch looks whether there are rows before it averages."""
+    """Cross entropy of probabilities: torch looks whether there are rows before it averages."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)

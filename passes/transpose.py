@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.affine import NOT_LINEAR, NotAffine, Part, parts_of, without_shape_reads
+from passes.affine import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
 from passes.rules import has_rule
 from passes.unused import drop_unused
 
@@ -85,7 +85,7 @@ class _Traced:
     seeds: list[fx.Node]
     held: Mapping[fx.Node, Tensor]
     results: Sequence[fx.Node | None]
-    parts: Mapping[fx.Node, Part]
+    parts: Mapping[fx.Node, AffinePart]
 
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
@@ -185,7 +185,7 @@ class _Expressions:
 class _AtZero:
     """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
 
-    def __init__(self, parts: Mapping[fx.Node, Part], env: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
         self.parts = parts
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
@@ -231,7 +231,7 @@ def _zeros(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _other_addend(node: fx.Node, parts: Mapping[fx.Node, Part]) -> fx.Node | None:
+def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
     """What a sum is equal to, of which one operand is zero."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
@@ -262,7 +262,7 @@ def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tu
     def run(*given: Tensor) -> Any:
         held = dict(zip(tensors, given[len(arguments) :], strict=True))
         held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
-        return _Holding(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+        return _KeepingValues(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
     return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
@@ -301,7 +301,7 @@ def _convolution_input_gradient(
     return made, None, None
 
 
-class _Holding(fx.Interpreter):
+class _KeepingValues(fx.Interpreter):
     """Runs a graph whose attributes are given."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:

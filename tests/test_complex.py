@@ -71,3 +71,25 @@ def test_both_parts_count():
     x = torch.randn(4, dtype=torch.complex128)
     assert relative_error(x, x) == 0
     assert relative_error(x, x.conj()) > 0.1
+
+
+class Detached(nn.Module):
+    """Complex numbers as constants of the gradient, as projections and targets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.layer(x).view(-1, 8, 2))
+        with torch.no_grad():
+            turned = z * 1j
+        return ((z * z.detach().conj()).real + (z - turned).abs()).mean()
+
+
+def test_complex_numbers_are_detached_as_others_are():
+    torch.manual_seed(0)
+    model, inputs = Detached(), (torch.randn(8, 6),)
+    constraints = Constraints(pp=1, dp=2, tp=1, microbatch_size=2)
+    report = partition(model, Topology.local(2), inputs, constraints=constraints).verify(model, inputs)
+    assert report.ok, str(report)

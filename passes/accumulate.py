@@ -274,7 +274,7 @@ class _Accumulation:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
-        """Of a value that other calls make: they pass what they add, and what is added once."""
+        """The parts of a value that other calls make: they pass what they add, and what is added once."""
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
@@ -354,7 +354,7 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _added_rows(node: fx.Node) -> list[int] | None:
-    """Of an operator that adds rows to its first operand, at places: the dim of rows of each other operand."""
+    """The dim of rows of each other operand, for an operator that adds rows to its first operand at places."""
     operands = operands_of(node)
     shapes = [val(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:

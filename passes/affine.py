@@ -33,22 +33,22 @@ class NotAffine(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class AffinePart:
     """What a value is to the inputs: whether it ``depends`` on them, and whether it is ``zero`` where they are."""
 
     depends: bool
     zero: bool
 
 
-def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, Part]:
+def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
     """The part of every node. ``zeros``: placeholders that are known to be zero.
 
     Raises :class:`NotAffine` where a value that depends on ``inputs`` is read by an operator that is not linear in it.
     """
-    found: dict[fx.Node, Part] = {}
+    found: dict[fx.Node, AffinePart] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            found[node] = Part(node in inputs, node in inputs or node in zeros)
+            found[node] = AffinePart(node in inputs, node in inputs or node in zeros)
         elif node.op == "call_function":
             found[node] = _part(node, found)
     return found
@@ -93,28 +93,28 @@ def _like(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(aten.expand.default, (source, list(value.shape)))
 
 
-def _part(node: fx.Node, found: Mapping[fx.Node, Part]) -> Part:
+def _part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
     choices = _linear_in(node)
     zero = any(_zero(node.args, positions, found) for positions in choices)
     if not any(found[n].depends for n in node.all_input_nodes):
-        return Part(False, zero or _is_zero_by_itself(node))
+        return AffinePart(False, zero or _is_zero_by_itself(node))
     dependent = {i for i, a in enumerate(node.args) if any(found[n].depends for n in _nodes(a))}
     fits = any(dependent <= positions for positions in choices)
     if not fits or any(found[n].depends for n in _nodes(list(node.kwargs.values()))):
         raise NotAffine(NOT_LINEAR.format(_text(node.target)))
     if not all(_floating(v) for v in _values(node.meta.get("val"))):
         raise NotAffine(NOT_LINEAR.format(_text(node.target)))
-    return Part(True, zero)
+    return AffinePart(True, zero)
 
 
-def _zero(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, Part]) -> bool:
+def _zero(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
     """Whether all operands at ``positions`` are zero."""
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
-def _is_zero(operand: Any, found: Mapping[fx.Node, Part]) -> bool:
+def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):

@@ -132,21 +132,8 @@ def assemble(
     constants = _constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (SELECTS,) if selected.rows else ()
-    signature = CallSignature(fixed=fixed)
-    return Captured(
-        graph,
-        states,
-        placeholders,
-        inputs,
-        outputs,
-        loss,
-        constants,
-        tree,
-        notes,
-        classes,
-        updates,
-        signature=signature,
-    )
+    found = Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
+    return found.with_(signature=CallSignature(fixed=fixed))
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
@@ -163,8 +150,8 @@ def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], c
             raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
         if not selected.reads_rows(node, env):
             raise UnsupportedError(
-                f"{node.target} ({_where(node)}) reads a number that is taken out of a tensor, which plans do not know "
-                "beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+                f"the item() that {node.target} reads ({_where(node)}) takes a number out of a tensor, which plans do "
+                "not know beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
             ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(

@@ -28,7 +28,7 @@ from passes.caches import caches_matter
 from passes.errors import CaptureError, InputsError, UnsupportedError
 from passes.export import Twin, cast, export, leaf_paths, make_twin, try_forward
 from passes.functionalize import flatten_program
-from passes.hooks import check_hooks, collections_kept, global_hooks_dropped, hooks_refused
+from passes.hooks import check_hooks, collections_kept, forward_hooks_of, global_hooks_dropped, hooks_refused
 from passes.infer import propagate
 from passes.inputs import (
     NO_BATCH,
@@ -40,7 +40,6 @@ from passes.inputs import (
     split_inputs,
     without_numbers,
 )
-from passes.python_state import PythonState
 from passes.retype import retype
 from passes.tracing import Tracer, make_hookless_twin, notes_on_fixed
 
@@ -111,9 +110,10 @@ def capture(
             global_hooks_dropped(),
             collections_kept(model, of_hooks),
         ):
-            before = PythonState.of(twin.module, model.forward, loss)
+            tracer = Tracer(model, dtype, loss, canonical, train, tuple(forward_hooks_of(model)))
+            before = tracer.state_of(twin.module)
             twin, notes = _with_caches_settled(model, twin, arguments, dtype)
-            trace = Tracer(model, dtype, loss, canonical, train).capture(twin, arguments, lift_numbers, before)
+            trace = tracer.capture(twin, arguments, lift_numbers, before)
         captured = trace.captured
         _refuse_kept_parameters(model, captured)
         notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))

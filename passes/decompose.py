@@ -44,10 +44,11 @@ def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
     if not all(isinstance(v, Tensor) for v in values):
         return None
     try:
-        graph = _trace(run, values)
+        traced = make_fx(torch.func.functionalize(run))(*values)
     except Exception:  # it looks at numbers
         return None
-    return None if graph is None or any(n.target is node.target for n in graph.nodes) else (graph, operands)
+    pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
+    return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
 
 
 def _is_composite(target: Any) -> bool:
@@ -74,11 +75,14 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 def _trace(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
     """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
     traced = make_fx(torch.func.functionalize(run))(*values)
-    if not remove_inplace(traced.graph):  # of torch's own composition, out of its sight
+    if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
         traced = make_fx(torch.func.functionalize(traced))(*values)
-    parts = list(traced.graph.nodes)
-    unfit = len(parts) > _MOST_PARTS or any(n.op == "get_attr" or _mutates(n.target) for n in parts)
-    return None if unfit else traced.graph
+    return traced.graph if _is_fit(traced.graph) else None
+
+
+def _is_fit(graph: fx.Graph) -> bool:
+    parts = list(graph.nodes)
+    return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _mutates(n.target) for n in parts)
 
 
 def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:

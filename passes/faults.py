@@ -75,13 +75,12 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 def typed(error: Exception, entry: str) -> PartitionError:
     """The typed error that stands for ``error``, which left ``entry`` unexpectedly."""
     said = f"{type(error).__name__}: {_first_line(error)}"
-    if _lacks_resources(error):
-        name = getattr(error, "filename", None)
-        about = f"{name}: {said}" if name else said
-        return ResourceError(
-            f"{entry} failed for want of memory, disk, processes or rights: {about}; give another file or folder, free "
-            "some, or plan for more devices"
-        )
+    if isinstance(error, OSError):
+        file = error.filename2 or error.filename
+        about = f"{file}: {error.strerror}" if file else said
+        return ResourceError(f"{entry} failed: {about}; give another file or folder, or make room")
+    if _lacks_memory(error):
+        return ResourceError(f"{entry} failed for want of memory: {said}; free some, or plan for more devices")
     frames = list(traceback.walk_tb(error.__traceback__))
     codes = [(frame.f_code, line) for frame, line in frames if not _is_librarys(frame.f_code.co_filename)]
     if codes and is_users(codes[-1][0].co_filename):
@@ -169,10 +168,10 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-def _lacks_resources(error: Exception) -> bool:
+def _lacks_memory(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
-    return isinstance(error, OSError | MemoryError)
+    return isinstance(error, MemoryError)
 
 
 def _is_of_progress(error: Exception) -> bool:

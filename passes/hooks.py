@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from passes.errors import UnsupportedError
 from passes.faults import is_users, shorten
-from passes.looking import GIVEN, MODEL, Value, code_of, what_it_does
+from passes.looking import GIVEN, MODEL, HookValue, code_of, what_it_does
 from passes.wrappers import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
 _ADVICE = (
@@ -72,11 +72,11 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _of_tables(owner: Any, tables: dict[str, tuple[Value, ...]]) -> list[tuple[Any, tuple[Value, ...]]]:
+def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 
-def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[Value, ...]]]:
+def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
     """The hooks on a module's forward, and what they are given."""
     found = {}
     for table, given in _FORWARD.items():
@@ -86,7 +86,12 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
     return found
 
 
-def _check(hook: Any, given: Sequence[Value], what: str) -> None:
+def forward_hooks_of(model: nn.Module) -> list[Any]:
+    """All hooks on the forward of the model and its modules."""
+    return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
+
+
+def _check(hook: Any, given: Sequence[HookValue], what: str) -> None:
     reason = what_it_does(hook, given)
     if reason is not None:
         raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_described(hook)}; it {reason}")
@@ -129,7 +134,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     """Inside, forward cannot hook into gradients, but to look: that is left out, which ``notes`` say. Anything else
     raises :class:`UnsupportedError`."""
 
-    def checked(given: Sequence[Value], what: str) -> Callable[..., RemovableHandle]:
+    def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
             reason = what_it_does(hook, given)
             if reason is not None:
@@ -148,7 +153,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
 
         return refuse
 
-    class Node:
+    class WatchedNode:
         """A node of the gradient's graph, as forward sees it."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
@@ -164,7 +169,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     def grad_fn(tensor: Tensor) -> Any:
         node = native.__get__(tensor)
         caller = traceback.extract_stack(limit=2)[0].filename
-        return Node(node) if node is not None and is_users(caller) else node
+        return WatchedNode(node) if node is not None and is_users(caller) else node
 
     with contextlib.ExitStack() as stack:
         for owner, name, given, what in (
@@ -292,7 +297,7 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
     """Afterwards, what the hooks on forward keep outside of the model is as it was, and ``notes`` say which keep
     something."""
     before = [
-        (hook, name, _Held.of(hook))
+        (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
         for hook, _ in _forward_hooks(module).values()
     ]
@@ -305,7 +310,7 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
                 notes.append(f"the hook {_described(hook)} {of} keeps values outside of the model: the plan does not")
 
 
-class _Held:
+class _HookState:
     """The containers and variables that a function reaches, as they are now."""
 
     def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
@@ -313,7 +318,7 @@ class _Held:
         self.containers = [(c, list(c.items()) if isinstance(c, dict) else list(c)) for c in containers]
 
     @staticmethod
-    def of(hook: Any) -> _Held:
+    def of(hook: Any) -> _HookState:
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -326,7 +331,7 @@ class _Held:
         inner = [
             i for c in containers for i in (c.values() if isinstance(c, dict) else c) if isinstance(i, _CONTAINERS)
         ]
-        return _Held(cells, [*containers, *inner])
+        return _HookState(cells, [*containers, *inner])
 
     def restore(self) -> bool:
         """Whether something had changed."""

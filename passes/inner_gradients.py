@@ -76,7 +76,7 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 
     ``line``: where forward is now, for errors. Raises :class:`UnsupportedError` for what cannot be followed.
     """
-    gradients = _Gradients(line)
+    gradients = _InnerGradients(line)
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run),
         mock.patch.object(
@@ -92,7 +92,7 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 
 
 @dataclass
-class _Gradients:
+class _InnerGradients:
     """The calls of one trace. ``begun``: for a tensor that was told to require a gradient, by its node, how many nodes
     there were then: those before it are not connected with it."""
 
@@ -171,7 +171,7 @@ class _Between:
     tensors: list[Tensor]  # the outputs themselves
 
     @classmethod
-    def of(cls, tracer: Any, gradients: _Gradients, outputs: list[Any], inputs: list[Any]) -> _Between:
+    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _Between:
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.refused("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
@@ -199,7 +199,7 @@ class _Between:
         return cls(ends, starts, body, given, outputs)
 
     def differentiate(
-        self, tracer: Any, gradients: _Gradients, grad_outputs: list[Any], create_graph: bool
+        self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
         """The gradients of the inputs, traced; ``None`` where an output does not depend on one."""
         values = [n.meta["val"] for n in self.given]
@@ -286,7 +286,7 @@ def _stops(node: fx.Node) -> bool:
     return name.endswith("_like") or name in ("aten::bernoulli", "aten::multinomial") or "::new_" in name
 
 
-def _check(node: fx.Node, reached: set[fx.Node], gradients: _Gradients) -> None:
+def _check(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
     """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time, with the same result."""
     if node.target is operator.getitem:
         return
@@ -367,7 +367,7 @@ def _take_out_detached(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _Gradients) -> None:
+def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
     """Raise :class:`UnsupportedError` where the derivative reads a second result of an operator that torch takes for a
     constant, though it depends on the operands: it would be derived wrongly."""
     env: dict[fx.Node, Any] = {}

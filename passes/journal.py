@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,17 +20,6 @@ from passes.autocast import autocast_on
 from passes.likeness import told
 
 _SYMBOLS = (SymInt, SymFloat, SymBool)
-_hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-
-
-@contextlib.contextmanager
-def unjournaled() -> Iterator[None]:
-    """Inside, journals note nothing: what is asked of torch leaves no operator in a graph but those of its result."""
-    token = _hidden.set(True)
-    try:
-        yield
-    finally:
-        _hidden.reset(token)
 
 
 class Journal(TorchFunctionMode):
@@ -51,8 +39,6 @@ class Journal(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _hidden.get():
-            return func(*args, **kwargs)
         asked = self._entry(args), self._entry(kwargs)
         self.needs_trace |= autocast_on() is not None
         result = func(*args, **kwargs)
@@ -114,4 +100,19 @@ def untraced(operands: Sequence[Tensor]) -> Iterator[None]:
         fake = detect_fake_mode(list(operands))
         if fake is not None and fake.shape_env is not None:
             stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside a trace, what is run is noted neither by it nor by a journal; modes of the model's own stay."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    with contextlib.ExitStack() as stack:
+        for _ in modes:
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        for mode in modes:
+            if not isinstance(mode, Journal) and type(mode).__module__.split(".")[0] != "torch":
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+        stack.enter_context(disable_proxy_modes_tracing())
         yield

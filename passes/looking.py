@@ -32,28 +32,34 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 
 @dataclass(frozen=True)
-class Value:
+class HookValue:
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
-    def joined(self, other: Value) -> Value:
+    def joined(self, other: HookValue) -> HookValue:
         """What may be this or the other."""
         if self.kind == other.kind:
-            return Value("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
+            return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
         if "none" in kinds:
             return other if self.kind == "none" else self
         return GIVEN if kinds == {"given", "fresh"} else UNKNOWN
 
 
-GIVEN, MODEL, FRESH, NONE, UNKNOWN = Value("given"), Value("model"), Value("fresh"), Value("none"), Value("unknown")
+GIVEN, MODEL, FRESH, NONE, UNKNOWN = (
+    HookValue("given"),
+    HookValue("model"),
+    HookValue("fresh"),
+    HookValue("none"),
+    HookValue("unknown"),
+)
 
 
 class _Acts(Exception):
     """What a function does besides looking, in words."""
 
 
-def what_it_does(hook: Callable[..., Any], given: Sequence[Value]) -> str | None:
+def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
     """What ``hook`` does, or may do, besides looking at its arguments, of the kinds ``given``; ``None``: nothing."""
     try:
         returned = _call(hook, list(given), {}, 0)
@@ -68,10 +74,10 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
     return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
 
 
-def _unwrapped(called: Any) -> tuple[Any, list[Value], dict[str, Value]]:
+def _unwrapped(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
     """The function behind a partial, a method or an object that can be called, and what it is given first."""
-    first: list[Value] = []
-    named: dict[str, Value] = {}
+    first: list[HookValue] = []
+    named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
         if isinstance(called, functools.partial):
             first = [*map(_of_object, called.args), *first]
@@ -95,10 +101,10 @@ _IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # of what ``@torch.no_grad
 _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
 
 
-def _of_object(value: Any) -> Value:
+def _of_object(value: Any) -> HookValue:
     if value is None:
         return NONE
-    return FRESH if isinstance(value, _PLAIN) else Value("known", (value,))
+    return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ def _in_place(name: str) -> bool:
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
 
 
-def _call(called: Any, args: list[Value], named: dict[str, Value], depth: int) -> Value:
+def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
     """What a call returns."""
     function, first, more = _unwrapped(called)
     args, named = [*first, *args], {**more, **named}
@@ -160,7 +166,7 @@ def _call(called: Any, args: list[Value], named: dict[str, Value], depth: int) -
     if _hashable_in(function, _HANDING_ON):
         if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
             raise _Acts(f"calls {name} with what cannot be read")
-        return functools.reduce(Value.joined, map(_element, values), FRESH)
+        return functools.reduce(HookValue.joined, map(_element, values), FRESH)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
         return NONE if name in _FILLING else _elements(owner)
@@ -173,7 +179,7 @@ def _call(called: Any, args: list[Value], named: dict[str, Value], depth: int) -
     if isinstance(function, types.FunctionType) and _is_own(function):
         if depth == _MOST_DEPTH:
             raise _Acts(f"calls {name}, which is too deep to be read")
-        return _Reader(function, depth).returned(args, named)
+        return _HookReader(function, depth).returned(args, named)
     if not touched and not _is_state(owner):
         return FRESH
     if isinstance(function, type) and issubclass(function, tuple | BaseException):
@@ -203,7 +209,7 @@ def _is_own(function: types.FunctionType) -> bool:
 _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
-def _call_torch(name: str, home: str, owner: Any, values: list[Value], touched: list[Value]) -> Value:
+def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
     if home.startswith(_TORCHS_LOOKING):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
@@ -215,16 +221,16 @@ def _call_torch(name: str, home: str, owner: Any, values: list[Value], touched: 
     return FRESH if name in _MEASURING or not touched else GIVEN
 
 
-def _element(value: Value) -> Value:
+def _element(value: HookValue) -> HookValue:
     """One of what a value holds."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
-    return functools.reduce(Value.joined, map(_elements, value.objects))
+    return functools.reduce(HookValue.joined, map(_elements, value.objects))
 
 
-def _elements(owner: Any) -> Value:
+def _elements(owner: Any) -> HookValue:
     if isinstance(owner, Tensor):
-        return Value("known", (owner,))
+        return HookValue("known", (owner,))
     held = (
         list(owner.values() if isinstance(owner, dict) else owner) if isinstance(owner, (*_CONTAINERS, tuple)) else []
     )
@@ -232,22 +238,22 @@ def _elements(owner: Any) -> Value:
         held.append(owner.default_factory())
     if not held or len(held) > _MOST_OBJECTS:
         return UNKNOWN
-    return functools.reduce(Value.joined, map(_of_object, held))
+    return functools.reduce(HookValue.joined, map(_of_object, held))
 
 
 # --- one function -----------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _HookReader:
     """Reads the source of one function, however often it loops: its names are of one kind throughout."""
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
         self.function, self.depth = function, depth
         self.node = _definition(function.__code__)
-        self.names: dict[str, Value] = {}
-        self.result: Value | None = None
+        self.names: dict[str, HookValue] = {}
+        self.result: HookValue | None = None
 
-    def returned(self, args: list[Value], named: dict[str, Value]) -> Value:
+    def returned(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
         self._bind(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -258,7 +264,7 @@ class _Reader:
                 return self.result or NONE
         raise _Acts("is too involved to be read")
 
-    def _bind(self, args: list[Value], named: dict[str, Value]) -> None:
+    def _bind(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -268,7 +274,7 @@ class _Reader:
             self.names[name] = bound.get(name, UNKNOWN)
         for extra, rest in ((parameters.vararg, args[len(names) :]), (parameters.kwarg, list(named.values()))):
             if extra is not None:
-                self.names[extra.arg] = functools.reduce(Value.joined, rest, FRESH)
+                self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
     def acts(self, what: str, node: ast.AST) -> _Acts:
         return _Acts(f"{what} (line {getattr(node, 'lineno', '?')})")
@@ -332,9 +338,9 @@ class _Reader:
                 found = sys.modules.get(alias.name if alias.asname else name)
             else:
                 found = getattr(sys.modules.get(node.module or ""), alias.name, None)
-            self.names[name] = UNKNOWN if found is None else Value("known", (found,))
+            self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
-    def store(self, target: ast.expr, found: Value) -> None:
+    def store(self, target: ast.expr, found: HookValue) -> None:
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
@@ -353,7 +359,7 @@ class _Reader:
 
     # expressions
 
-    def value(self, node: ast.expr) -> Value:
+    def value(self, node: ast.expr) -> HookValue:
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
@@ -389,13 +395,13 @@ class _Reader:
         parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _held(parts)
 
-    def either(self, *nodes: ast.expr) -> Value:
+    def either(self, *nodes: ast.expr) -> HookValue:
         found = [self.value(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
-        return functools.reduce(Value.joined, [FRESH if f.kind == "none" else f for f in found])
+        return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
 
-    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
         for loop in node.generators:
             self.store(loop.target, _element(self.value(loop.iter)))
             for test in loop.ifs:
@@ -403,7 +409,7 @@ class _Reader:
         parts = (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
         return _held([self.value(p) for p in parts])
 
-    def name(self, name: str) -> Value:
+    def name(self, name: str) -> HookValue:
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -417,7 +423,7 @@ class _Reader:
                 return _of_object(place[name])
         return UNKNOWN
 
-    def attribute(self, base: Value, name: str) -> Value:
+    def attribute(self, base: HookValue, name: str) -> HookValue:
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -431,7 +437,7 @@ class _Reader:
             found = one if n == 0 else found.joined(one)
         return found
 
-    def call(self, node: ast.Call) -> Value:
+    def call(self, node: ast.Call) -> HookValue:
         args = [self.value(a) for a in node.args]
         named = {k.arg or "**": self.value(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
@@ -450,11 +456,11 @@ class _Reader:
             found = [_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
             if all(f.kind == "none" for f in found):
                 return NONE
-            return functools.reduce(Value.joined, [FRESH if f.kind == "none" else f for f in found])
+            return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
         except _Acts as found_out:
             raise found_out if "(line " in str(found_out) else self.acts(str(found_out), node) from None
 
-    def method(self, function: ast.Attribute, base: Value, values: list[Value]) -> Value:
+    def method(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
         """A call of a method of what is no known object."""
         name = function.attr
         if base.kind in ("unknown", "none"):
@@ -479,15 +485,15 @@ _DESCRIBING = {
 }  # fmt: skip
 
 
-def _held(values: Sequence[Value]) -> Value:
+def _held(values: Sequence[HookValue]) -> HookValue:
     """What is made of values, or holds them; objects that are no part of training can be held without harm."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
-    return functools.reduce(Value.joined, plain, FRESH)
+    return functools.reduce(HookValue.joined, plain, FRESH)
 
 
-def _all_containers(value: Value) -> bool:
+def _all_containers(value: HookValue) -> bool:
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)
 
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from passes.autocast import without_autocast
 from passes.errors import PartitionError, UnsupportedError
-from passes.journal import unjournaled
+from passes.journal import aside
 from passes.marks import OWN
 from passes.transpose import ASKS_NUMBERS, NotAffine, Transposed, transpose
 
@@ -179,22 +179,29 @@ def _transposed(
                 found = own(ctx, *given.values())
             except (PartitionError, *ASKS_NUMBERS):
                 raise
+            except AssertionError as error:
+                raise _Wrong(_said(error)) from error
             except Exception as error:
-                raise _Wrong(next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__) from error
+                raise _Untraced(f"cannot be traced ({_said(error)})") from error
             return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
 
     some = not ctx.materialize_grads and len(which) > 1
     try:
-        with unjournaled():
+        with aside():
             made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
     except _Wrong as error:
         raise UnsupportedError(
             f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "
             "plan"
         ) from error
+    except _Untraced as error:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward {error}; expected operators on tensors alone, without looking at their numbers"
+        ) from error
     except NotAffine as error:
         raise UnsupportedError(
-            f"{_named(cls)}.backward {error.what}, which cannot be kept exact on parts of it; {error.instead}"
+            f"{_named(cls)}.backward {error.what}, so that its gradient cannot be kept exact on parts of the batch; "
+            f"{error.instead}"
         ) from error
     return made
 
@@ -223,7 +230,15 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Backward fails, or autograd refuses what it returns."""
+    """Backward fails by itself, or autograd refuses what it returns."""
+
+
+class _Untraced(Exception):
+    """Backward fails on tensors without numbers."""
+
+
+def _said(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """A piece of Python state that the forward changes. ``what``: for messages; ``module``, ``name``: of an attribute
     of a module, its place; ``before``, ``after``: where both are Python numbers."""
 
@@ -71,7 +71,7 @@ class Change:
 
 
 @dataclass
-class _Place:
+class _Variable:
     """A variable outside of the traced copy, which the caller shares. ``content``: a copy of a container's elements."""
 
     what: str
@@ -97,7 +97,7 @@ class PythonState:
     """What the code of a model can change besides tensors, as it is now."""
 
     attributes: Attributes
-    places: list[_Place]
+    places: list[_Variable]
     generators: list[tuple[str, Any, Any]]  # what it is, the generator, its state
 
     @classmethod
@@ -112,19 +112,19 @@ class PythonState:
                 generators.setdefault(id(place.value), (place.what, place.value, _generator_state(place.value)))
         return cls(attributes_of(module), places, list(generators.values()))
 
-    def changes(self, after: Attributes) -> list[Change]:
+    def changes(self, after: Attributes) -> list[StateChange]:
         """What has changed since; ``after``: the attributes of the traced copy when its forward had run."""
-        found = list[Change]()
+        found = list[StateChange]()
         for (path, name), (told, value) in after.items():
             before = self.attributes.get((path, name))
             if before is None or before[0] != told:
                 of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
                 was = None if before is None else before[1]
                 generator = _generator_state(value) is not None
-                found.append(Change(of, path, name, _number(was), _number(value), generator))
-        found += [Change(p.what) for p in self.places if _told(p.read(), {}) != p.told]
+                found.append(StateChange(of, path, name, _number(was), _number(value), generator))
+        found += [StateChange(p.what) for p in self.places if _told(p.read(), {}) != p.told]
         found += [
-            Change(what, generator=True)
+            StateChange(what, generator=True)
             for what, generator, state in self.generators
             if not _same_state(_generator_state(generator), state)
         ]
@@ -159,7 +159,7 @@ def attributes_of(module: nn.Module) -> Attributes:
     }
 
 
-def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Place]:
+def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
     """The variables that code can reach: of the classes of the model's modules, of their files, of closures."""
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
@@ -192,16 +192,16 @@ def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Place]:
                 yield _place(what, vars(file), variable, functools.partial(setattr, file, variable))
 
 
-def _place(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Place:
+def _place(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
 
     value = read()
-    return _Place(what, read, write, value, _copied(value), _told(value, {}))
+    return _Variable(what, read, write, value, _copied(value), _told(value, {}))
 
 
-def _kept(what: str, value: Any) -> _Place:
-    return _Place(what, lambda: value, lambda _: None, value, _copied(value), _told(value, {}))
+def _kept(what: str, value: Any) -> _Variable:
+    return _Variable(what, lambda: value, lambda _: None, value, _copied(value), _told(value, {}))
 
 
 def _copied(value: Any) -> Any:

@@ -26,7 +26,7 @@ from passes.infer import META, call
 from passes.numbers import Numbers
 from passes.rules import factors_of
 from passes.rules.algebra import operands_of
-from passes.selected_numbers import ITEMS, Computed, compute, is_number, with_tensors
+from passes.selected_numbers import ITEMS, ComputedSize, compute, is_number, with_tensors
 from passes.selected_places import ALL_ROWS, INSTEAD, Place, Rows, Size, Unselectable
 from passes.selected_rules import SPECIAL
 
@@ -85,7 +85,7 @@ class SelectedRows:
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether ``node`` selects rows, reads some, or comes of what did."""
         given = [env.get(n) for n in node.all_input_nodes]
-        kinds = (Size, Computed, tuple, int)
+        kinds = (Size, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, kinds) or g in self.rows or (isinstance(g, fx.Node) and g.target in ITEMS) for g in given
         )
@@ -365,7 +365,7 @@ def _nodes(args: Any) -> list[fx.Node]:
 
 def _of_all_rows(argument: Any) -> Any:
     """The size of a dim as it is with all rows."""
-    if isinstance(argument, Computed):
+    if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable
         return argument.all_rows

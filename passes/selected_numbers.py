@@ -29,7 +29,7 @@ _WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
 
 
 @dataclass(frozen=True, eq=False)
-class Computed:
+class ComputedSize:
     """A number that only the data tell: ``node`` has it, a tensor of no dims; ``None``: only what is asserted of it may
     read it. ``all_rows``: what it would be if every row were selected, which shapes are made of."""
 
@@ -76,36 +76,36 @@ _SAME_TYPE = {
 _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1}
 
 
-def number_of(build: SelectedRows, given: Any) -> Computed:
+def number_of(build: SelectedRows, given: Any) -> ComputedSize:
     """What ``given``, which forward takes for a number, is computed from."""
     if isinstance(given, Size):
-        return Computed(build.count(given.mask), int(given))
+        return ComputedSize(build.count(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
-        return Computed(build.call(aten.detach.default, given.args[0]))
-    if isinstance(given, Computed):
+        return ComputedSize(build.call(aten.detach.default, given.args[0]))
+    if isinstance(given, ComputedSize):
         return given
     raise Unselectable
 
 
 def is_number(given: Any) -> bool:
-    return isinstance(given, Size | Computed) or (isinstance(given, fx.Node) and given.target in ITEMS)
+    return isinstance(given, Size | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
 def compute(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What Python's operator ``target`` makes of numbers."""
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
-    if not any(isinstance(n, Computed) for n in numbers):
+    if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
-    whole = [n.all_rows if isinstance(n, Computed) else n for n in numbers]
+    whole = [n.all_rows if isinstance(n, ComputedSize) else n for n in numbers]
     all_rows = None if any(n is None for n in whole) else _tried(target, whole)
     known = _OPERATORS.get(target)
-    if known is None or any(isinstance(n, Computed) and n.node is None for n in numbers):
-        return Computed(None, all_rows)
+    if known is None or any(isinstance(n, ComputedSize) and n.node is None for n in numbers):
+        return ComputedSize(None, all_rows)
     torchs, real = known
-    given = [n.node if isinstance(n, Computed) else n for n in numbers]
+    given = [n.node if isinstance(n, ComputedSize) else n for n in numbers]
     real = real or any(isinstance(g, float) or (isinstance(g, fx.Node) and _is_real(g)) for g in given)
     real = real or (target is operator.pow and isinstance(given[1], int) and given[1] < 0)
-    return Computed(build.call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows)
+    return ComputedSize(build.call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows)
 
 
 def _tried(target: Callable[..., Any], args: list[Any]) -> Any:

@@ -172,7 +172,7 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Of rows those for which a further condition holds, or an element of each."""
+    """The rows for which a further condition holds, or an element of each row."""
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:

@@ -67,7 +67,7 @@ class _Selections(TorchFunctionMode):
         self.is_users = is_users
         self.graph: fx.Graph | None = None  # of the trace that runs
         self.key = Numbers()
-        self.counts: dict[int, Any] = {}  # by the number of a mask: how many rows it selects
+        self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
@@ -107,27 +107,30 @@ class _Selections(TorchFunctionMode):
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
-                key = self._key_of(tensor)
-                if key is not None:
-                    masks.append((tensor, key))
-        for mask, key in masks:
-            if key in self.counts and mask.nonzero_memo is None:
-                mask.nonzero_memo = self.counts[key]
+                node = node_of(tensor)
+                if node is not None:
+                    masks.append((tensor, node, self._key_of(node)))
+        for mask, node, key in masks:
+            count, other = self.counts.get(key, (None, node))
+            if count is not None and mask.nonzero_memo is None and _is_unwritten(node, other):
+                mask.nonzero_memo = count
         made = func(*args, **kwargs)
-        for mask, key in masks:
+        for mask, node, key in masks:
             if mask.nonzero_memo is not None:
-                self.counts.setdefault(key, mask.nonzero_memo)
+                self.counts.setdefault(key, (mask.nonzero_memo, node))
         return made
 
-    def _key_of(self, mask: FakeTensor) -> int | None:
-        """The same for masks that are computed alike of what is never written to; ``None``: that is not known."""
-        node = node_of(mask)
-        if node is None:
-            return None
+    def _key_of(self, node: fx.Node) -> int:
+        """A key that masks have in common if they are computed alike from what is not written to."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
-        written = {memory_of(to) for other in node.graph.nodes for to in written_by(other)}
-        return None if written and written.intersection(map(memory_of, _ancestors(node))) else self.key(node)
+        return self.key(node)
+
+
+def _is_unwritten(*nodes: fx.Node) -> bool:
+    """Whether nothing writes to ``nodes``, nor to what they are computed from."""
+    written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
+    return not any(written.intersection(map(memory_of, _ancestors(node))) for node in nodes)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -144,7 +147,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of probabilities: torch looks whether there are rows before it averages."""
+    """Cross entropy of probabilities: torch looks whether there are rows before it averages."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)

@@ -34,7 +34,7 @@ from passes.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from passes.likeness import Group
 from passes.own_terms import with_terms_added
 from passes.putaway import PutAway
-from passes.python_state import Attributes, Change, Clock, PythonState, attributes_of, find_draw, same_computation
+from passes.python_state import Attributes, Clock, PythonState, StateChange, attributes_of, find_draw, same_computation
 from passes.repeats import Repeats
 from passes.wrappers import take_hooks_into_forward
 
@@ -54,13 +54,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tracer:
-    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by."""
+    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by;
+    ``functions``: code besides the modules' own that a trace runs, such as hooks."""
 
     model: nn.Module
     dtype: torch.dtype | None
     loss: Callable[[Any], Tensor] | None
     canonical: Mapping[str, str]
     train: bool
+    functions: tuple[Any, ...] = ()
+
+    def state_of(self, module: nn.Module) -> PythonState:
+        """The Python state that the forward of ``module``, a copy of the model, starts from."""
+        return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
         """Trace the forward. ``before``: the Python state that the forward starts from, which is given back.
@@ -257,7 +263,7 @@ class _Settling:
     before: PythonState
     first: Trace
 
-    def settle(self, changes: Sequence[Change], clock: Clock) -> Trace:
+    def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
         notes = [*self._check_draws([c for c in changes if c.generator]), *self._check_clock(clock)]
         changes = [c for c in changes if not c.generator]
         trace = self.first
@@ -268,7 +274,7 @@ class _Settling:
 
     # -- draws and the clock
 
-    def _check_draws(self, changes: Sequence[Change]) -> Iterator[str]:
+    def _check_draws(self, changes: Sequence[StateChange]) -> Iterator[str]:
         for below in (True, False) if changes else ():
             self.before.restore()
             twin = self.tracer.renew(self.first.twin)
@@ -303,7 +309,7 @@ class _Settling:
 
     # -- attributes, globals, closures
 
-    def _settle_changes(self, changes: Sequence[Change]) -> tuple[Trace, list[str]]:
+    def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         second, changed_again = self._trace_after(self.first)
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
@@ -317,7 +323,7 @@ class _Settling:
             self._refuse(changes)
         return self.first, [_note_unused(changes)]
 
-    def _settle_counted(self, counted: Trace, others: Sequence[Change]) -> tuple[Trace, list[str]]:
+    def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """The trace in which numbers that the forward changes are buffers."""
         for guard in [g for g in counted.captured.signature.guards if g.reads_state][:_MOST_FLIPPED]:
             flipped = self._count_flipped(counted, guard.expression)
@@ -331,7 +337,7 @@ class _Settling:
         used = {c.full_name for c in counters if _is_used(counted.captured, c.full_name)}
         notes = [_note_unused(others)] if others else []
         if not used:
-            changes = [*(Change(f"the attribute {c.full_name!r}") for c in counters), *others]
+            changes = [*(StateChange(f"the attribute {c.full_name!r}") for c in counters), *others]
             return self.first, [_note_unused(changes)]
         names = ", ".join(sorted(used))
         notes.append(
@@ -342,7 +348,7 @@ class _Settling:
         captured = counted.captured.with_(signature=replace(counted.captured.signature, guards=guards))
         return replace(counted, captured=captured), notes
 
-    def _count(self, numbers: Sequence[Change]) -> Trace | None:
+    def _count(self, numbers: Sequence[StateChange]) -> Trace | None:
         """A trace with a buffer for each of ``numbers``; nothing where there are none, or that cannot be."""
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)
@@ -362,12 +368,12 @@ class _Settling:
         self.before.restore()
         return self._try(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
 
-    def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[Change]]:
+    def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """The trace of a second call of the forward, nothing where it fails; and what the second call changes."""
         left = self._left_by_forward(trace)
         counters = {(c.path, c.name) for c in trace.twin.counters}
         twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
-        state = PythonState.of(twin.module, self.tracer.model.forward, self.tracer.loss)
+        state = self.tracer.state_of(twin.module)
         second = self._try(twin, trace.arguments)
         changed = [] if second is None else state.changes(second.left)
         return second, [c for c in changed if not c.generator]
@@ -395,7 +401,7 @@ class _Settling:
 
     # -- what is said
 
-    def _refuse(self, changes: Sequence[Change]) -> None:
+    def _refuse(self, changes: Sequence[StateChange]) -> None:
         raise UnsupportedError(
             f"the forward changes {_listed(changes)}, and what it computes at its next call depends on it: a plan "
             "would repeat the first call at every step; keep it in a buffer of the module (self.register_buffer, a "
@@ -411,14 +417,14 @@ class _Settling:
         )
 
 
-def _note_unused(changes: Sequence[Change]) -> str:
+def _note_unused(changes: Sequence[StateChange]) -> str:
     return (
         f"forward changes {_listed(changes)}, which had no effect on what it computes at its next call: the plan does "
         "not change it"
     )
 
 
-def _listed(changes: Sequence[Change]) -> str:
+def _listed(changes: Sequence[StateChange]) -> str:
     names = list(dict.fromkeys(c.what for c in changes))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

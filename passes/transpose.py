@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.affine import NOT_LINEAR, NotAffine, Part, parts_of, without_shape_reads
+from passes.affine import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
 from passes.rules import has_rule
 from passes.unused import drop_unused
 
@@ -64,15 +64,12 @@ def transpose(
 
     Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
     """
-    with disable_proxy_modes_tracing():
-        seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
-        changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        traced = _Traced.of(backward, seeds)
-        if some:
-            _check_none_is_zero(backward, seeds, traced)
-        made, held = _functional(
-            lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
-        )
+    seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
+    changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    traced = _Traced.of(backward, seeds)
+    if some:
+        _check_none_is_zero(backward, seeds, traced)
+    made, held = _functional(lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes)
     _drop_seeds(made, len(seeds))
     output: Any = made.graph.output_node().args[0]
     given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
@@ -88,7 +85,7 @@ class _Traced:
     seeds: list[fx.Node]
     held: Mapping[fx.Node, Tensor]
     results: Sequence[fx.Node | None]
-    parts: Mapping[fx.Node, Part]
+    parts: Mapping[fx.Node, AffinePart]
 
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
@@ -188,7 +185,7 @@ class _Expressions:
 class _AtZero:
     """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
 
-    def __init__(self, parts: Mapping[fx.Node, Part], env: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
         self.parts = parts
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
@@ -234,7 +231,7 @@ def _zeros(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _other_addend(node: fx.Node, parts: Mapping[fx.Node, Part]) -> fx.Node | None:
+def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
     """What a sum is equal to, of which one operand is zero."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
@@ -265,7 +262,7 @@ def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tu
     def run(*given: Tensor) -> Any:
         held = dict(zip(tensors, given[len(arguments) :], strict=True))
         held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
-        return _Holding(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+        return _KeepingValues(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
     return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
@@ -304,7 +301,7 @@ def _convolution_input_gradient(
     return made, None, None
 
 
-class _Holding(fx.Interpreter):
+class _KeepingValues(fx.Interpreter):
     """Runs a graph whose attributes are given."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
@@ -334,14 +331,31 @@ def _drops_nothing(node: fx.Node) -> bool:
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
 
+# Derivatives that read the shape alone of their second operand.
+_SHAPE_ALONE = frozenset(
+    f"aten::{name}_backward"
+    for name in (
+        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+        "replication_pad1d replication_pad2d replication_pad3d reflection_pad1d reflection_pad2d reflection_pad3d"
+    ).split()
+)
+
+
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     """Take the gradients out of the transpose, which is linear if their numbers are not read."""
-    drop_unused(made.graph)
-    for seed in [n for n in made.graph.nodes if n.op == "placeholder"][:num_seeds]:
+    graph = made.graph
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
+            value = node.args[1].meta["val"]
+            with graph.inserting_before(node):
+                options = {"dtype": value.dtype, "device": value.device}
+                node.update_arg(1, graph.call_function(aten.zeros.default, (list(value.shape),), options))
+    drop_unused(graph)
+    for seed in [n for n in graph.nodes if n.op == "placeholder"][:num_seeds]:
         for user in seed.users:
             raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
-        made.graph.erase_node(seed)
-    made.graph.set_codegen(fx.graph.CodeGen())
+        graph.erase_node(seed)
+    graph.set_codegen(fx.graph.CodeGen())
     made.recompile()
 
 

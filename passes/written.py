@@ -49,8 +49,8 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
-        held = _Held.by(model)  # the tensors of this trace
-        with _export_unaware(), _Data(held, (args, kwargs), double) as data:
+        held = _HeldStates.by(model)  # the tensors of this trace
+        with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
             output = data.output(forward(*args, **kwargs))
         _write_all([*data.writes(), *held.set_anew(data)], held, double)
         return output
@@ -99,7 +99,7 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Alias:
+class StateAlias:
     """``holder[key]`` is the tensor that a module holds as ``states[name]``."""
 
     holder: Any
@@ -112,7 +112,7 @@ class Alias:
         self.holder[self.key] = self.states[self.name]
 
 
-def aliases_of(model: nn.Module) -> list[Alias]:
+def aliases_of(model: nn.Module) -> list[StateAlias]:
     """Places outside of modules' own tables that hold parameters or buffers."""
     found = []
     owners = {
@@ -133,7 +133,7 @@ def aliases_of(model: nn.Module) -> list[Alias]:
         for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
             if isinstance(value, Tensor):
                 if id(value) in owners and isinstance(holder, dict | list):
-                    found.append(Alias(holder, key, *owners[id(value)]))
+                    found.append(StateAlias(holder, key, *owners[id(value)]))
             elif isinstance(value, dict | list | tuple):
                 waiting.append(value)
             elif not isinstance(value, nn.Module | type) and isinstance(getattr(value, "__dict__", None), dict):
@@ -163,7 +163,7 @@ class _Write:
 
 
 @dataclass
-class _Held:
+class _HeldStates:
     """The model's buffers and parameters as forward finds them. ``plain``: tensors that are attributes and neither."""
 
     model: nn.Module
@@ -172,7 +172,7 @@ class _Held:
     plain: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def by(cls, model: nn.Module) -> _Held:
+    def by(cls, model: nn.Module) -> _HeldStates:
         held = cls(model)
         for path, module in model.named_modules():
             for table in _TABLES:
@@ -185,7 +185,7 @@ class _Held:
                     held.plain[module, key] = value
         return held
 
-    def set_anew(self, data: _Data) -> Iterator[_Write]:
+    def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
         """What forward has set as attributes, which are then as they were."""
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
@@ -230,10 +230,10 @@ class _Held:
         return f"{path}.{key}" if path else key
 
 
-class _Data(TorchFunctionMode):
+class _DataAccess(TorchFunctionMode):
     """``x.data``, read and set, while forward is traced; and which plain tensors of the model are ``read``."""
 
-    def __init__(self, held: _Held, inputs: Any, double: bool) -> None:
+    def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
         super().__init__()
         self.held, self.double = held, double
         self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
@@ -284,7 +284,7 @@ class _Data(TorchFunctionMode):
         return "a tensor" if name is None else repr(name)
 
 
-def _write_all(writes: Iterable[_Write], held: _Held, double: bool) -> None:
+def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
     """At the end of forward: what was set goes into the memory that the model has."""
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
@@ -298,7 +298,7 @@ def _write_all(writes: Iterable[_Write], held: _Held, double: bool) -> None:
             write.tensor.copy_(value)
 
 
-def _check_apart(writes: Mapping[int, _Write], held: _Held) -> None:
+def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
     """Raise :class:`UnsupportedError` where states share memory after forward, and one of them is changed in place."""
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}

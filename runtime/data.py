@@ -206,7 +206,7 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _loader(self) -> DataLoader[Any]:
-        """Of the batches to come."""
+        """A loader of the batches to come."""
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,

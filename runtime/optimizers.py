@@ -21,7 +21,7 @@ from passes.layouts import Layout
 from passes.serialize import dtype_of
 from runtime.errors import OptimizerError
 from runtime.program import Program, RankProgram, shards_of
-from runtime.trials import Call, Cut, Finding, Sample, class_of, try_on_parts
+from runtime.trials import ParameterCut, Sample, StepCall, TrialFinding, class_of, try_on_parts
 from runtime.windows import step_hook
 
 Optimizer = torch.optim.Optimizer
@@ -40,7 +40,7 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """As long as ``engine`` is there, check every optimizer that is about to step a parameter of it."""
+        """Check every optimizer that is about to step a parameter of ``engine``, as long as that is there."""
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 
@@ -57,10 +57,10 @@ class OptimizerCheck:
             self.check(optimizer, _call_of(args, kwargs))
             for outer in _around(optimizer):  # which may have changed gradients or parameters itself
                 if self._steps_own(outer):
-                    self.check(outer, Call())
+                    self.check(outer, StepCall())
         self._checked[optimizer] = seen
 
-    def check(self, optimizer: Optimizer, call: Call) -> None:
+    def check(self, optimizer: Optimizer, call: StepCall) -> None:
         """Raises :class:`OptimizerError`."""
         if optimizer in self._trusted:
             return
@@ -83,7 +83,7 @@ class OptimizerCheck:
     def _samples(self, optimizer: Optimizer) -> list[Sample]:
         """One small tensor for each way in which parameters of groups with the same kind of options are cut, of the
         largest such parameter."""
-        found: dict[tuple[Any, int, Cut], tuple[int, Sample]] = {}
+        found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
         for index, names in enumerate(self._names_by_group(optimizer)):
             options = _kind_of_options(optimizer.param_groups[index])
@@ -121,7 +121,7 @@ class OptimizerCheck:
                     groups[index].append(name)
         return groups
 
-    def _text(self, optimizer: Optimizer, found: Finding) -> str:
+    def _text(self, optimizer: Optimizer, found: TrialFinding) -> str:
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
@@ -145,7 +145,7 @@ class OptimizerCheck:
             "engine.trust_optimizer(optimizer) before its first step"
         )
 
-    def _uncut(self, found: Finding) -> str:
+    def _uncut(self, found: TrialFinding) -> str:
         """The constraints under which ranks have what ``found`` is about whole."""
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
@@ -155,11 +155,11 @@ class OptimizerCheck:
         return ", ".join([*axes, *(["zero=0"] if data.zero_axes else [])])
 
 
-def cut_of(program: Program, name: str) -> Cut:
+def cut_of(program: Program, name: str) -> ParameterCut:
     """How a parameter is cut; the same on all ranks."""
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
-    return Cut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
+    return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
 
 
 def _pattern(name: str) -> str:
@@ -179,12 +179,12 @@ def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
-def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
     """How ``step`` was called with ``args``, of which the first is the optimizer."""
     given, named = [*args[1:]], dict(kwargs)
     closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
     named.pop("closure", None)
-    return Call(tuple(given[1:]), named, closure)
+    return StepCall(tuple(given[1:]), named, closure)
 
 
 def _around(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -48,7 +48,7 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterCut:
     """How a plan cuts a parameter: along ``dims``, then flat (ZeRO); ``stacked``: the model has its rows along dim 0
     as parameters of their own."""
 
@@ -87,7 +87,7 @@ class Sample:
     name: str
     group: int
     shape: tuple[int, ...]
-    cut: Cut
+    cut: ParameterCut
     dtype: torch.dtype
     device: torch.device
 
@@ -113,7 +113,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrialFinding:
     """What is wrong with an optimizer: its updates of parts, or of some of the parameters, differ from those of all
     (``differs``); it cannot step parts (``fails``); it could not be tried (``untried``)."""
 
@@ -124,7 +124,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """How a script calls ``step``: what it gives besides a closure, and whether it gives one (``None``: not known)."""
 
     args: tuple[Any, ...] = ()
@@ -136,7 +136,7 @@ class NotCopied(Exception):
     """A copy of an optimizer has asked for something that copies have not."""
 
 
-def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: Call) -> Finding | None:
+def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     """Step ``samples`` and their parts, with ``stages`` also some without the others; ``None``: the updates are the
     same. The optimizer, its parameters and all random generators are as before."""
     device = samples[0].device
@@ -161,7 +161,7 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     ) or ("numpy" in one and not torch.equal(one["numpy"][1], other["numpy"][1]))
 
 
-def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: Call) -> Finding | None:
+def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
     for make, closure, wide in itertools.product((mirrored, rebuilt), closures, (True, False)):
@@ -177,9 +177,9 @@ def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: 
     return _untried(samples, why)
 
 
-def _untried(samples: Sequence[Sample], why: str) -> Finding:
+def _untried(samples: Sequence[Sample], why: str) -> TrialFinding:
     cut = next((s for s in samples if not s.cut.is_whole), None)
-    return Finding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
+    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
 
 
 class _WholeFailed(Exception):
@@ -194,7 +194,7 @@ class _Stepped:
     tensors: dict[int, list[nn.Parameter]]
     parts: dict[int, Part]
     what: Literal["parts", "stages"]
-    rows: list[_Row]
+    rows: list[_TrialRow]
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
@@ -203,7 +203,7 @@ class _Stepped:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TrialRow:
     """A tensor that is stepped. Its loss is ``gradient * x + curvature * x * x / 2``, summed, of what it has moved."""
 
     tensor: nn.Parameter
@@ -232,7 +232,7 @@ class _Trial:
         self,
         optimizer: Optimizer,
         samples: Sequence[Sample],
-        call: Call,
+        call: StepCall,
         make: Callable[[Optimizer, Sequence[Sequence[Tensor]]], Any],
         wide: bool,
     ) -> None:
@@ -247,7 +247,7 @@ class _Trial:
         self._curvatures = [0.05 + 0.45 * curvature.abs().clamp(max=1.0) for _, curvature, *_ in numbers]
         self._gradients = [gradients for _, _, *gradients in numbers]
 
-    def compare(self, stages: bool) -> Finding | None:
+    def compare(self, stages: bool) -> TrialFinding | None:
         """Raises :class:`_WholeFailed` where nothing can be compared."""
         try:
             whole = self._copy({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
@@ -286,13 +286,13 @@ class _Trial:
     def _copy(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         tensors: dict[int, list[nn.Parameter]] = {}
-        rows: list[_Row] = []
+        rows: list[_TrialRow] = []
         for i, part in parts.items():
             starts, curvatures = part(self._starts[i]), part(self._curvatures[i])
             gradients = zip(*(part(gradient) for gradient in self._gradients[i]), strict=True)
             tensors[i] = [nn.Parameter(start.clone()) for start in starts]
             given = zip(tensors[i], starts, curvatures, gradients, strict=True)
-            rows += [_Row(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
+            rows += [_TrialRow(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
             groups[self.samples[i].group] += tensors[i]
         _seed(0, self.samples[0].device)
         return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
@@ -310,7 +310,7 @@ class _Trial:
         _call_step(copied.optimizer, closure, self.call)
         self.draws |= before is not None and _differ(before, random_state(device))
 
-    def _compared(self, whole: _Stepped, other: _Stepped) -> Finding | None:
+    def _compared(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.updates(i)
             update = torch.stack(updates) if sample.cut.stacked else updates[0]
@@ -323,20 +323,20 @@ class _Trial:
                 apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
                 if apart > allowed:
                     share = apart / largest if largest else math.inf
-                    return Finding("differs", other.what, sample, self._difference(share))
+                    return TrialFinding("differs", other.what, sample, self._difference(share))
         return None
 
     def _difference(self, share: float) -> str:
         told = "by more than the largest update" if share > 1 else f"by up to {share:.2g} of the largest update"
         return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
 
-    def _failed(self, what: Literal["parts", "stages"], error: Exception) -> Finding:
+    def _failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
         if what == "stages":
             return _untried(self.samples, _told(error))
-        return Finding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _told(error))
+        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _told(error))
 
 
-def _part(cut: Cut, place: int) -> Part:
+def _part(cut: ParameterCut, place: int) -> Part:
     return lambda whole: [cut.parts(whole)[place]]
 
 
@@ -354,7 +354,7 @@ def _seed(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: Call) -> None:
+def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
     if call.closure:
@@ -368,13 +368,13 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: Call) -> Non
 
 def mirrored(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """A copy of ``optimizer``, attribute by attribute, without state, whose groups have the parameters ``groups``."""
-    return _Mirror(optimizer, groups).optimizer(optimizer)
+    return _OptimizerMirror(optimizer, groups).optimizer(optimizer)
 
 
 def rebuilt(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """An optimizer made by the constructor of ``optimizer``, of the options of its groups and of attributes that are
     named as the constructor's arguments; where attributes hold what a constructor made of real parameters."""
-    kind, mirror = class_of(optimizer), _Mirror(optimizer, groups)
+    kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
     known = {**defaults, **vars(optimizer)}
     given: list[Any] = []
@@ -433,7 +433,7 @@ class _Withheld:
         self.__getattr__("__len__")
 
 
-class _Mirror:
+class _OptimizerMirror:
     """Copies of what an optimizer holds, each object once; of its parameters the small tensors."""
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:

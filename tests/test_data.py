@@ -364,7 +364,9 @@ def test_all_ranks_find_the_end_of_a_stream_of_any_length(mesh: dict[str, Any], 
     assert on_every_rank(program, work) == [3 * (2 * BATCH + 3) // BATCH] * program.world_size
 
 
-@pytest.mark.parametrize("made", [Stream, Sized, Plain, lambda: ChainDataset([Stream()])], ids=str)
+@pytest.mark.parametrize(
+    "made", [Stream, Sized, Plain, lambda: ChainDataset([Stream()])], ids=["iterable", "sized", "plain", "chained"]
+)
 def test_one_worker_may_read_ahead(made: Any):
     loaders = [one_rank(made(), num_workers=number, collate=list) for number in (0, 1)]
     for _ in range(7):

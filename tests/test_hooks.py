@@ -19,6 +19,7 @@ from torch.nn.modules import module as modules
 from partitioner import Constraints, Topology, partition
 from partitioner.reference import run_reference
 from passes.errors import UnsupportedError
+from passes.looking import GIVEN, what_it_does
 
 HERE = r"test_hooks.py:\d+"
 
@@ -126,14 +127,21 @@ def mesh(**given: int) -> Constraints:
 
 
 @pytest.mark.parametrize("way", LOOKING)
-def test_a_hook_on_a_parameter_that_only_looks_is_left_out(way: str):
-    model = on_parameter(LOOKING[way])
+def test_what_only_looks(way: str):
+    assert what_it_does(LOOKING[way], (GIVEN,)) is None
+
+
+def test_hooks_on_a_parameter_that_only_look_are_left_out():
+    model = Model()
+    for hook in LOOKING.values():
+        model.layers[0].weight.register_hook(hook)
     plan = partition(model, Topology.local(1), INPUTS)
-    (note,) = [n for n in plan.notes if "the hook" in n]
-    assert "of the parameter 'layers.0.weight' only looks at gradients: the plan does not call it" in note
-    assert "test_hooks.py:" in note
+    notes = [n for n in plan.notes if "of the parameter 'layers.0.weight' only looks at gradients" in n]
+    assert all("test_hooks.py:" in n and "the plan does not call it" in n for n in notes)
+    assert any("keeps_norm" in n for n in notes) and any("<lambda>" in n for n in notes)
+    assert any("Recorder.__call__" in n for n in notes)
     assert plan.verify(model, INPUTS).ok
-    assert model.layers[0].weight._backward_hooks  # the model is as it was
+    assert len(model.layers[0].weight._backward_hooks) == len(LOOKING)  # the model is as it was
 
 
 def of_module(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
@@ -493,7 +501,7 @@ class Saving(Model):
 def test_what_is_saved_on_the_cpu_is_kept_where_it_is():
     model = Saving(graph.save_on_cpu)
     plan = partition(model, Topology.local(1), INPUTS)
-    assert any("save_on_cpu" in n for n in plan.notes)
+    assert any("moves to host memory" in n for n in plan.notes)
     assert plan.verify(model, INPUTS).ok
 
 

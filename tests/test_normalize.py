@@ -435,16 +435,15 @@ def test_a_mask_that_depends_on_the_batch_stays():
 
 
 def test_random_numbers_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"poisson.* \(.*test_normalize.py:\d+\)"):
-        normal_form(lambda x: x + torch.poisson(x.detach().exp()), numbers(2))
+    with pytest.raises(UnsupportedError, match=r"randint.* \(.*test_normalize.py:\d+\)"):
+        normal_form(lambda x: x + torch.randint(0, (1 << 41) + 1, (2,)), numbers(2))
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "poisson": lambda x: x * torch.poisson(x.detach().exp()),
-    "multinomial": lambda x: x[torch.multinomial(x.detach().exp(), 1)],
     "random_": lambda x: x * torch.empty_like(x).random_(),  # not marked by torch, but it takes a generator
-    "binomial": lambda x: x * torch.binomial(torch.full_like(x, 5.0), x.detach().sigmoid()),
-    "rrelu": lambda x: F.rrelu(x, training=True),
+    "randint": lambda x: x * torch.randint(-(1 << 41), 3, x.shape),
+    "randint_like": lambda x: x * torch.randint_like(x, 0, (1 << 40) + 1),
+    "random_ of bounds": lambda x: x * torch.empty_like(x).random_(5, (1 << 50) + 6),
 }
 
 
@@ -470,10 +469,25 @@ def test_dropout_that_torch_took_apart_has_all_rows():
     assert not any(n.target is getitem for n in made.graph.nodes)
 
 
-NUMBERS = {
-    "item": lambda x: x * x.detach().sum().item(),
+ITEMS = {
+    "factor": lambda x: x * x.detach().sum().item(),
+    "divisor": lambda x: x / (x.detach().sum().item() + 0.5),
+    "power": lambda x: x.abs() ** (x > 0).sum().item(),
     "full": lambda x: x + torch.full((4,), x.detach().sum().item(), dtype=x.dtype),
+    "bound": lambda x: x.clamp(max=x.detach().mean().item()),
+    "no gradient": lambda x: x * x.sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_numbers_taken_out_of_tensors_are_computed_with(name: str):
+    assert_same(ITEMS[name], numbers(4, 4))
+
+
+NUMBERS = {
     "alpha": lambda x: torch.addmm(x, x, x, alpha=x.detach().sum().item()),
+    "factor of what is added": lambda x: x.add(x, alpha=x.detach().sum().item()),
+    "slope": lambda x: F.leaky_relu(x, x.detach().sum().item()),
 }
 
 

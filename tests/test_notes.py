@@ -221,10 +221,10 @@ def test_a_type_inside_of_forward_is_seen() -> None:
 @pytest.mark.parametrize(
     ("constraints", "said"),
     [
-        ({"zero": 0}, "state sharding ZeRO 0: nothing is shared"),
-        ({"zero": 1}, "state sharding ZeRO 1: optimizer states over 4 ranks of dp"),
-        ({"zero": 2}, "state sharding ZeRO 2: optimizer states and gradients over 4 ranks of dp"),
-        ({"zero": 3}, "state sharding ZeRO 3: optimizer states, gradients and parameters over 4 ranks of dp"),
+        ({"zero": 0}, "sharding ZeRO 0: nothing is shared"),
+        ({"zero": 1}, "sharding ZeRO 1: optimizer states over 4 ranks of dp"),
+        ({"zero": 2}, "sharding ZeRO 2: optimizer states and gradients over 4 ranks of dp"),
+        ({"zero": 3}, "sharding ZeRO 3: optimizer states, gradients and parameters over 4 ranks of dp"),
         ({"zero": 3, "dp_shard": 2}, "gradients and parameters over 2 ranks of dp, in 2 replicas"),
     ],
 )
@@ -237,14 +237,14 @@ def test_the_summary_names_the_stage_of_zero(constraints: dict[str, int], said: 
         constraints=Constraints(dp=4, pp=1, tp=1, **constraints),
     )
     assert said in rows(made.summary())
-    assert said.removeprefix("state sharding ") in rows(made.explain())
+    assert said.removeprefix("sharding ") in rows(made.explain())
 
 
 def test_inference_has_no_states_to_share() -> None:
     made = partition(nn.Linear(8, 8), Topology.local(1), INPUTS, objective="infer")
     text = made.summary()
-    assert "state sharding" not in text
-    assert "recomputation" not in text
+    assert "ZeRO" not in text
+    assert "recompute" not in text
     assert "parameters in fp32" in rows(text)
     assert "gradients" not in text
 
@@ -265,12 +265,12 @@ def stage(recomputed: int, selective: bool) -> StageEstimate:
 @pytest.mark.parametrize(
     ("stages", "recompute", "said"),
     [
-        ((stage(0, False),), None, "recomputation nothing"),
-        ((stage(4, False),), None, "recomputation all calls whole"),
-        ((stage(0, True),), None, "recomputation what is quick (norms, activations)"),
-        ((stage(0, True),), "scores", "recomputation attention scores"),
-        ((stage(0, True),), "alternate", "recomputation what is quick and every second product"),
-        ((stage(1, True),), None, "recomputation 1 of 4 calls whole, and of the others what is quick"),
+        ((stage(0, False),), None, "recompute nothing"),
+        ((stage(4, False),), None, "recompute all calls whole"),
+        ((stage(0, True),), None, "recompute what is quick (norms, activations)"),
+        ((stage(0, True),), "scores", "recompute attention scores"),
+        ((stage(0, True),), "alternate", "recompute what is quick and every second product"),
+        ((stage(1, True),), None, "recompute 1 of 4 calls whole, and of the others what is quick"),
         ((stage(2, False), stage(0, False), stage(0, False)), None, "stage 0: 2 of 4 calls whole; stages 1–2: nothing"),
     ],
 )

@@ -18,11 +18,17 @@ from torch import Tensor, nn, optim
 from runtime import Engine, OptimizerError
 from runtime.program import Program
 from runtime.threads import ThreadWorld
-from runtime.trials import Call, Cut, Sample, try_on_parts
+from runtime.trials import ParameterCut, Sample, StepCall, try_on_parts
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 Made = Callable[[list[Any]], optim.Optimizer]
-ROWS, COLUMNS, FLAT, ROWS_FLAT, STACK = Cut((0,)), Cut((1,)), Cut(flat=True), Cut((0,), flat=True), Cut(stacked=True)
+ROWS, COLUMNS, FLAT, ROWS_FLAT, STACK = (
+    ParameterCut((0,)),
+    ParameterCut((1,)),
+    ParameterCut(flat=True),
+    ParameterCut((0,), flat=True),
+    ParameterCut(stacked=True),
+)
 
 
 class Each(optim.Optimizer):
@@ -220,7 +226,7 @@ WHOLE: dict[str, Made] = {
 }
 
 
-def sample(cut: Cut, **changes: Any) -> Sample:
+def sample(cut: ParameterCut, **changes: Any) -> Sample:
     shape = (4, 48, 40) if cut.stacked else (48, 40)
     given = dict(name="w", group=0, shape=shape, cut=cut, dtype=torch.float32, device=torch.device("cpu"))
     return Sample(**(given | changes))
@@ -234,14 +240,14 @@ def parameters() -> list[nn.Parameter]:
 def test_what_updates_each_element_by_itself_passes_for_every_cut(made: Made):
     optimizer = made(parameters())
     for cut in (ROWS, COLUMNS, FLAT, ROWS_FLAT, STACK):
-        assert try_on_parts(optimizer, [sample(cut)], True, Call()) is None, cut
+        assert try_on_parts(optimizer, [sample(cut)], True, StepCall()) is None, cut
 
 
 @pytest.mark.parametrize("made", WHOLE.values(), ids=WHOLE.keys())
 def test_what_looks_at_a_whole_tensor_is_found_for_every_cut(made: Made):
     optimizer = made(parameters())
     for cut in (ROWS, COLUMNS, FLAT, ROWS_FLAT):
-        found = try_on_parts(optimizer, [sample(cut)], False, Call())
+        found = try_on_parts(optimizer, [sample(cut)], False, StepCall())
         assert found is not None and found.kind == "differs" and found.what == "parts", cut
 
 
@@ -256,24 +262,28 @@ def test_what_looks_at_a_whole_tensor_is_found_for_every_cut(made: Made):
         (lambda p: Global(p, lr=0.1), (), (STACK,)),  # all parameters, however they are kept
     ],
 )
-def test_only_the_cuts_of_the_plan_count(made: Made, found_for: Iterable[Cut], passes_for: Iterable[Cut]):
+def test_only_the_cuts_of_the_plan_count(
+    made: Made, found_for: Iterable[ParameterCut], passes_for: Iterable[ParameterCut]
+):
     optimizer = made(parameters())
-    assert all(try_on_parts(optimizer, [sample(cut)], False, Call()) for cut in found_for)
-    assert not any(try_on_parts(optimizer, [sample(cut)], False, Call()) for cut in passes_for)
+    assert all(try_on_parts(optimizer, [sample(cut)], False, StepCall()) for cut in found_for)
+    assert not any(try_on_parts(optimizer, [sample(cut)], False, StepCall()) for cut in passes_for)
 
 
 def test_what_couples_parameters_is_found_where_stages_have_different_ones():
     for made in (lambda p: SAM(p, optim.SGD, lr=0.1), lambda p: optim.LBFGS(p, lr=0.1), lambda p: Global(p, lr=0.1)):
-        found = try_on_parts(made(parameters()), [sample(Cut())], True, Call())
+        found = try_on_parts(made(parameters()), [sample(ParameterCut())], True, StepCall())
         assert found is not None and (found.kind, found.what) == ("differs", "stages")
-    assert try_on_parts(optim.Adafactor(parameters()), [sample(Cut())], True, Call()) is None  # each tensor by itself
+    assert (
+        try_on_parts(optim.Adafactor(parameters()), [sample(ParameterCut())], True, StepCall()) is None
+    )  # each tensor by itself
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16], ids=str)
 def test_parameters_of_other_types(dtype: torch.dtype):
     given = [nn.Parameter(torch.zeros(48, 40, dtype=dtype))]
-    assert try_on_parts(optim.AdamW(given), [sample(ROWS, dtype=dtype)], False, Call()) is None
-    assert try_on_parts(Clipping(given), [sample(ROWS, dtype=dtype)], False, Call()) is not None
+    assert try_on_parts(optim.AdamW(given), [sample(ROWS, dtype=dtype)], False, StepCall()) is None
+    assert try_on_parts(Clipping(given), [sample(ROWS, dtype=dtype)], False, StepCall()) is not None
 
 
 def test_a_trial_leaves_everything_as_it_was():
@@ -292,7 +302,7 @@ def test_a_trial_leaves_everything_as_it_was():
         SAM(given, optim.Adam, lr=0.1),
         Each(given, lambda gradient, _: torch.randn_like(gradient)),
     ):
-        assert try_on_parts(made, [sample(ROWS)], False, Call()) is not None
+        assert try_on_parts(made, [sample(ROWS)], False, StepCall()) is not None
         assert "old" not in str(made.state)
     assert calls == [1]
     assert all(torch.equal(a, b) for a, b in zip(states[0][0], given, strict=True))

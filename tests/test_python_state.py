@@ -371,6 +371,20 @@ def test_state_that_decides_what_is_computed_is_refused(case: str):
     assert before == (CALLS, Stateful.classwide, random.getstate(), DRAWS.getstate())  # type: ignore[attr-defined]
 
 
+def test_a_hook_that_counts_is_refused():
+    seen: list[int] = []
+
+    def scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(1)
+        return output / len(seen)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model[0].register_forward_hook(scale)
+    with pytest.raises(UnsupportedError, match=r"the variable 'seen' that .*scale closes over"):
+        partition(model, Topology.local(1), (x(),), loss=lambda o: o.square().mean())
+    assert seen == []
+
+
 def test_a_loss_that_counts_is_refused():
     seen: list[int] = []
 

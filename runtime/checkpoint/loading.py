@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
     @property
     def optimizer_steps(self) -> int:
-        """Those of steps, where an earlier version has not told them apart."""
+        """Optimizer steps; the number of batches in a checkpoint of a version that did not tell them apart."""
         return int(self.manifest.get("optimizer_steps", self.steps))
 
     @property

@@ -85,6 +85,13 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 # Operators made of others that always give a tensor of their own; of the rest, some give back what they got (type_as).
 _FRESH = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
+# Operators that give a view although their schema says that they do not.
+_UNSAFE = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.lift.default,
+}
 
 
 def aliases(node: fx.Node) -> bool:
@@ -92,7 +99,7 @@ def aliases(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    if any(r.alias_info is not None for r in target._schema.returns):
+    if target in _UNSAFE or any(r.alias_info is not None for r in target._schema.returns):
         return True
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
     return bool(composite) and target not in _FRESH

@@ -136,7 +136,7 @@ def judge(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = Fal
     sizes = [float(v.abs().max()) for v in (found.loss, *found.grads.values()) if v.numel()]
     if not all(math.isfinite(size) for size in sizes) or sizes[0] > 1e6:
         return Outcome("skipped", "no number")
-    if max(sizes) < 1e-9:
+    if max(sizes[1:], default=0.0) < 1e-9:  # of the gradients
         return Outcome("skipped", "nothing but rounding")
     seed_python(0)
     try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from partitioner.grouped import run_groups
 from partitioner.prepared import modes_of_a_new_process
 from partitioner.reference import Reference, run_reference
+from partitioner.requests import type_of
 from passes.errors import InputsError
 from passes.wrappers import unwrapped
 from runtime.collect import Run
@@ -65,10 +66,13 @@ def verify(
     model, _ = unwrapped(model)
     run = run_threads(program, model, inputs, precision="fp64")
     counters, size = counters_of(program, model), plan.constraints.group_size
+    precision = type_of(plan.precision)
     if size is None:
-        reference = run_reference(model, inputs, loss, train=train, counters=counters, precision=plan.precision)
+        reference = run_reference(
+            model, inputs, loss, train=train, counters=counters, precision=type_of(plan.precision)
+        )
     else:
-        reference = run_groups(model, inputs, loss, program, size, counters, plan.precision)
+        reference = run_groups(model, inputs, loss, program, size, counters, type_of(plan.precision))
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "

@@ -87,7 +87,8 @@ class Twin:
     ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
     ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
     each, and ``scope`` holds what it did with them. ``counters``: Python numbers that the forward changes, as buffers.
-    ``attributes``: by module and name, attributes that are set before the forward runs.
+    ``attributes``: by module and name, attributes that are set before the forward runs; ``warm_up``: runs the forward
+    of a new twin once, before it is traced.
     """
 
     module: nn.Module
@@ -101,6 +102,7 @@ class Twin:
     numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     counters: tuple[Counter, ...] = ()
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    warm_up: Callable[[Twin], None] | None = None
     scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

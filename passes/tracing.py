@@ -104,12 +104,15 @@ class Tracer:
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or Hits()
         made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
-        given = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes, **changes}
+        given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
+        given |= {"warm_up": twin.warm_up, **changes}
         made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
         for (path, name), value in made.attributes.items():
             vars(made.module.get_submodule(path))[name] = _copy_container(value)
         for counter in made.counters:
             made.module.register_buffer(counter.buffer, made.empty((), counter.dtype))
+        if made.warm_up is not None:
+            made.warm_up(made)
         return made
 
     # -- numbers of the inputs
@@ -255,6 +258,10 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 # --- Python state that the forward changes ----------------------------------------------------------------------------
 
 
+class _NotRun(Exception):
+    """The forward cannot be run without being traced."""
+
+
 @dataclass
 class _Settling:
     """What becomes of the Python state that a trace was seen to change."""
@@ -370,33 +377,35 @@ class _Settling:
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """The trace of a second call of the forward, nothing where it fails; and what the second call changes."""
-        left = self._left_by_forward(trace)
-        counters = {(c.path, c.name) for c in trace.twin.counters}
-        twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
+        try:
+            twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
+        except _NotRun:
+            self.before.restore()
+            left = {key: v for key, (_, v) in trace.left.items() if not _is_alike(self.before, trace.left, key)}
+            counters = {(c.path, c.name) for c in trace.twin.counters}
+            twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
         state = self.tracer.state_of(twin.module)
         second = self._try(twin, trace.arguments)
         changed = [] if second is None else state.changes(second.left)
         return second, [c for c in changed if not c.generator]
 
-    def _left_by_forward(self, trace: Trace) -> dict[tuple[str, str], Any]:
-        """The attributes of modules that a call of the forward changes, as it leaves them. Tensors have numbers where
-        these depend on neither inputs nor weights."""
+    def _run_once(self, arguments: Bound, twin: Twin) -> None:
+        """Run the forward of ``twin`` from the state that the first call starts from. Tensors that the forward keeps
+        have numbers where these depend on neither inputs nor weights."""
         self.before.restore()
-        twin = self.tracer.renew(trace.twin)
+        own = vars(twin.module).get("forward")
         self.tracer.prepare(twin, {})
-        result = try_forward(twin, *trace.arguments, constants=True)
+        result = try_forward(twin, *arguments, constants=True)
+        vars(twin.module).pop("forward")
+        if own is not None:
+            vars(twin.module)["forward"] = own
         if isinstance(result, Exception):
-            return {key: value for key, (_, value) in trace.left.items() if not _is_alike(self.before, trace.left, key)}
-        changed = [c for c in self.before.changes(attributes_of(twin.module)) if c.module is not None]
-        return {
-            (c.module or "", c.name): _without_gradient(vars(twin.module.get_submodule(c.module or ""))[c.name])
-            for c in changed
-        }
+            raise _NotRun from result
 
     def _try(self, twin: Twin, arguments: Bound) -> Trace | None:
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
-        except (PartitionError, NotLiftable):
+        except (PartitionError, NotLiftable, _NotRun):
             return None
 
     # -- what is said
@@ -463,10 +472,6 @@ def _copy_container(value: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of iterators, which later versions of Python do not copy
         return copy.copy(value)
-
-
-def _without_gradient(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
 
 
 # --- layers that are alike --------------------------------------------------------------------------------------------

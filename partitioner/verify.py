@@ -68,11 +68,9 @@ def verify(
     counters, size = counters_of(program, model), plan.constraints.group_size
     precision = type_of(plan.precision)
     if size is None:
-        reference = run_reference(
-            model, inputs, loss, train=train, counters=counters, precision=type_of(plan.precision)
-        )
+        reference = run_reference(model, inputs, loss, train=train, counters=counters, precision=precision)
     else:
-        reference = run_groups(model, inputs, loss, program, size, counters, type_of(plan.precision))
+        reference = run_groups(model, inputs, loss, program, size, counters, precision)
     if train and program.loss is not None and reference.loss is None:
         raise InputsError(
             "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "

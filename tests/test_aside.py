@@ -212,7 +212,7 @@ def _ids(length: int) -> dict[str, Tensor]:
     [
         pytest.param(_llama, {}, id="dense"),
         pytest.param(_llama, {"cp": 2}, id="sequence", marks=pytest.mark.slow),
-        pytest.param(_mixtral, {}, id="experts"),
+        pytest.param(_mixtral, {}, id="experts", marks=pytest.mark.slow),
     ],
 )
 def test_plans_are_the_same(

@@ -83,11 +83,11 @@ def test_samples_that_meet_in_a_buffer_want_one_microbatch():
 CONFIGS = [
     {"pp": 4},
     {"pp": 2, "schedule": "zb-v"},
-    {"pp": 2, "schedule": "dualpipe-v"},
+    pytest.param({"pp": 2, "schedule": "dualpipe-v"}, marks=pytest.mark.slow),
     {"dp": 2, "zero": 3, "recompute": "full"},
     pytest.param({"dp": 2, "zero": 1, "offload": "optimizer+activations"}, marks=pytest.mark.slow),
     {"dp": 2, "offload": "optimizer+parameters"},
-    {"tp": 4},
+    pytest.param({"tp": 4}, marks=pytest.mark.slow),
 ]
 
 

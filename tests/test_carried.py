@@ -105,7 +105,15 @@ def test_where_nothing_goes_on_to_inputs_all_of_the_backward_comes_later() -> No
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("schedule", "v"), [("zb-1p", 1), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "v"),
+    [
+        ("zb-1p", 1),
+        pytest.param("zb-2p", 1, marks=pytest.mark.slow),
+        ("zb-v", 2),
+        pytest.param("dualpipe-v", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_search_counts_the_memory_of_split_backwards(schedule: str, v: int, recompute: str) -> None:
     """Of every stage, a little more than it takes: the most of each kind is added up."""
     model = prepared("llama")

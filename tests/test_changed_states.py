@@ -77,10 +77,10 @@ TEACHERS = [
     ("mul_ add_", {"tp": 2, "microbatch_size": 4}),
     ("lerp_", {"pp": 2, "dp": 2, "microbatch_size": 2, "schedule": "zb-v"}),
     ("copy_", {"dp": 2, "zero": 1, "recompute": "full"}),
-    ("foreach", {"pp": 2, "tp": 2, "microbatch_size": 2}),
-    ("load_state_dict", {"dp": 2, "zero": 2}),
-    ("vector_to_parameters", {"dp": 2, "tp": 2}),
-    ("attribute", {"dp": 2, "microbatch_size": 2, "recompute": "full"}),
+    pytest.param("foreach", {"pp": 2, "tp": 2, "microbatch_size": 2}, marks=pytest.mark.slow),
+    pytest.param("load_state_dict", {"dp": 2, "zero": 2}, marks=pytest.mark.slow),
+    pytest.param("vector_to_parameters", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param("attribute", {"dp": 2, "microbatch_size": 2, "recompute": "full"}, marks=pytest.mark.slow),
 ]
 
 

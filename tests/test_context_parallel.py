@@ -315,7 +315,7 @@ def _saved_bytes(plan: Plan, model: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     return max(most)
 
 
-@pytest.mark.parametrize("algorithm", ["all_gather", "ring"])
+@pytest.mark.parametrize("algorithm", [pytest.param("all_gather", marks=pytest.mark.slow), "ring"])
 def test_activations_fall_with_the_ranks(algorithm: str, monkeypatch: pytest.MonkeyPatch):
     model = Decoder(("causal",) * 3)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -185,6 +185,7 @@ def test_widths_that_kernels_do_not_take_stay():
     assert plan.verify(model, inputs).ok
 
 
+@pytest.mark.slow
 def test_it_learns():
     model, inputs = llama(), tokens()
     plan = partition(model, Topology.local(1), inputs, precision="fp8")

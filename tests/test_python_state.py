@@ -102,7 +102,14 @@ COUNTED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "microbatch_size": 2}, {"tp": 2}], ids=str)
+MESHES = [
+    pytest.param({}, marks=pytest.mark.slow),
+    {"dp": 2, "microbatch_size": 2},
+    pytest.param({"tp": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", COUNTED)
 def test_what_forward_counts_is_counted_once_a_step(case: str, mesh: dict[str, int]):
     compute, attributes = COUNTED[case]

@@ -63,6 +63,8 @@ def verify(
     """
     program: Program = uncompressed(plan.program)
     train = program.objective == "train"
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"verify runs the model itself; expected an nn.Module, got {type(model).__name__}")
     model, _ = unwrapped(model)
     run = run_threads(program, model, inputs, precision="fp64")
     counters, size = counters_of(program, model), plan.constraints.group_size

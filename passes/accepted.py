@@ -31,11 +31,6 @@ def check_model(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"{where} is a {type(module).__name__}, which TorchScript has compiled; pass the nn.Module that it was "
-                "made of, or an ExportedProgram of it"
-            )
         packed = [key for key, value in vars(module).items() if isinstance(value, torch.ScriptObject)]
         if packed:
             raise UnsupportedError(

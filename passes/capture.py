@@ -25,7 +25,7 @@ from passes.assemble import Captured, assemble
 from passes.autocast import autocast_on
 from passes.blocks import TensorSpec
 from passes.caches import caches_matter
-from passes.errors import CaptureError, InputsError, UnsupportedError
+from passes.errors import InputsError, UnsupportedError
 from passes.export import Twin, cast, export, leaf_paths, make_twin, try_forward
 from passes.functionalize import flatten_program
 from passes.hooks import check_hooks, collections_kept, forward_hooks_of, global_hooks_dropped, hooks_refused
@@ -115,7 +115,6 @@ def capture(
             twin, notes = _with_caches_settled(model, twin, arguments, dtype)
             trace = tracer.capture(twin, arguments, lift_numbers, before)
         captured = trace.captured
-        _refuse_kept_parameters(model, captured)
         notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))
         notes += _decided(captured, {canonical[name] for name in twin.asked})
         notes += tuple(notes_on_fixed(captured.signature, trace.uses))
@@ -173,22 +172,6 @@ def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> t
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
     return ("what is trained on is what loss= makes of the output; the loss that the model itself returns is not",)
-
-
-def _refuse_kept_parameters(model: nn.Module, captured: Captured) -> None:
-    """Raise :class:`CaptureError` where a parameter is in the graph as a constant, so that it would not be trained."""
-    owned = {_memory(p): name for name, p in model.named_parameters() if p.numel() and not p.is_meta}
-    for constant in captured.constants.values():
-        name = owned.get(_memory(constant)) if constant.numel() and not constant.is_meta else None
-        if name is not None:
-            raise CaptureError(
-                f"forward reads the parameter {name!r} past the model's modules, by a name outside of them or by a "
-                "function that keeps it; expected it to be read from self: a plan has the modules' weights"
-            )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -224,8 +224,8 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
         InputsError,
         "'buffer' has no shape yet",
     ),
-    "scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), UnsupportedError, "which TorchScript has compiled"),
-    "traced": (lambda: torch.jit.trace(Base(), rows()), UnsupportedError, "which TorchScript has compiled"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), CaptureError, "the model is TorchScript"),
+    "traced": (lambda: torch.jit.trace(Base(), rows()), CaptureError, "the model is TorchScript"),
     "sparse": (lambda: Holding(buffer=torch.eye(8).to_sparse()), UnsupportedError, "'buffer' .* sparse tensor"),
     "quantized": (
         lambda: Holding(buffer=torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8)),

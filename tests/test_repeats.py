@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from passes import capture as capturing
+from passes import tracing
 from passes.blocks import FoldedModel
 from passes.journal import Journal
 from passes.likeness import alike, state_of
@@ -52,7 +52,7 @@ class Traces:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.exports, self.shortened = 0, 0
-        export, expand = capturing.export, capturing.expand
+        export, expand = tracing.export, tracing.expand
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.exports += 1
@@ -62,8 +62,8 @@ class Traces:
             self.shortened = sum("partition.layer" in str(n.target) and not n.args[1] for n in captured.graph.nodes)
             return expand(captured, *away)
 
-        monkeypatch.setattr(capturing, "export", counted)
-        monkeypatch.setattr(capturing, "expand", shortened)
+        monkeypatch.setattr(tracing, "export", counted)
+        monkeypatch.setattr(tracing, "expand", shortened)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: Any, **options: Any) -> tuple[FoldedModel, Traces]:
@@ -393,7 +393,7 @@ def test_gpt2_scaled_by_its_index(monkeypatch: pytest.MonkeyPatch):
 def test_the_model_is_left_alone_on_an_interrupt(monkeypatch: pytest.MonkeyPatch):
     model = Stack(Layer)
     before = [(vars(m).copy(), list(m.named_parameters())) for m in model.modules()]
-    monkeypatch.setattr(capturing, "expand", lambda *captured: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(tracing, "expand", lambda *captured: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         folded(model, (torch.ones(4, 8),))
     assert [(vars(m), list(m.named_parameters())) for m in model.modules()] == before

@@ -268,7 +268,7 @@ def test_points_are_all_that_divide():
         ({"overlap": "maybe"}, "constraint overlap: input should be true or false, got 'maybe'"),
         ({"data_shares": (1, 2.5)}, r"constraint data_shares\[1\]: input should be a whole number, got 2.5"),
         ({"stage_of": {"head": "x"}}, r"constraint stage_of\['head'\]: input should be a whole number, got 'x'"),
-        ({"stages": 2}, "unknown constraint 'stages'; did you mean virtual_stages\\? expected pp, dp"),
+        ({"stages": 2}, "unknown constraint 'stages'; here it is pp=2; expected pp, dp"),
     ],
 )
 def test_constraints_that_cannot_hold(pinned: dict[str, Any], message: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from passes import tracing
 from passes.blocks import FoldedModel
+from passes.errors import UnsupportedError
 from passes.journal import Journal
 from passes.likeness import alike, state_of
 from passes.repeats import Repeats
@@ -121,12 +123,16 @@ SHORTENED = {"llama": 5, "qwen3": 5, "mistral": 5, "gpt2": 5, "opt": 5, "bloom":
 SHORTENED |= {"roberta": 5, "t5": 8, "gemma2": 2}
 
 
+# Models that set an attribute at their first call: a second trace shows that the next call computes what the first did.
+SET_AT_FIRST_CALL = {"vit"}
+
+
 @pytest.mark.parametrize("name", SHORTENED)
 def test_deeper_families_are_shortened(name: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
     layers = 8 if name == "gemma2" else 7
     _, traces = both(monkeypatch, deeper(case, layers), case.inputs(4), loss=case.loss)
-    assert traces.exports == 1
+    assert traces.exports == 1 + (name in SET_AT_FIRST_CALL)
     assert traces.shortened >= SHORTENED[name], traces.shortened
 
 
@@ -368,9 +374,11 @@ def test_attributes_changed_between_calls(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_counters_are_seen(monkeypatch: pytest.MonkeyPatch):
+    """Layers that count in one dictionary are not taken for one another; what they count is state, and refused."""
     shared = {"calls": 0}
-    model, _ = both(monkeypatch, Stack(lambda i: Layer(i, counted, shared=shared)), (torch.ones(4, 8),))
-    assert len([b for b in model.blocks if b.startswith("layers")]) == 8  # none is taken for another
+    with pytest.raises(UnsupportedError, match=r"'shared' of the module 'layers\.0'"):
+        both(monkeypatch, Stack(lambda i: Layer(i, counted, shared=shared)), (torch.ones(4, 8),))
+    assert shared == {"calls": 0}
 
 
 def test_counters_and_indices(monkeypatch: pytest.MonkeyPatch):
@@ -379,7 +387,8 @@ def test_counters_and_indices(monkeypatch: pytest.MonkeyPatch):
     def extra(layer: Any, x: Tensor) -> Tensor:
         return counted(layer, x) if layer.index == 0 else x * layer.shared["calls"]
 
-    both(monkeypatch, Stack(lambda i: Layer(i, extra, shared={"calls": 0})), (torch.ones(4, 8),))
+    with pytest.raises(UnsupportedError, match=r"'shared' of the module 'layers\.0'"):
+        both(monkeypatch, Stack(lambda i: Layer(i, extra, shared={"calls": 0})), (torch.ones(4, 8),))
 
 
 def test_gpt2_scaled_by_its_index(monkeypatch: pytest.MonkeyPatch):
@@ -400,17 +409,21 @@ def test_the_model_is_left_alone_on_an_interrupt(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_call_is_traced_and_one_runs_beside_the_trace(monkeypatch: pytest.MonkeyPatch):
-    traced: list[bool] = []
+    traced = SimpleQueue[bool]()  # a list would be given back as it was
 
     def watched(layer: Any, x: Tensor) -> Tensor:
-        traced.append(get_proxy_mode() is not None)
+        traced.put(get_proxy_mode() is not None)
         return x * 2
 
     both_ways = Stack(lambda i: Layer(i, watched), num=6)
     with monkeypatch.context() as patch:
         traces = Traces(patch)
         folded(both_ways, (torch.ones(4, 8),))
-    assert traced == [True, True, False]  # the first is of another kind: its input takes no gradient
+    assert [traced.get() for _ in range(traced.qsize())] == [
+        True,
+        True,
+        False,
+    ]  # the first is of another kind: its input takes no gradient
     assert traces.exports == 1
 
 

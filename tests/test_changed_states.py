@@ -77,14 +77,20 @@ TEACHERS = [
     ("mul_ add_", {"tp": 2, "microbatch_size": 4}),
     ("lerp_", {"pp": 2, "dp": 2, "microbatch_size": 2, "schedule": "zb-v"}),
     ("copy_", {"dp": 2, "zero": 1, "recompute": "full"}),
-    pytest.param("foreach", {"pp": 2, "tp": 2, "microbatch_size": 2}, marks=pytest.mark.slow),
-    pytest.param("load_state_dict", {"dp": 2, "zero": 2}, marks=pytest.mark.slow),
-    pytest.param("vector_to_parameters", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
-    pytest.param("attribute", {"dp": 2, "microbatch_size": 2, "recompute": "full"}, marks=pytest.mark.slow),
+    ("foreach", {"pp": 2, "tp": 2, "microbatch_size": 2}),
+    ("load_state_dict", {"dp": 2, "zero": 2}),
+    ("vector_to_parameters", {"dp": 2, "tp": 2}),
+    ("attribute", {"dp": 2, "microbatch_size": 2, "recompute": "full"}),
 ]
 
 
-@pytest.mark.parametrize(("update", "mesh"), TEACHERS, ids=str)
+LESS_COMMON = {"foreach", "load_state_dict", "vector_to_parameters", "attribute"}
+EACH_TEACHER = [
+    pytest.param(*t, marks=[pytest.mark.slow] * (t[0] in LESS_COMMON), id=f"{t[0]}-{t[1]}") for t in TEACHERS
+]
+
+
+@pytest.mark.parametrize(("update", "mesh"), EACH_TEACHER)
 def test_a_teacher_follows_its_student_once_a_step(update: str, mesh: dict[str, Any]):
     torch.manual_seed(0)
     number = [name for name, _ in TEACHERS].index(update)

@@ -64,11 +64,6 @@ class StateChange:
         """Whether it is an attribute of a module that was a number and is one."""
         return self.module is not None and self.before is not None and self.after is not None
 
-    @property
-    def path(self) -> str:
-        """The attribute's full name: ``layers.0.step``."""
-        return f"{self.module}.{self.name}" if self.module else self.name
-
 
 @dataclass
 class _Variable:
@@ -84,12 +79,19 @@ class _Variable:
     def restore(self) -> None:
         if self.read() is not self.value:
             self.write(self.value)
-        if isinstance(self.value, list | collections.deque | set | dict) and self.content is not None:
+        if self.content is not None and not _holds_same(self.value, self.content):
             self.value.clear()
             if isinstance(self.value, set | dict):
                 self.value.update(self.content)
             else:
                 self.value.extend(self.content)
+
+
+def _holds_same(one: Any, other: Any) -> bool:
+    """Whether two containers of one type hold the same objects, in one order."""
+    if isinstance(one, dict):
+        one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 @dataclass

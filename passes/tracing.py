@@ -38,8 +38,6 @@ from passes.python_state import Attributes, Clock, PythonState, StateChange, att
 from passes.repeats import Repeats
 from passes.wrappers import take_hooks_into_forward
 
-_MOST_FLIPPED = 8  # decisions of one forward by numbers that it changes
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -321,9 +319,8 @@ class _Settling:
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
             return self.first, []
-        numbers = {c.path: c for c in changes if c.is_number}
-        others = [c for c in changes if c.path not in numbers or not c.is_number]
-        counted = self._count(list(numbers.values()))
+        others = [c for c in changes if not c.is_number]
+        counted = self._count([c for c in changes if c.is_number])
         if counted is not None:
             return self._settle_counted(counted, others)
         if not same:
@@ -332,7 +329,7 @@ class _Settling:
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """The trace in which numbers that the forward changes are buffers."""
-        for guard in [g for g in counted.captured.signature.guards if g.reads_state][:_MOST_FLIPPED]:
+        for guard in (g for g in counted.captured.signature.guards if g.reads_state):
             flipped = self._count_flipped(counted, guard.expression)
             if flipped is None or not same_computation(counted.captured, flipped.captured):
                 self._refuse_decision(guard)

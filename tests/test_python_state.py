@@ -345,6 +345,14 @@ def count_in_a_closure() -> Callable[[Any, Tensor], Tensor]:
     return compute
 
 
+def decide_late(model: Any, z: Tensor) -> Tensor:
+    model.step += 1
+    for number in range(12):
+        if model.step > 1000 + number:
+            z = z * 2 if number == 11 else z
+    return z.square().mean()
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] = {
     "a layer dropped by Python": (drop_layer, {}, r"draws from Python's random at tests/test_python_state.py:\d+"),
     "a draw of NumPy": (draw_scale, {}, "draws from NumPy's random"),
@@ -352,6 +360,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] 
     "a generator of the file": (draw_of_a_global, {}, "draws from the global 'DRAWS'"),
     "the time": (ask_the_time, {}, r"asks for the time at tests/test_python_state.py:\d+"),
     "a decision by a count": (decide_by_count, {"step": 0}, r"decides .* by not \(\(step \+ 1\) > 1000\)"),
+    "the last of many decisions": (decide_late, {"step": 0}, r"decides .* \(\(step \+ 1\) > 1011\)"),
     "a flag that alternates": (alternate, {"odd": False}, "'odd'"),
     "an initialisation by data": (initialise, {"first": True, "shift": None}, "'first'|'shift'"),
     "the last batch's result": (recall, {"last": None}, "'last'"),

@@ -178,7 +178,8 @@ class BatchEntries:
                 f"not read it; leave it out, or plan again with {first!r} in the inputs"
             )
         known = [*self.inputs, *self.fixed, *self.names]
-        close = difflib.get_close_matches(first, known, n=1)
+        nested = first in known  # an argument that is known, of which an entry is not
+        close = difflib.get_close_matches(path if nested else first, list(self.inputs) if nested else known, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         takes = f"; forward takes ({', '.join(self.names)})" if self.names and first not in self.names else ""
         return (
@@ -209,15 +210,15 @@ class BatchEntries:
             expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
         place = self._place(data.path)
         tensor = self.leaves.get(place, self._left_out(place, data))
-        if data.number is not None:
+        if data.number is not None and (place in self.leaves or tensor is not None):
             tensor = _number_tensor(data, tensor)
         if not isinstance(tensor, Tensor):
             have = ", ".join(k for k, v in self.leaves.items() if isinstance(v, Tensor)) or "no tensors"
             got = f"is {_describe(tensor)}" if place in self.leaves else "is missing"
-            raise BatchError(
-                f"input {data.path!r} {got}: expected a {data.dtype} tensor of shape {list(expected)}, "
-                f"the batch has {have}"
+            wanted = (
+                f"a {data.dtype} tensor of shape {list(expected)}" if data.number is None else _A_NUMBER[data.number]
             )
+            raise BatchError(f"input {data.path!r} {got}: expected {wanted}, the batch has {have}")
         check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
         shape = tuple(tensor.shape)
         if shape != expected:
@@ -247,8 +248,13 @@ def _number_tensor(data: InputData, value: Any) -> Any:
             f"input {data.path!r} is {_describe(value)}; expected {_A_NUMBER[data.number or 'float']}, as the plan was "
             "made with"
         )
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64 if real else torch.int64)
-    return tensor.detach().to(dtype_of(data.dtype))
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype_of(data.dtype))
+    if data.number == "float":
+        return torch.tensor(float(value), dtype=dtype_of(data.dtype))
+    if not -(1 << 63) <= value < 1 << 63:
+        raise BatchError(f"input {data.path!r} is {value}; expected a whole number of 64 bits")
+    return torch.tensor(value, dtype=dtype_of(data.dtype))
 
 
 _A_NUMBER = {"float": "a number, or a tensor of no dims", "int": "a whole number, or such a tensor of no dims"}
@@ -260,7 +266,8 @@ def _is_plain(value: Any) -> bool:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {list(value.shape)}"
     return repr(value) if _is_plain(value) else f"a {type(value).__name__}"
 
 

@@ -109,6 +109,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more elements of a list": ({"extra": (MASK[:4],)}, {"extra": (MASK[:4], MASK[:4])}, r"'extra.1'"),
     "fewer elements of a list": ({"extra": (MASK[:4],)}, {"extra": ()}, r"'extra.0' is missing"),
     "an array for a mask": ({"mask": MASK}, {"mask": MASK.numpy()}, r"'mask' is a ndarray: expected a float64 tensor"),
+    "a number left out that has no default": ({"extra": (0.5,)}, {}, r"'extra.0' is missing: expected a number"),
+    "too large a number": ({"power": 2}, {"power": 1 << 70}, r"'power' is \d+; expected a whole number of 64 bits"),
     "an object": ({}, {"mode": object()}, r"'mode' is a object.*mode='mean'"),
 }  # fmt: skip
 

@@ -152,6 +152,7 @@ class Engine:
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
         hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
         self._shards.update(hosted.whole)
+        self._loss: StepLoss | None = None
         self._executor = Executor(
             self.rank_program,
             self._shards | sharded.whole,
@@ -176,8 +177,7 @@ class Engine:
     @property
     def loss(self) -> Tensor | None:
         """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
-        loss = self._executor.loss
-        return None if loss is None else loss.as_subclass(StepLoss)
+        return self._loss
 
     @property
     def overflowed(self) -> bool:
@@ -224,6 +224,8 @@ class Engine:
         except BaseException:
             self._gradients.restore()
             raise
+        loss = self._executor.loss
+        self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
         if self._scale is not None:

@@ -13,21 +13,28 @@ from torch import fx
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
 from partitioner.cost.machine import Machine, Seats
+from partitioner.cost.offload import update_seconds
 from partitioner.cost.reducer import coding_time
 from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
+from partitioner.cost.states import StateCost, moment_bytes, optimizer_bytes, update_time
+from partitioner.cost.whole import copied_s
 from partitioner.plan import Plan
 from partitioner.requests import rated
+from partitioner.solve.pipelines import is_split
 from partitioner.topology.groups import Group, stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
+from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.gradients import mark_block
-from passes.serialize import block_from_data
+from passes.serialize import block_from_data, dtype_of
 from runtime.buckets import Compression
 from runtime.facts import ProgramFacts
 from runtime.meshes import HYBRID_AXES
+from runtime.offload import host_states
 from runtime.program import Program
 from runtime.simulate import Part, Sharing, Timeline, simulate
+from runtime.zero import zero_axes
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -44,11 +51,13 @@ class Followed:
 
 
 def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
-    """One step of ``plan``, without the optimizer's update, on the pipelines that take longest."""
+    """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
     facts = facts or ProgramFacts(plan.program)
+    overlap = steps_overlap(plan)
     if not plan.data_shares:
-        durations, places = PlanDurations(plan), tuple(range(plan.program.size("dp")))
-        return Followed(simulate(plan.program, durations, facts=facts), durations, facts, places)
+        durations, places = PlanDurations(plan, facts=facts), tuple(range(plan.program.size("dp")))
+        timeline = simulate(plan.program, durations, facts=facts, overlap_steps=overlap)
+        return Followed(timeline, durations, facts, places)
     alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
     machine = PlanDurations(plan).machine
     apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
@@ -56,10 +65,16 @@ def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
         alike.setdefault((plan.data_shares[place], seats if apart else machine.seats), []).append(place)
     found = []
     for (share, seats), places_of in alike.items():
-        durations, own = PlanDurations(plan, seats), facts.of_share(share)
-        timeline = simulate(own.program, durations, facts=own)
+        own = facts.of_share(share)
+        durations = PlanDurations(plan, seats, facts=own)
+        timeline = simulate(own.program, durations, facts=own, overlap_steps=overlap)
         found.append(Followed(timeline, durations, own, tuple(places_of)))
     return max(found, key=lambda each: each.timeline.step_time)
+
+
+def steps_overlap(plan: Plan) -> bool:
+    """Whether a rank of ``plan`` begins a step while others are still in the one before."""
+    return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
 
 def plan_timeline(plan: Plan) -> Timeline:
@@ -93,9 +108,13 @@ class PlanDurations:
     """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
     followed (``None``: the slowest of each stage)."""
 
-    def __init__(self, plan: Plan, seats: tuple[Seats, ...] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None
+    ) -> None:
         self.plan = plan
+        self.facts = facts or ProgramFacts(plan.program)
         self._seats = seats
+        self._copied: dict[tuple[int, tuple[str, ...]], tuple[float, float]] = {}
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rated(plan.topology, precision)
@@ -105,13 +124,58 @@ class PlanDurations:
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0
+        weights, gradients = self._copies(stage, call)
         seconds: dict[Part, float] = {
-            "F": cost.forward_total_s,
-            "B": cost.backward_total_s + again,
-            "I": cost.backward_total_s - cost.later_s + again,
-            "W": cost.later_s,
+            "F": cost.forward_total_s + weights,
+            "B": cost.backward_total_s + again + weights + gradients,
+            "I": cost.backward_total_s - cost.later_s + again + weights,
+            "W": cost.later_s + gradients,
         }
         return seconds[part]
+
+    def _copies(self, stage: int, call: int) -> tuple[float, float]:
+        """Seconds in which a call's weights are copied out of what was gathered, and gradients into what is
+        scattered."""
+        program = self.plan.program
+        if program.zero < 3:
+            return 0.0, 0.0
+        states = program.stages[stage].calls[call].states
+        if (stage, states) not in self._copied:
+            shared = [s for s in states if math.prod(map(program.size, zero_axes(program, (s,)))) > 1]
+            with_gradient = [s for s in shared if s in self.facts.with_gradient]
+            self._copied[stage, states] = (
+                max(sum(copied_s(self.facts.state_bytes(s), d) for s in shared) for d in self._devices(stage)),
+                max(sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient) for d in self._devices(stage)),
+            )
+        return self._copied[stage, states]
+
+    def _devices(self, stage: int) -> list[DeviceType]:
+        return self.machine.devices_of(stage)
+
+    def slowdown(self, stage: int) -> float:
+        return max(device.overlap_slowdown for device in self._devices(stage))
+
+    def update(self, stage: int) -> float:
+        program, optimizer = self.plan.program, self.plan.optimizer
+        hosted, costs = host_states(program, stage), []
+        for name in self.facts.with_gradient:
+            state = program.states[name]
+            if stage not in state.stages:
+                continue
+            piece, itemsize = self.facts.piece_bytes(name), dtype_of(state.dtype).itemsize
+            held = optimizer_bytes(piece // itemsize, itemsize, optimizer)
+            costs.append(
+                StateCost(
+                    piece,
+                    self.facts.gradient_piece_bytes(name),
+                    held,
+                    master=held - moment_bytes(piece // itemsize, itemsize, optimizer),
+                    hosted=name in hosted,
+                    disk=name in hosted and "disk" in program.offload,
+                )
+            )
+        on_device = max(update_time(costs, device) for device in self._devices(stage))
+        return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
         if abs(source - target) == 1:

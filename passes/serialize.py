@@ -2,7 +2,9 @@
 
 A node is ``{"name", "op", "target", "args", "kwargs", "val", "path", "source"}``. Arguments are JSON values; what JSON
 lacks is an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device": "rank"}``,
-``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``.
+``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``. ``val`` is
+``[shape, dtype]``, with the strides behind them where the tensor is not contiguous: whether a reshape copies depends on
+them.
 """
 
 from __future__ import annotations
@@ -181,7 +183,8 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
 
 def _val_to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return [list(value.shape), dtype_name(value.dtype)]
+        what = [list(value.shape), dtype_name(value.dtype)]
+        return what if value.is_contiguous() else [*what, list(value.stride())]
     if isinstance(value, tuple | list):
         return {"tuple": [_val_to_json(v) for v in value]}
     return None
@@ -192,5 +195,7 @@ def _val_from_json(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return tuple(_val_from_json(v) for v in value["tuple"])
-    shape, dtype = value
+    shape, dtype, *strides = value
+    if strides:
+        return torch.empty_strided(shape, strides[0], dtype=dtype_of(dtype), device="meta")
     return TensorSpec(tuple(shape), dtype_of(dtype)).meta()

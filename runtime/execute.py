@@ -269,6 +269,7 @@ class Executor:
         def backward() -> None:
             for call in calls:
                 method(call, microbatch)
+            self.gradients.computed()
 
         return backward
 

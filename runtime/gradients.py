@@ -21,7 +21,7 @@ from runtime.offload import Arrival, Copier
 from runtime.program import Bucket, RankProgram
 from runtime.scattered import ScatteredBucket
 from runtime.sinks import Sink, sink_of
-from runtime.zero import SCATTERING, zero_axes
+from runtime.zero import ScatterQueue, zero_axes
 
 _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
@@ -72,7 +72,7 @@ class Gradients:
         self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
         self._levelled = {n: self._levels(n) for n, bucket in enumerate(rank.stage.buckets) if bucket.levels}
         self._under_way: dict[int, Pending] = {}
-        self._scattering: deque[int] = deque()  # buckets whose SCATTER is under way
+        self._scattering = ScatterQueue[int]()  # buckets
         self._gathering: deque[int] = deque()  # buckets whose sums are being gathered
 
     def _scattered_bucket(self, number: int) -> ScatteredBucket:
@@ -132,13 +132,17 @@ class Gradients:
             self._settle(bucket)
             self._levelled[bucket].scatter()
             return
-        while len(self._scattering) >= SCATTERING:
+        for _ in self._scattering.before_next():
             self._collect()
         self.scattered[bucket].start()
-        self._scattering.append(bucket)
+        self._scattering.begin(bucket)
+
+    def computed(self) -> None:
+        """A backward has run: what is scattered next is of its gradients."""
+        self._scattering.computed()
 
     def _collect(self) -> None:
-        self.scattered[self._scattering.popleft()].collect()
+        self.scattered[self._scattering.end_first()].collect()
 
     def _await(self, bucket: int) -> None:
         """Wait for the SCATTERs of a bucket, and for all before them."""

@@ -7,7 +7,7 @@ its backward. What an operator needs while it runs, and optimizer state, are not
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from runtime.facts import CallFacts, ProgramFacts, value_bytes
 from runtime.offload import host_states
 from runtime.program import Instruction
 from runtime.turning import WORKING, Turning, residual_bytes
-from runtime.zero import SCATTERING, zero_axes
+from runtime.zero import BACKWARD, ScatterQueue, zero_axes
 
 Key = tuple[str, int | None]
 
@@ -143,7 +143,7 @@ class _Holder:
         self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is there
-        self.scattering: deque[tuple[int, int]] = deque()  # buckets on their way to their shards, and their bytes
+        self.scattering = ScatterQueue[tuple[int, int]]()  # buckets on their way to their shards, and their bytes
         self.scattered: set[int] = set()  # buckets of which this rank's pieces are there, where they are not always
         self.pieces = 0  # their bytes
         self.turning = Turning(facts, stage)
@@ -227,13 +227,15 @@ class _Holder:
         peak = max(peak, self.held)
         if i.op in ("F", "B", "I", "W"):
             self.leaving = 0
+        if i.op in BACKWARD:
+            self.scattering.computed()
         return peak, self.held
 
     def scatter(self, i: Instruction) -> int:
         """Send a bucket's gradients, once there is one less on its way; the most bytes meanwhile."""
         assert i.bucket is not None
         peak = self.held
-        while len(self.scattering) >= SCATTERING:
+        for _ in self.scattering.before_next():
             peak = max(peak, self.collect())
         states = self.shared[i.bucket]
         whole = sum(map(self.facts.gradient_bytes, states))
@@ -243,19 +245,19 @@ class _Holder:
         if bucket.compression is not None and not bucket.levels:
             comes = int(2 * whole * self.facts.wire_share(bucket))  # what goes, too, in other bytes
             peak += int(WORKING[bucket.compression] * whole)
-        self.scattering.append((i.bucket, whole + comes))
+        self.scattering.begin((i.bucket, whole + comes))
         self.added.difference_update(states)
         return peak
 
     def collect(self) -> int:
         """Add what came of the first bucket on its way to this rank's pieces; the most bytes meanwhile."""
-        number, _ = self.scattering[0]
+        number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
         peak = self.held + (pieces if self.facts.program.whole_scatter else 0)  # the sum of the parts
         if self.facts.program.zero >= 2 and number not in self.scattered:
             self.scattered.add(number)
             self.pieces += pieces
-        self.scattering.popleft()
+        self.scattering.end_first()
         return peak
 
     def settle(self, states: Sequence[str]) -> None:

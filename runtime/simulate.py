@@ -1,16 +1,18 @@
 """When everything happens: the same instructions, with durations.
 
 All ranks of a stage that have as many microbatches do the same, so one rank of each stage is followed. A rank computes
-one thing at a time. What it sends goes out at once, over one channel per neighbour and direction; reductions and
-scatters run one after another on the side, and gathers of parameters on another channel; what a receive, a call that
-reads what is gathered, TOTAL, SYNC, UPDATE or STEP waits for is idle time.
+one thing at a time. What it sends to other stages goes out at once, over one channel per neighbour and direction.
+Gathers of parameters and reductions of gradients run beside computation, one after another in the order of the list:
+they share the links. While one of them and a computation run, each takes ``slowdown`` times as long. What a receive, a
+call that reads what is gathered, TOTAL, SYNC, UPDATE or STEP waits for is idle time. The optimizer's update comes after
+STEP.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -20,11 +22,12 @@ from runtime.levels import parts, rest_axes
 from runtime.memory import memory_steps
 from runtime.program import Bucket, Instruction, Instructions, Program
 from runtime.proof.states import split_axes
-from runtime.zero import SCATTERING, states_read, zero_axes
+from runtime.zero import BACKWARD, ScatterQueue, states_read, zero_axes
 
 Part = Literal["F", "B", "I", "W"]
 Sharing = Literal["all_gather", "reduce_scatter", "all_to_all"]
 COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
+_STEPS_TO_STEADY = 4  # consecutive steps, after which all take as long
 
 
 class Durations(Protocol):
@@ -63,6 +66,14 @@ class Durations(Protocol):
         send that goes on beside the next computation, or by taking a microbatch out of the batch."""
         ...
 
+    def slowdown(self, stage: int) -> float:
+        """How many times as long a computation of the stage takes, and a collective beside it, while both run."""
+        ...
+
+    def update(self, stage: int) -> float:
+        """The optimizer's update of the parameters of a rank of the stage, after STEP."""
+        ...
+
 
 @dataclass(frozen=True)
 class Span:
@@ -88,7 +99,8 @@ class Background:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed."""
+    """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed.
+    ``update_s``: seconds of the optimizer's update, which begins when the last span and all transfers have ended."""
 
     spans: tuple[Span, ...]
     background: tuple[Background, ...]
@@ -96,14 +108,20 @@ class StageTimeline:
     bubble: float
     memory: tuple[tuple[float, int], ...]
     peak_bytes: int
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. ``stages``: by pipeline coordinate; every rank of a stage has the stage's timeline."""
+    """One step. ``stages``: by pipeline coordinate; every rank of a stage has the stage's timeline.
+
+    ``step_time``: seconds from its start to the end of the last update; where consecutive steps overlap, from one such
+    end to the next. ``gradients_s``: seconds until all gradients are whole, before the updates.
+    """
 
     stages: tuple[StageTimeline, ...]
     step_time: float
+    gradients_s: float
 
     @property
     def bubble(self) -> float:
@@ -112,15 +130,30 @@ class Timeline:
 
 
 def simulate(
-    program: Program, durations: Durations, *, extra_bytes: Sequence[int] = (), facts: ProgramFacts | None = None
+    program: Program,
+    durations: Durations,
+    *,
+    extra_bytes: Sequence[int] = (),
+    facts: ProgramFacts | None = None,
+    overlap_steps: bool = False,
 ) -> Timeline:
-    """The timeline of a program that the prover accepts; ``extra_bytes`` are added to each stage's memory."""
+    """The timeline of a program that the prover accepts; ``extra_bytes`` are added to each stage's memory.
+
+    ``overlap_steps``: each rank begins the next step when it has ended its own part of this one; the spans are those of
+    the first step.
+    """
     facts = facts or ProgramFacts(program)
-    lanes = [_Lane(s, stage.instructions) for s, stage in enumerate(program.stages)]
+    updates = [durations.update(s) for s in range(len(program.stages))]
+    lanes = [_lane(program, durations, s) for s in range(len(program.stages))]
     _Simulation(facts, durations, lanes).run()
-    step_time = max((lane.last for lane in lanes), default=0.0)
-    stages = []
     for lane in lanes:
+        lane.drain()
+    gradients_s = max((lane.clock for lane in lanes), default=0.0)
+    step_time = max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
+    if overlap_steps:
+        step_time = _steady_seconds(facts, durations, updates)
+    stages = []
+    for lane, update in zip(lanes, updates, strict=True):
         extra = extra_bytes[lane.stage] if extra_bytes else 0
         busy = sum(span.work for span in lane.spans if span.instruction.op in COMPUTE)
         memory, peak = _memory(facts, lane, extra)
@@ -132,9 +165,30 @@ def simulate(
                 bubble=1 - busy / step_time if step_time else 0.0,
                 memory=memory,
                 peak_bytes=peak,
+                update_s=update,
             )
         )
-    return Timeline(tuple(stages), step_time)
+    return Timeline(tuple(stages), step_time, gradients_s)
+
+
+def _lane(program: Program, durations: Durations, stage: int) -> _Lane:
+    return _Lane(stage, program.stages[stage].instructions, durations.slowdown(stage))
+
+
+def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
+    """Seconds between the ends of two consecutive steps, of many."""
+    lanes = [_lane(facts.program, durations, s) for s in range(len(facts.program.stages))]
+    simulation = _Simulation(facts, durations, lanes)
+    seconds = ended = 0.0
+    for _ in range(_STEPS_TO_STEADY):
+        simulation.run()
+        for lane, update in zip(lanes, updates, strict=True):
+            lane.drain()
+            lane.clock += update
+            lane.position = 0
+        last = max(lane.clock for lane in lanes)
+        seconds, ended = last - ended, last
+    return seconds
 
 
 def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
@@ -148,19 +202,33 @@ def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[f
 
 
 @dataclass
+class _Job:
+    """A collective beside computation: when it may begin, and the seconds that are left of it; ``begun`` and ``ended``
+    are known when it has got there."""
+
+    ready: float
+    left: float
+    index: int
+    instruction: Instruction
+    nbytes: int
+    begun: float | None = None
+    ended: float | None = None
+
+
+@dataclass
 class _Lane:
     """One stage's rank: where it is in its list, and what it has done."""
 
     stage: int
     instructions: Instructions
+    slowdown: float = 1.0
     position: int = 0
     clock: float = 0.0
-    reducing: float = 0.0  # until when the reductions that it has started keep their channel busy
-    gathering: float = 0.0  # the same for gathers
-    gathered: dict[int, float] = field(default_factory=dict)  # bucket -> when it is there, until it has been waited for
-    scattered: dict[int, float] = field(default_factory=dict)  # bucket -> when what reduces it, of what began, ends
-    summed: float = 0.0  # when the last bucket that was gathered over its first level is whole
-    scattering: deque[float] = field(default_factory=deque)  # when the last SCATTERs end
+    jobs: deque[_Job] = field(default_factory=deque)  # collectives that have not ended, in order
+    gathered: dict[int, _Job] = field(default_factory=dict)  # bucket -> its gather, until it has been waited for
+    scattered: dict[int, _Job] = field(default_factory=dict)  # bucket -> the last that reduces it, of what began
+    summed: _Job | None = None  # the gather that makes the last bucket whole, of those reduced level by level
+    scattering: ScatterQueue[_Job] = field(default_factory=lambda: ScatterQueue())
     leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
     coming: float = 0.0  # the same for what comes back
     parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
@@ -168,16 +236,72 @@ class _Lane:
     spans: list[Span] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
-    @property
-    def last(self) -> float:
-        return max([self.clock, *(b.end for b in self.background)])
-
-    def spend(self, start: float, work: float) -> None:
-        """Finish the present instruction: wait until ``start`` (the present at least), then work."""
-        end = max(self.clock, start) + work
-        self.spans.append(Span(self.clock, end, self.position, self.instructions[self.position], work))
-        self.clock = end
+    def spend(self, start: float, work: float, wait_for: Iterable[_Job] = ()) -> None:
+        """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
+        began = self.clock
+        self.wait(start)
+        for job in wait_for:
+            self.wait_for(job)
+        ready = self.clock
+        self.compute(work)
+        instruction = self.instructions[self.position]
+        self.spans.append(Span(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
+
+    def post(self, seconds: float, nbytes: int, ready: float = 0.0) -> _Job:
+        """Begin a collective of the present instruction beside what is computed."""
+        job = _Job(max(ready, self.clock), seconds, self.position, self.instructions[self.position], nbytes)
+        self.jobs.append(job)
+        return job
+
+    def compute(self, work: float) -> None:
+        """Let so many seconds of work pass, which take longer beside a collective."""
+        while work > 0 and self.jobs:
+            job = self.jobs[0]
+            if job.ready > self.clock:
+                alone = min(work, job.ready - self.clock)
+                self.clock, work = self.clock + alone, work - alone
+                continue
+            job.begun = self.clock if job.begun is None else job.begun
+            both = min(work, job.left)
+            self.clock, work, job.left = self.clock + both * self.slowdown, work - both, job.left - both
+            if job.left <= 0:
+                self._end(self.clock)
+        self.clock += work
+
+    def wait(self, until: float) -> None:
+        """Let time pass without work."""
+        while self.jobs and self.clock < until:
+            job = self.jobs[0]
+            begin = max(self.clock, job.ready)
+            if begin >= until:
+                break
+            job.begun = begin if job.begun is None else job.begun
+            if begin + job.left > until:
+                job.left -= until - begin
+                break
+            self.clock = begin + job.left
+            self._end(self.clock)
+        self.clock = max(self.clock, until)
+
+    def wait_for(self, job: _Job) -> None:
+        while job.ended is None:
+            first = self.jobs[0]
+            self.wait(max(self.clock, first.ready) + first.left)
+            if first.ended is None:  # nothing was left of it, but for rounding
+                self._end(self.clock)
+
+    def drain(self) -> None:
+        """Wait for all collectives, and for what goes to host memory."""
+        if self.jobs:
+            self.wait_for(self.jobs[-1])
+        self.wait(max([self.clock, *(b.end for b in self.background)]))
+
+    def _end(self, time: float) -> None:
+        job = self.jobs.popleft()
+        job.ended, job.left = time, 0.0
+        begun = time if job.begun is None else job.begun
+        self.background.append(Background(begun, time, job.index, job.instruction, job.nbytes))
 
 
 class _Simulation:
@@ -206,7 +330,9 @@ class _Simulation:
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
-                lane.spend(self.parameters(lane, i), self.compute(lane.stage, i))
+                lane.spend(*self.parameters(lane, i))
+                if i.op in BACKWARD:
+                    lane.scattering.computed()
             case "SEND_F" | "SEND_B":
                 self.send(lane, i)
             case "RECV_F" | "RECV_B":
@@ -235,7 +361,7 @@ class _Simulation:
             case "FETCH":
                 self.fetch(lane, i)
             case "STEP":
-                lane.spend(max(lane.reducing, lane.leaving if self.program.offload else 0.0), 0.0)
+                lane.spend(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.jobs])
                 lane.scattering.clear()
             case _:
                 lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
@@ -284,12 +410,13 @@ class _Simulation:
             op: Sharing = "all_gather" if i.op == "GATHER" else "reduce_scatter"
             seconds = self.durations.share(op, i.axes, nbytes, lane.stage)
         last = i.op == "GATHER" and level == 0
-        ready = max(lane.clock, lane.scattered.get(i.bucket, 0.0), lane.summed if last else 0.0)
-        start = max(ready + coding, lane.reducing)
-        lane.reducing = lane.scattered[i.bucket] = start + seconds
-        lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
-        lane.summed = lane.reducing if last else lane.summed
-        lane.spend(ready, coding)
+        before = [lane.scattered[i.bucket]] if i.bucket in lane.scattered else []
+        before += [lane.summed] if last and lane.summed is not None else []
+        lane.spend(lane.clock, coding, before)
+        lane.position -= 1
+        lane.scattered[i.bucket] = lane.post(seconds, nbytes)
+        lane.position += 1
+        lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def sent(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
         """Seconds of exchanging the ``nbytes`` of a bucket, compressed, and of gathering the sums."""
@@ -301,25 +428,22 @@ class _Simulation:
     def gather(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
-        start = max([lane.clock, lane.gathering, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
-        seconds, nbytes = self.shared(lane, i, "all_gather")
-        lane.gathering = lane.gathered[i.bucket] = start + seconds
-        lane.background.append(Background(start, lane.gathering, lane.position, i, nbytes))
+        ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
+        lane.gathered[i.bucket] = lane.post(*self.shared(lane, i, "all_gather"), ready)
         lane.spend(lane.clock, 0.0)
 
     def scatter(self, lane: _Lane, i: Instruction) -> None:
         assert i.bucket is not None
-        waited = lane.scattering.popleft() if len(lane.scattering) == SCATTERING else 0.0
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.shared(lane, i, "reduce_scatter")
         if bucket.compression is not None and not bucket.levels:
             coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
             seconds = self.sent(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
-        start = max(lane.clock + coding, waited + coding, lane.reducing)
-        lane.reducing = lane.scattered[i.bucket] = start + seconds
-        lane.scattering.append(lane.reducing)
-        lane.background.append(Background(start, lane.reducing, lane.position, i, nbytes))
-        lane.spend(max(lane.clock, waited), coding)
+        lane.spend(lane.clock, coding, lane.scattering.before_next())
+        lane.position -= 1
+        job = lane.scattered[i.bucket] = lane.post(seconds, nbytes)
+        lane.position += 1
+        lane.scattering.begin(job)
 
     def shared(self, lane: _Lane, i: Instruction, op: Sharing) -> tuple[float, int]:
         """Seconds and bytes of a GATHER or SCATTER."""
@@ -329,27 +453,28 @@ class _Simulation:
         nbytes = sum(map(size, states))
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
-    def parameters(self, lane: _Lane, i: Instruction) -> float:
-        """When the parameters, and what was kept, that a computation reads are there."""
+    def parameters(self, lane: _Lane, i: Instruction) -> tuple[float, float, list[_Job]]:
+        """When what a computation reads is there that was in host memory, the seconds of the computation, and the
+        gathers that it waits for."""
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
             there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
+        start, seconds = max([lane.clock, *there]), self.compute(lane.stage, i)
         if not lane.gathered:
-            return max([lane.clock, *there])
+            return start, seconds, []
         stage = self.program.stages[lane.stage]
         read = set(states_read(i, stage))
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
-        return max([lane.clock, *there, *(lane.gathered.pop(b) for b in needed)])
+        return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def offload(self, lane: _Lane, i: Instruction) -> None:
-        nbytes, ready = self.kept(lane, i), lane.clock
+        nbytes, needed = self.kept(lane, i), list[_Job]()
         if i.states:
-            nbytes = sum(map(self.facts.gradient_piece_bytes, i.states))
-            ready = max(ready, lane.reducing)
-        start = max(ready, lane.leaving)
+            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.jobs]
+        lane.spend(lane.clock, 0.0, needed)
+        start = max(lane.clock, lane.leaving)
         lane.leaving = start + self.durations.host(lane.stage, nbytes)
-        lane.background.append(Background(start, lane.leaving, lane.position, i, nbytes))
-        lane.spend(ready, 0.0)
+        lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
     def fetch(self, lane: _Lane, i: Instruction) -> None:
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.kept(lane, i)

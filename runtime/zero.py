@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from runtime.pieces import Piece
 from runtime.program import CallData, Instruction, Program, Stage, shard_shape
 
 COMPUTING = frozenset({"TOTAL_F", "F", "B", "I", "W"})
-SCATTERING = 1  # SCATTERs that are under way at a time: each takes memory
+BACKWARD = frozenset({"B", "I", "W"})
+Scatter = TypeVar("Scatter")
+
+
+class ScatterQueue(Generic[Scatter]):
+    """The SCATTERs that are under way: those behind one backward, whose gradients are all there at the same time.
+
+    The first one behind a further backward waits until these have ended, so that no more memory is taken.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[Scatter] = deque()
+        self._computed = False
+
+    def __contains__(self, scatter: Scatter) -> bool:
+        return scatter in self._under_way
+
+    def __iter__(self) -> Iterator[Scatter]:
+        return iter(self._under_way)
+
+    def computed(self) -> None:
+        """A backward has run: the next SCATTER is of its gradients."""
+        self._computed = True
+
+    def before_next(self) -> list[Scatter]:
+        """What has to end before the next SCATTER begins, oldest first."""
+        return [*self._under_way] if self._computed else []
+
+    def begin(self, scatter: Scatter) -> None:
+        """Add one, after those of :meth:`before_next` were ended."""
+        if self._computed:
+            self._under_way.clear()
+        self._computed = False
+        self._under_way.append(scatter)
+
+    def end_first(self) -> Scatter:
+        """Take the oldest one off."""
+        return self._under_way.popleft()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def clear(self) -> None:
+        self._under_way.clear()
+        self._computed = False
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:

@@ -231,7 +231,7 @@ class CallWork:
         seconds = [halves[0], halves[1] + halves[2]]
         gathers = gather_seconds(asked.states, spread)
         for way in range(1 + train):
-            comm[way] += hidden(seconds[way], gathers[way], slowdown, spread.overlap)
+            comm[way] += hidden(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
         return self._cost(asked, spread, computed, halves, comm)
 
     def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:

@@ -210,6 +210,7 @@ class _Machine:
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
         assert i.calls is not None
         assert i.microbatch is not None
+        self.reductions.computed()
         runs = [(p, i.microbatch) for p in reversed(range(*i.calls)) if self.calls[p].has_backward]
         for run in runs:
             what = f"{self.path(run[0])} backward on microbatch {run[1]}"

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from runtime.levels import GATHERING, Turn
 from runtime.program import Bucket
-from runtime.zero import SCATTERING
+from runtime.zero import ScatterQueue
 
 
 class Reductions:
@@ -15,17 +15,21 @@ class Reductions:
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
-        self._scattering: deque[tuple[int, Hashable]] = deque()  # (bucket, what) of SCATTERs, oldest first
+        self._scattering = ScatterQueue[tuple[int, Hashable]]()  # (bucket, what)
         self._turning: dict[int, Hashable] = {}  # bucket -> the turn of its reduction that was not waited for
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
         """A SCATTER over the axes that shard a bucket: what to wait for, and what has to agree."""
-        waits = [self._scattering.popleft()[1] for _ in range(len(self._scattering) - SCATTERING + 1)]
+        waits = [what for _, what in self._scattering.before_next()]
         self._scatters[number] += 1
         what = "SCATTER", bucket.states, bucket.compression, self._scatters[number]
-        self._scattering.append((number, what))
+        self._scattering.begin((number, what))
         return waits, what
+
+    def computed(self) -> None:
+        """A backward has run."""
+        self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
         """One of :func:`runtime.levels.turns`; likewise."""
@@ -41,7 +45,7 @@ class Reductions:
     def ended(self, number: int) -> Iterator[Hashable]:
         """All that was started for a bucket; and the SCATTERs before its own."""
         while any(bucket == number for bucket, _ in self._scattering):
-            yield self._scattering.popleft()[1]
+            yield self._scattering.end_first()[1]
         yield from self._turned(number)
 
     def _turned(self, number: int) -> Iterator[Hashable]:

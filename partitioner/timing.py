@@ -17,6 +17,7 @@ from partitioner.cost.offload import update_seconds
 from partitioner.cost.reducer import coding_time
 from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
+from partitioner.cost.spread import Spread, expert_region
 from partitioner.cost.states import StateCost, moment_bytes, optimizer_bytes, update_time
 from partitioner.cost.whole import copied_s
 from partitioner.plan import Plan
@@ -215,7 +216,20 @@ class PlanDurations:
         """By stage and block."""
         program = self.plan.program
         costs = SeatCosts(self.blocks, self.topology, program.objective == "train", partial(_again, program))
-        return tuple(costs.of_stage(seats) for seats in self._seats or self.machine.seats)  # graphs are spread already
+        return tuple(costs.of_stage(seats, self._spread) for seats in self._seats or self.machine.seats)
+
+    @property
+    def _spread(self) -> Spread:
+        """How many ranks share a layer's experts: the fullest of them paces all. Graphs are divided already."""
+        program = self.plan.program
+        regions = {name: expert_region(block).states for name, block in self.blocks.items()}
+        num_experts = 0
+        for call in (c for stage in program.stages for c in stage.calls):
+            bound = zip(program.blocks[call.block].states, call.states, strict=True)
+            of_experts = [program.states[name].shape for placeholder, name in bound if placeholder in regions[call.block]]
+            num_experts = max([num_experts, *(shape[0] for shape in of_experts if shape)])
+        experts = self.machine.spread.experts if program.size("ep") > 1 else Group(1)
+        return Spread(experts=experts, num_experts=num_experts, divided=True)
 
     @cached_property
     def passing(self) -> dict[str, int]:

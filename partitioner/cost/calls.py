@@ -235,7 +235,7 @@ class CallWork:
         return self._cost(asked, spread, computed, halves, comm)
 
     def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:
-        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts
+        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided
         if key not in self._computed:  # the device is kept: its identity stays its own
             self._computed[key] = device, _computed(asked, device, spread)
         return self._computed[key][1]
@@ -318,16 +318,18 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
 
 def _spread_columns(columns: Columns, spread: Spread) -> Columns:
     """The kernels as a rank runs them: experts' weights divided over ``ep``; each expert on a
-    rank gets the rows of ``ep`` ranks."""
+    rank gets the rows of ``ep`` ranks. Both is so already in a graph that is divided."""
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
         return columns
-    held = (columns.held > 0) & (columns.held < spread.num_experts)  # tp may have divided the experts
-    load = expected_loads(columns.rows * ep, ep) * np.where(held, columns.held / max(1, spread.num_experts), 1.0)
+    num_experts = spread.num_experts / (ep if spread.divided else 1)
+    held = (columns.held > 0) & (columns.held < num_experts)  # tp may have divided the experts
+    load = expected_loads(columns.rows * ep, ep) * np.where(held, columns.held / max(1, num_experts), 1.0)
     load = np.where(experts, load, 1.0)
     batch = (columns.num_bytes - columns.state_bytes) * load
     weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)
-    smallest = np.where(experts, np.minimum(columns.smallest * load * ep, columns.widest), columns.smallest)
+    rows = load if spread.divided else load * ep
+    smallest = np.where(experts, np.minimum(columns.smallest * rows, columns.widest), columns.smallest)
     return replace(
         columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops * load, smallest=smallest
     )

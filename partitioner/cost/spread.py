@@ -49,6 +49,7 @@ class Spread:
     that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
     ``num_experts``: in all, of the layer that has most. ``sharers``: the ranks that share one expert.
 
+    ``divided``: the graph is what one rank runs already, with the exchanges of tokens in it and its experts alone.
     ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8. ``whole_scatter``:
     what gradients are scattered by receives all parts of them.
     """
@@ -64,6 +65,7 @@ class Spread:
     whole_scatter: bool = False
     software: Software = EXECUTED
     sharers: Group = _ALONE
+    divided: bool = False
 
     @property
     def ep(self) -> int:
@@ -72,12 +74,14 @@ class Spread:
     @property
     def without_experts(self) -> Spread:
         """What of it concerns a call that has none."""
-        return replace(self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE)
+        return replace(
+            self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
+        )
 
     @property
     def of_experts(self) -> float:
         """What part of the local graph's expert weights a rank holds."""
-        return self.expert_tensor / self.ep
+        return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
 NO_SPREAD = Spread()
@@ -162,7 +166,7 @@ def _copies(node: fx.Node) -> float:
 
 def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
-    if spread.ep == 1:
+    if spread.ep == 1 or spread.divided:
         return 0.0
     if spread.software.dispatch == "rows":
         values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]

@@ -98,6 +98,7 @@ def emit(
     whole_scatter: bool = False,
     offload: Sequence[Offload] = (),
     reducing: Reducing = AT_ONCE,
+    left_whole: Collection[str] = (),
 ) -> Program:
     """The program of all ranks.
 
@@ -107,7 +108,7 @@ def emit(
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
     kept; ``selective``: of which only ``again`` is, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all); ``reducing`` gradients. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
+    ``dp`` (0: all); ``left_whole``: states that ``zero=3`` does not shard; ``reducing`` gradients. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
     :class:`Program`.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
@@ -132,6 +133,8 @@ def emit(
         state = model.states[name]
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
             return ()
+        if zero == 3 and name in left_whole:
+            return ()
         found = zero_axes(
             axes, name in with_gradient, zero=zero, expert=name in layouts.experts, hybrid=0 < dp_shard < sizes["dp"]
         )
@@ -144,6 +147,7 @@ def emit(
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
+        """Bytes that fill a bucket of what is added up over ``axes`` first."""
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from passes.blocks import FoldedModel
 from runtime.listing import Instruction
 from runtime.program import CallData
 
 _COMPUTING = frozenset({"F", "B", "I", "W", "TOTAL_F"})
 _BACKWARD = frozenset({"B", "I", "W"})
+
+SMALL = 2**-12  # of the bytes of the states that a call reads
 
 Needs = Sequence[frozenset[int]]  # for each call of the stage the buckets of which it reads
 
@@ -30,6 +33,30 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
     among = ("edp",) if expert else ("dp", "cp")
     shared = [a for a in among if a in grad_axes or not trained]
     return tuple(f"{a}_shard" if hybrid and a != "cp" else a for a in shared)
+
+
+def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
+    """Those of a call's states, by their bytes, that ZeRO-3 leaves whole, such as the weights of a norm.
+
+    To gather them apart from others, whose gradients are added up over other axes, would take a collective's latency
+    and save next to no memory (as DeepSpeed's persistent parameters).
+    """
+    most = SMALL * sum(sizes.values())
+    return frozenset(name for name, nbytes in sizes.items() if nbytes <= most)
+
+
+def states_left_whole(model: FoldedModel) -> frozenset[str]:
+    """The states of ``model``, as one rank has it before ZeRO, that are small in all calls that read them."""
+    small: set[str] = set()
+    large: set[str] = set()
+    of_block: dict[str, frozenset[str]] = {}
+    for name, block in model.blocks.items():
+        placeholders = {node.name: node for node in block.placeholders}
+        of_block[name] = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})
+    for call in model.calls:
+        for own, name in zip(model.blocks[call.block].states, call.states, strict=True):
+            (small if own in of_block[call.block] else large).add(name)
+    return frozenset(small - large)
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:

@@ -259,6 +259,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
         whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,
         reducing=chosen.reducing,
+        left_whole=chosen.local.left_whole,
     )
     program = with_fp8(program) if job.precision == "fp8" else program
     program = program.model_copy(update={"tf32": job.precision == "tf32"})

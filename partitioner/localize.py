@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from partitioner.emit import Layouts
+from partitioner.emit_zero import states_left_whole
 from partitioner.experts import split_of, spread_over_ranks
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import Block, FoldedModel, TensorSpec
@@ -31,6 +33,11 @@ class LocalModel:
         if self.context is None:
             return frozenset()
         return frozenset(name for name, layout in self.context.states.items() if layout.kind != "R'")
+
+    @cached_property
+    def left_whole(self) -> frozenset[str]:
+        """States that ZeRO-3 does not shard."""
+        return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
         """With its experts spread over ``ep`` ranks, each over ``etp`` of them (0: ``tp``). Raises ``PlanError``."""

@@ -24,6 +24,7 @@ from partitioner.cost.operators import (
 from partitioner.cost.saved import gathered
 from partitioner.cost.spread import ExpertRegion, expert_region
 from partitioner.cost.states import gradient_bytes
+from partitioner.emit_zero import small_states
 from passes.blocks import Block, TensorSpec
 from passes.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
 from passes.factors import needs_gradient, operands_of, results_of
@@ -145,12 +146,13 @@ class Exchange:
 @dataclass(frozen=True)
 class StateRead:
     """A state that the call reads, and of what size the graph has it. ``gradient_bytes``: of its gradient as it is
-    added up (0: it takes none)."""
+    added up (0: it takes none). ``small``: ZeRO-3 leaves it whole."""
 
     name: str
     nbytes: int
     gradient_bytes: int
     expert: bool
+    small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
         """The bytes of ``share`` of it, and of its gradient."""
@@ -207,8 +209,9 @@ class _Reader:
             for kernel in _accumulation(node, self.names):
                 self.rows.append(Row(kernel, 1, expert=node.name in experts))
                 self.issued[2] += 1
+        small = small_states({name: placeholders[name].meta["val"].nbytes for name in self.block.states})
         states = tuple(
-            StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts)
+            StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts, name in small)
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
         columns, (ahead, back, later) = Columns.of(self.rows), self.issued

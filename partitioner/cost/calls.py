@@ -247,6 +247,7 @@ class CallWork:
         apart = spread.ep > 1
         kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
         sizes = [read_bytes(s, spread) for s in asked.states]
+        shared = [size for size, state in zip(sizes, asked.states, strict=True) if not state.small]
         return CallCost(
             forward_s=halves[0],
             backward_s=halves[1] + halves[2],
@@ -263,7 +264,7 @@ class CallWork:
             output_bytes=self._sizes[1],
             output_grads=self._output_grads,
             state_bytes=sum(size for size, _ in sizes),
-            gathered_bytes=gathered_bytes(sizes, spread, kept.inside),
+            gathered_bytes=gathered_bytes(shared, spread, kept.inside),
             selective_bytes=kept.inside - slim.inside,
             selective_inputs=slim.inputs,
             selective_s=computed.again,

@@ -12,6 +12,7 @@ from partitioner.cost.compute import memory_rate
 from partitioner.cost.reductions import exposed_seconds
 from partitioner.cost.spread import hidden
 from partitioner.cost.states import gradient_bytes
+from partitioner.emit_zero import small_states
 from partitioner.job import Job
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
@@ -172,7 +173,10 @@ def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradien
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
     sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
+    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # as in fewer of a rank
     for own, state in zip(block.states, names, strict=False):
+        if own in small:
+            continue
         node, expert = placeholders[own], state in experts
         sizes = StateRead(own, node.meta["val"].nbytes, gradient_bytes_of(node), expert).sizes(short_gradients)
         sums[expert] = [known + size for known, size in zip(sums[expert], sizes, strict=True)]

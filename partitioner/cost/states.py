@@ -246,10 +246,11 @@ def summed(costs: Iterable[StateCost]) -> list[StateCost]:
 
 class StateKinds(NamedTuple):
     """Which states cost the same: the number of each state's kind, and for each kind one of them, its layout over
-    ``tp``, whether it is experts', and whether all ranks of ``cp`` have its gradient whole."""
+    ``tp``, whether it is experts', whether all ranks of ``cp`` have its gradient whole, and whether ZeRO-3 leaves it
+    whole."""
 
     of_state: dict[str, int]
-    kinds: list[tuple[State, Layout, bool, bool]]
+    kinds: list[tuple[State, Layout, bool, bool, bool]]
 
 
 def kinds_of(
@@ -257,16 +258,18 @@ def kinds_of(
     layouts: Mapping[str, Layout],
     experts: Collection[str] = (),
     complete: Collection[str] = (),
+    left_whole: Collection[str] = (),
 ) -> StateKinds:
     numbers: dict[Hashable, int] = {}
-    kinds: list[tuple[State, Layout, bool, bool]] = []
+    kinds: list[tuple[State, Layout, bool, bool, bool]] = []
     of_state: dict[str, int] = {}
     for name, state in states.items():
         layout, expert, whole = layouts.get(name, REPLICATED), name in experts, name in complete
-        key = state.spec, state.kind, state.requires_grad, layout, expert, whole
+        small = name in left_whole
+        key = state.spec, state.kind, state.requires_grad, layout, expert, whole, small
         if key not in numbers:
             numbers[key] = len(kinds)
-            kinds.append((state, layout, expert, whole))
+            kinds.append((state, layout, expert, whole, small))
         of_state[name] = numbers[key]
     return StateKinds(of_state, kinds)
 
@@ -290,7 +293,7 @@ def state_costs(
     ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
     """
 
-    def find(state: State, layout: Layout, expert: bool, complete: bool) -> StateCost:
+    def find(state: State, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh
@@ -299,6 +302,7 @@ def state_costs(
         replicas = sharded.expert_replicas if expert else sharded.replicas
         replicas = replicas // mesh.get("cp", 1) if apart else replicas
         stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
+        stage = 0 if small and stage == 3 else stage
         return replace(
             cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
             hosted="optimizer" in offload and trained,

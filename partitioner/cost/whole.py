@@ -34,7 +34,7 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
     if spread.shards.size == 1:
         return 0.0, 0.0
     sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
-    for state in states:
+    for state in (state for state in states if not state.small):
         known = sizes.setdefault((state.expert, state.name if spread.software.by_parameter else ""), [0.0, 0.0])
         for kind, nbytes in enumerate(read_bytes(state, spread)):
             known[kind] += nbytes
@@ -52,7 +52,7 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
     if spread.shards.size == 1 or spread.software.by_parameter:
         return 0.0, 0.0, 0.0
     weights = gradients = 0.0
-    for state in states:
+    for state in (state for state in states if not state.small):
         if (spread.expert_shards if state.expert else spread.shards).size > 1:
             weight, gradient = read_bytes(state, spread)
             weights += copied_s(weight, device)

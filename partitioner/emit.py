@@ -108,8 +108,8 @@ def emit(
     schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
     kept; ``selective``: of which only ``again`` is, by block the names of nodes. ``bucket_bytes``: of gradients that
     are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all); ``left_whole``: states that ``zero=3`` does not shard; ``reducing`` gradients. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
-    :class:`Program`.
+    ``dp`` (0: all); ``left_whole``: states that ``zero=3`` does not shard; ``reducing`` gradients. ``data_shares``,
+    ``fused_attention``, ``whole_scatter``, ``offload``: see :class:`Program`.
 
     Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
     """

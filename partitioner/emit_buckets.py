@@ -72,7 +72,8 @@ def plan_buckets(
     """Buckets of ``gradients``, in the order in which they are to be reduced.
 
     ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
-    bytes that fill a bucket that is added up over these axes first. ``zero``: under 3 a bucket is of what the same calls read, without limit.
+    bytes that fill a bucket that is added up over these axes first. ``zero``: under 3 a bucket is of what the same
+    calls read, without limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 

@@ -345,9 +345,7 @@ class Evaluator:
             job = self.job
             if key not in self._kinds:
                 layouts = local.sharding.states
-                self._kinds[key] = kinds_of(
-                    local.model.states, layouts, job.experts, local.complete, local.left_whole
-                )
+                self._kinds[key] = kinds_of(local.model.states, layouts, job.experts, local.complete, local.left_whole)
             self._held[held] = state_costs(
                 self._kinds[key],
                 point.grid,

@@ -109,9 +109,7 @@ class PlanDurations:
     """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
     followed (``None``: the slowest of each stage)."""
 
-    def __init__(
-        self, plan: Plan, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None) -> None:
         self.plan = plan
         self.facts = facts or ProgramFacts(plan.program)
         self._seats = seats
@@ -146,7 +144,9 @@ class PlanDurations:
             with_gradient = [s for s in shared if s in self.facts.with_gradient]
             self._copied[stage, states] = (
                 max(sum(copied_s(self.facts.state_bytes(s), d) for s in shared) for d in self._devices(stage)),
-                max(sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient) for d in self._devices(stage)),
+                max(
+                    sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient) for d in self._devices(stage)
+                ),
             )
         return self._copied[stage, states]
 
@@ -226,7 +226,9 @@ class PlanDurations:
         num_experts = 0
         for call in (c for stage in program.stages for c in stage.calls):
             bound = zip(program.blocks[call.block].states, call.states, strict=True)
-            of_experts = [program.states[name].shape for placeholder, name in bound if placeholder in regions[call.block]]
+            of_experts = [
+                program.states[name].shape for placeholder, name in bound if placeholder in regions[call.block]
+            ]
             num_experts = max([num_experts, *(shape[0] for shape in of_experts if shape)])
         experts = self.machine.spread.experts if program.size("ep") > 1 else Group(1)
         return Spread(experts=experts, num_experts=num_experts, divided=True)

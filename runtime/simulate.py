@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from runtime.buckets import Compression
+from runtime.clock import Beside, RankClock
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.levels import parts, rest_axes
 from runtime.memory import memory_steps
@@ -172,7 +173,7 @@ def simulate(
 
 
 def _lane(program: Program, durations: Durations, stage: int) -> _Lane:
-    return _Lane(stage, program.stages[stage].instructions, durations.slowdown(stage))
+    return _Lane(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
@@ -201,30 +202,22 @@ def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[f
     return tuple(points), peak
 
 
-@dataclass
-class _Job:
-    """A collective beside computation: when it may begin, and the seconds that are left of it; ``begun`` and ``ended``
-    are known when it has got there."""
+@dataclass(kw_only=True)
+class _Job(Beside):
+    """What an instruction starts; ``index``: of the instruction."""
 
-    ready: float
-    left: float
     index: int
     instruction: Instruction
     nbytes: int
-    begun: float | None = None
-    ended: float | None = None
 
 
 @dataclass
-class _Lane:
+class _Lane(RankClock):
     """One stage's rank: where it is in its list, and what it has done."""
 
-    stage: int
-    instructions: Instructions
-    slowdown: float = 1.0
+    stage: int = 0
+    instructions: Instructions = ()
     position: int = 0
-    clock: float = 0.0
-    jobs: deque[_Job] = field(default_factory=deque)  # collectives that have not ended, in order
     gathered: dict[int, _Job] = field(default_factory=dict)  # bucket -> its gather, until it has been waited for
     scattered: dict[int, _Job] = field(default_factory=dict)  # bucket -> the last that reduces it, of what began
     summed: _Job | None = None  # the gather that makes the last bucket whole, of those reduced level by level
@@ -236,7 +229,7 @@ class _Lane:
     spans: list[Span] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
-    def spend(self, start: float, work: float, wait_for: Iterable[_Job] = ()) -> None:
+    def spend(self, start: float, work: float, wait_for: Iterable[Beside] = ()) -> None:
         """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
         began = self.clock
         self.wait(start)
@@ -250,58 +243,21 @@ class _Lane:
 
     def post(self, seconds: float, nbytes: int, ready: float = 0.0) -> _Job:
         """Begin a collective of the present instruction beside what is computed."""
-        job = _Job(max(ready, self.clock), seconds, self.position, self.instructions[self.position], nbytes)
-        self.jobs.append(job)
+        instruction = self.instructions[self.position]
+        job = _Job(ready, seconds, index=self.position, instruction=instruction, nbytes=nbytes)
+        self.begin(job)
         return job
 
-    def compute(self, work: float) -> None:
-        """Let so many seconds of work pass, which take longer beside a collective."""
-        while work > 0 and self.jobs:
-            job = self.jobs[0]
-            if job.ready > self.clock:
-                alone = min(work, job.ready - self.clock)
-                self.clock, work = self.clock + alone, work - alone
-                continue
-            job.begun = self.clock if job.begun is None else job.begun
-            both = min(work, job.left)
-            self.clock, work, job.left = self.clock + both * self.slowdown, work - both, job.left - both
-            if job.left <= 0:
-                self._end(self.clock)
-        self.clock += work
-
-    def wait(self, until: float) -> None:
-        """Let time pass without work."""
-        while self.jobs and self.clock < until:
-            job = self.jobs[0]
-            begin = max(self.clock, job.ready)
-            if begin >= until:
-                break
-            job.begun = begin if job.begun is None else job.begun
-            if begin + job.left > until:
-                job.left -= until - begin
-                break
-            self.clock = begin + job.left
-            self._end(self.clock)
-        self.clock = max(self.clock, until)
-
-    def wait_for(self, job: _Job) -> None:
-        while job.ended is None:
-            first = self.jobs[0]
-            self.wait(max(self.clock, first.ready) + first.left)
-            if first.ended is None:  # nothing was left of it, but for rounding
-                self._end(self.clock)
-
     def drain(self) -> None:
-        """Wait for all collectives, and for what goes to host memory."""
-        if self.jobs:
-            self.wait_for(self.jobs[-1])
+        """Wait for all collectives, and for what goes to other stages and to host memory."""
+        self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
-    def _end(self, time: float) -> None:
-        job = self.jobs.popleft()
-        job.ended, job.left = time, 0.0
-        begun = time if job.begun is None else job.begun
-        self.background.append(Background(begun, time, job.index, job.instruction, job.nbytes))
+    def ended(self, collective: Beside) -> None:
+        assert isinstance(collective, _Job)
+        assert collective.begun is not None
+        begun, index, instruction = collective.begun, collective.index, collective.instruction
+        self.background.append(Background(begun, self.clock, index, instruction, collective.nbytes))
 
 
 class _Simulation:
@@ -361,7 +317,7 @@ class _Simulation:
             case "FETCH":
                 self.fetch(lane, i)
             case "STEP":
-                lane.spend(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.jobs])
+                lane.spend(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.under_way])
                 lane.scattering.clear()
             case _:
                 lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
@@ -468,9 +424,9 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def offload(self, lane: _Lane, i: Instruction) -> None:
-        nbytes, needed = self.kept(lane, i), list[_Job]()
+        nbytes, needed = self.kept(lane, i), list[Beside]()
         if i.states:
-            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.jobs]
+            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
         lane.spend(lane.clock, 0.0, needed)
         start = max(lane.clock, lane.leaving)
         lane.leaving = start + self.durations.host(lane.stage, nbytes)

@@ -69,7 +69,9 @@ def exposed_seconds(
     return beside(gather, forward_s) + (microbatches - 1) * beside(again, window_s) + behind + coding
 
 
-Sizes = dict[tuple[str, tuple[str, ...], int], float]  # bytes by operation, axes and stage of ZeRO
+Axes = tuple[str, ...]
+Sizes = dict[tuple[str, Axes, int, Axes], float]
+"""Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""
 
 
 def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
@@ -92,9 +94,9 @@ def reduced_sizes(cost: StateCost) -> Sizes:
     """What of a state is reduced, and how."""
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
-        sizes["reduce_scatter", cost.scatter_axes, cost.stage] = cost.gradient
+        sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
     if cost.gradient and cost.rest_axes:
-        sizes["all_reduce", cost.rest_axes, 0] = cost.gradient_piece
+        sizes["all_reduce", cost.rest_axes, 0, cost.scatter_axes] = cost.gradient_piece
     return sizes
 
 
@@ -110,9 +112,11 @@ def reduction_of(
     """The reduction of so many bytes, see :func:`reduction`."""
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0
-    for (op, axes, stage), size in sizes.items():
+    for (op, axes, stage, before), size in sizes.items():
         group = reducer.group(axes)
-        count = math.ceil(size / bucket_limit(group.size)) if overlap else 1
+        filled_by = reducer.group(before).size if before else 1  # a bucket of shards is one of what was scattered
+        limit = bucket_limit(filled_by if before else group.size)
+        count = math.ceil(size * filled_by / limit) if overlap else 1
         sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
         sent = sent or reducer.scatter(size / count, axes, last_level[axes])
         by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds

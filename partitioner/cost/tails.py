@@ -185,7 +185,7 @@ class _Reductions:
     def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """See :attr:`partitioner.cost.reductions.Reduction.seconds`."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
-        groups = tuple(reducer.group(axes) for _, axes, _ in self.keys)
+        groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, id(reducer.device), groups
         if known not in self._known:
             found = reduction_of(held, self.last_levels, reducer, self.machine.overlap)

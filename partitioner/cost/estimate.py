@@ -16,9 +16,10 @@ from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.passing import gathered_beside, passing_bytes
 from partitioner.cost.peak import stage_estimates
-from partitioner.cost.reductions import reduction
+from partitioner.cost.reductions import last_levels, reduction
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, States, summed, update_time
+from partitioner.cost.step_ends import gathered_seconds, reduced_seconds, stage_buckets
 from partitioner.cost.tails import tied_seconds
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
@@ -281,14 +282,20 @@ def how_reduced(
 ) -> tuple[float, Reducing]:
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
     held = [summed(states[name] for name in _held(problem, plan, states)) for plan in split.stages]
-    found = [(_reduction_tail(problem, split, held, machine, how), how) for how in ways(machine, constraints)]
+    found = [(_reduction_tail(problem, split, states, held, machine, how), how) for how in ways(machine, constraints)]
     return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
 
 
 def _reduction_tail(
-    problem: StageProblem, split: StageSplit, held: Sequence[Sequence[StateCost]], machine: Machine, how: Reducing
+    problem: StageProblem,
+    split: StageSplit,
+    states: Mapping[str, StateCost],
+    held: Sequence[Sequence[StateCost]],
+    machine: Machine,
+    how: Reducing,
 ) -> float:
-    """Seconds by which the reductions of gradients end after the pipeline does; ``held``: each stage's states.
+    """Seconds by which gathers of updated parameters delay the pipeline, and by which the reductions of gradients end
+    after it; ``held``: each stage's states.
 
     Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
     the next step meanwhile.
@@ -296,16 +303,27 @@ def _reduction_tail(
     if not problem.train:
         return 0.0
     waits = not (problem.overlap_steps and is_split(problem.schedule))
-    tail = ahead = 0.0
+    tail = ahead = delay = filling = 0.0
+    again, m = machine.zero == 2, problem.num_microbatches
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
-        work = reduction(costs, reducer_of(machine, s, how), machine.overlap)
+        reducer = reducer_of(machine, s, how)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s
-        exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, problem.num_microbatches)
+        if not machine.overlap:
+            exposed = reduction(costs, reducer, False).exposed(window, slowdown, stage.forward_s, False, m)
+        else:
+            levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}
+            buckets = stage_buckets(problem, stage, states, reducer, levels)
+            exposed = reduced_seconds(problem, stage, buckets, slowdown)
+            delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling))
+            if again and m > 1:
+                work = reduction(costs, reducer)
+                exposed += work.exposed(window, slowdown, 0.0, True, m) - work.exposed(window, slowdown, 0.0, True, 1)
         tail = max(tail, exposed - ahead)
         ahead += window * waits
-    return tail
+        filling += (last.forward_s + last.transfer_s / 2) * waits
+    return delay + tail
 
 
 def _tied(

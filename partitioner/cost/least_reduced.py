@@ -36,11 +36,8 @@ class LeastReduced:
                 group = self._placements.best_group(point.replicas, everywhere=single)
                 reducers = best_reducers(self._job.topology, group, self._device, constraints)
             sizes, last_level = _over_data(states())
-            overlap = constraints.overlap is not False
-            self._known[key] = min(
-                (reduction_of(sizes, last_level, r, overlap).total_s for r in reducers),
-                default=0.0,
-            )
+            totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)
+            self._known[key] = min(totals, default=0.0)  # one bucket starts the least often
         return self._known[key]
 
 

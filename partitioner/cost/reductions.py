@@ -95,6 +95,7 @@ def reduced_sizes(cost: StateCost) -> Sizes:
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
         sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
+        sizes["all_gather", cost.scatter_axes, cost.stage, ()] = cost.parameter
     if cost.gradient and cost.rest_axes:
         sizes["all_reduce", cost.rest_axes, 0, cost.scatter_axes] = cost.gradient_piece
     return sizes
@@ -117,11 +118,13 @@ def reduction_of(
         filled_by = reducer.group(before).size if before else 1  # a bucket of shards is one of what was scattered
         limit = bucket_limit(filled_by if before else group.size)
         count = math.ceil(size * filled_by / limit) if overlap else 1
+        if op == "all_gather":  # of the parameters, in the next step
+            gathered += count * collective_time(op, size / count, group)
+            continue
         sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
         sent = sent or reducer.scatter(size / count, axes, last_level[axes])
         by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds
         last = max(last, sent.seconds)
-        gathered += count * collective_time("all_gather", size / count, group) if stage else 0.0
         again += count * sent.seconds if stage == 2 else 0.0
         coding += count * sent.coding_s
         coding_again += count * sent.coding_s if stage == 2 else 0.0

@@ -1,0 +1,181 @@
+"""What a step's ends take besides computation, bucket by bucket: gathers of updated parameters before the calls of the
+first forward, and reductions of gradients behind the calls of the last backward.
+
+The buckets are those of :func:`partitioner.emit_buckets.plan_buckets`, and the time is that of
+:class:`runtime.clock.RankClock`, so that the estimate is what the simulation of the emitted program ends at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from partitioner.cost.collectives import collective_time
+from partitioner.cost.reducer import Reducer, Sent
+from partitioner.cost.states import StateCost
+from partitioner.emit_buckets import bucket_limit
+from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stages import StagePlan
+from runtime.clock import Beside, RankClock
+
+_NOTHING = Sent(0.0)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together once the backward of the call at ``place`` has run, the first that reads
+    any of their parameters. ``scatter``: to shards; ``rest``: adding up what is left; ``gather_s``: of the updated
+    parameters."""
+
+    place: int
+    scatter: Sent = _NOTHING
+    rest: Sent = _NOTHING
+    gather_s: float = 0.0
+
+
+def stage_buckets(
+    problem: StageProblem,
+    plan: StagePlan,
+    states: Mapping[str, StateCost],
+    reducer: Reducer,
+    last_levels: Mapping[tuple[str, ...], bool],
+) -> list[Bucket]:
+    """The buckets of a stage, in the order in which its backward completes them."""
+    found = [bucket for group in _filled(problem, plan, states, reducer) for bucket in _made(*group)]
+
+    def priced(members: Sequence[tuple[int, StateCost]]) -> Bucket:
+        cost = members[0][1]
+        gradients = sum(c.gradient for _, c in members)
+        place = min(p for p, _ in members)
+        scatter = rest = _NOTHING
+        gather = 0.0
+        if cost.scatter_axes and cost.stage < 3:
+            scatter = reducer.scatter(gradients, cost.scatter_axes, last_levels.get(cost.scatter_axes, False))
+            parameters = sum(c.parameter for _, c in members)
+            gather = collective_time("all_gather", parameters, reducer.group(cost.scatter_axes))
+        if cost.rest_axes:
+            rest = reducer.all_reduce(sum(c.gradient_piece for _, c in members), cost.rest_axes)
+        return Bucket(place, scatter, rest, gather)
+
+    return sorted((priced(members) for members in found), key=lambda bucket: -bucket.place)
+
+
+def _filled(
+    problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
+) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
+    """What may be in one bucket, in the order in which it is complete, and the bytes that fill one."""
+    together: dict[object, list[tuple[int, StateCost]]] = {}
+    known: set[str] = set()
+    first: dict[str, int] = {}
+    for place in plan.places:
+        for name in problem.calls[place].states:
+            first.setdefault(name, place)
+    for place in reversed(plan.places):
+        for name in problem.calls[place].states:
+            if name in known or first[name] != place or name not in states:
+                continue
+            known.add(name)
+            cost = states[name]
+            if not cost.gradient or not (cost.scatter_axes or cost.rest_axes):
+                continue
+            by_call = place if cost.stage == 3 and cost.scatter_axes else -1
+            key = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
+            together.setdefault(key, []).append((place, cost))
+    for members in together.values():
+        cost = members[0][1]
+        whole = cost.stage == 3 and bool(cost.scatter_axes)
+        limit = float("inf") if whole else bucket_limit(reducer.group(cost.scatter_axes or cost.rest_axes).size)
+        yield members, limit
+
+
+def _made(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
+    filling: list[tuple[int, StateCost]] = []
+    size = 0.0
+    for member in members:
+        filling.append(member)
+        size += member[1].gradient
+        if size >= limit:
+            yield filling
+            filling, size = [], 0.0
+    if filling:
+        yield filling
+
+
+def gathered_seconds(
+    problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float, idle_s: float
+) -> float:
+    """Seconds by which gathers of updated parameters delay the first forward of a stage, which has nothing else to do
+    for ``idle_s`` seconds."""
+    gathers = {b: Beside(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
+    if not gathers:
+        return 0.0
+    clock, pace, run = RankClock(slowdown), problem.pace(plan.number), plan.runs[0]
+    for gather in gathers.values():
+        clock.begin(gather)
+    needed: dict[int, list[Beside]] = {}
+    for bucket, gather in gathers.items():
+        needed.setdefault(bucket.place, []).append(gather)
+    clock.wait(idle_s)
+    overhead = max(0.0, run.forward_s - sum(pace.costs[p].forward_total_s for p in range(run.start, run.stop)))
+    clock.compute(overhead)
+    for place in range(run.start, run.stop):
+        for gather in needed.get(place, ()):
+            clock.wait_for(gather)
+        clock.compute(pace.costs[place].forward_total_s)
+    return max(0.0, clock.clock - idle_s - run.forward_s)
+
+
+def reduced_seconds(problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float) -> float:
+    """Seconds from the end of a stage's last backward, if nothing ran beside it, until all gradients are whole."""
+    run = plan.runs[0]  # the virtual stage whose backwards end last
+    window = run.backward_s + run.recompute_s
+    clock = RankClock(slowdown)
+    work = _backward_seconds(problem, plan, run)
+    scale = window / total if (total := sum(work.values())) else 0.0
+    at: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        at.setdefault(bucket.place if bucket.place in work else -1, []).append(bucket)
+    sent: list[Beside] = []  # scatters of the backward before, and what is left to add up when they have ended
+    left: list[tuple[Beside, Bucket]] = []
+
+    def settle() -> None:
+        for scatter, bucket in left:
+            clock.wait_for(scatter)
+            clock.compute(bucket.rest.coding_s)
+            clock.begin(Beside(0.0, bucket.rest.seconds))
+        left.clear()
+
+    def reduce(bucket: Bucket) -> None:
+        if bucket.scatter is _NOTHING:
+            clock.compute(bucket.rest.coding_s)
+            clock.begin(Beside(0.0, bucket.rest.seconds))
+            return
+        scatter = Beside(0.0, bucket.scatter.seconds)
+        clock.compute(bucket.scatter.coding_s)
+        clock.begin(scatter)
+        sent.append(scatter)
+        if bucket.rest is not _NOTHING:
+            left.append((scatter, bucket))
+
+    for place in (-1, *sorted(work, reverse=True)):
+        clock.compute(work.get(place, 0.0) * scale)
+        if place in at:
+            settle()
+            for scatter in sent:
+                clock.wait_for(scatter)
+            sent.clear()
+            for bucket in at[place]:
+                reduce(bucket)
+    settle()
+    clock.wait_for_all()
+    return clock.clock - window
+
+
+def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
+    """By place, what the last backward of a virtual stage takes, with what is made again for it."""
+    costs, work = problem.pace(plan.number).costs, {}
+    for place in range(run.start, run.stop):
+        cost = costs[place]
+        again = cost.selective_s if run.selective else 0.0
+        work[place] = cost.backward_total_s + (cost.forward_total_s if place < run.start + run.recompute else again)
+    return work

@@ -19,7 +19,7 @@ from partitioner.cost.peak import stage_estimates
 from partitioner.cost.reductions import last_levels, reduction
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, States, summed, update_time
-from partitioner.cost.step_ends import gathered_seconds, reduced_seconds, stage_buckets
+from partitioner.cost.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.cost.tails import tied_seconds
 from partitioner.emit_levels import Reducing
 from partitioner.plan import Estimate
@@ -303,6 +303,7 @@ def _reduction_tail(
     if not problem.train:
         return 0.0
     waits = not (problem.overlap_steps and is_split(problem.schedule))
+    split_backwards = is_split(problem.schedule)  # gradients of inputs are sent before those of weights are there
     tail = ahead = delay = filling = 0.0
     again, m = machine.zero == 2, problem.num_microbatches
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
@@ -315,11 +316,14 @@ def _reduction_tail(
         else:
             levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}
             buckets = stage_buckets(problem, stage, states, reducer, levels)
-            exposed = reduced_seconds(problem, stage, buckets, slowdown)
+            delays = reduction_delays(problem, stage, buckets, slowdown)
+            exposed = delays.whole_s
             delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling))
             if again and m > 1:
                 work = reduction(costs, reducer)
                 exposed += work.exposed(window, slowdown, 0.0, True, m) - work.exposed(window, slowdown, 0.0, True, 1)
+            if not split_backwards:  # what the stages behind send comes later by as much
+                tail += delays.backward_s
         tail = max(tail, exposed - ahead)
         ahead += window * waits
         filling += (last.forward_s + last.transfer_s / 2) * waits

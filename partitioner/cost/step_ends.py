@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.reducer import Reducer, Sent
@@ -125,8 +126,16 @@ def gathered_seconds(
     return max(0.0, clock.clock - idle_s - run.forward_s)
 
 
-def reduced_seconds(problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float) -> float:
-    """Seconds from the end of a stage's last backward, if nothing ran beside it, until all gradients are whole."""
+class Delays(NamedTuple):
+    """Seconds by which reductions beside a stage's last backward let it end later, and from where it would have ended
+    until all gradients are whole."""
+
+    backward_s: float
+    whole_s: float
+
+
+def reduction_delays(problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float) -> Delays:
+    """What reducing the gradients of a stage adds to its last backward."""
     run = plan.runs[0]  # the virtual stage whose backwards end last
     window = run.backward_s + run.recompute_s
     clock = RankClock(slowdown)
@@ -161,14 +170,16 @@ def reduced_seconds(problem: StageProblem, plan: StagePlan, buckets: Sequence[Bu
         clock.compute(work.get(place, 0.0) * scale)
         if place in at:
             settle()
-            for scatter in sent:
-                clock.wait_for(scatter)
-            sent.clear()
+            if any(bucket.scatter is not _NOTHING for bucket in at[place]):
+                for scatter in sent:
+                    clock.wait_for(scatter)
+                sent.clear()
             for bucket in at[place]:
                 reduce(bucket)
+    delayed = clock.clock - window
     settle()
     clock.wait_for_all()
-    return clock.clock - window
+    return Delays(delayed, clock.clock - window)
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:

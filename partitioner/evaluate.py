@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from partitioner.cost.calls import CallWork
-from partitioner.cost.estimate import how_reduced
+from partitioner.cost.estimate import how_reduced, with_step_time
 from partitioner.cost.gathers import Floor, Seconds
 from partitioner.cost.machine import Machine, Seat
 from partitioner.cost.offload import check_disks, check_hosts
@@ -104,6 +104,8 @@ class Evaluator:
             machine = self.placements.at(point.grid, devices)
             found = Found(machine, *judge(machine))
         problem, split, expected, shares = found.result
+        if point in job.simulated:
+            expected = with_step_time(expected, max(expected.step_time, job.simulated[point]))
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         selective: list[int] = []

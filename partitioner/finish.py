@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, Protocol, cast
 
 from partitioner.constraints import Constraints
+from partitioner.cost.estimate import with_step_time
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.remade import remade
 from partitioner.cost.saved import kept_by
@@ -27,6 +28,8 @@ from partitioner.plan import Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
+from partitioner.solve.rows import bound_and_gap
+from partitioner.timing import LaidProgram, follow
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
 from partitioner.ways import context_ways
@@ -41,6 +44,8 @@ from runtime.prove import prove
 _TRIES = 3  # to leave so much free for a point that its program fits, or for all of them at last
 _TURNS = 8  # in which single points are found anew
 _ENOUGH = 5  # turns where what was found nearly fits
+SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the program may differ by
+_MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
 NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 
@@ -92,7 +97,14 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
-                return replace(found, certificate=explored.compared(least_s))
+                point, seconds = found.chosen.point, found.estimate.simulated
+                if point in job.simulated or not _is_slower(found.estimate):
+                    return replace(found, certificate=explored.compared(least_s))
+                assert seconds is not None
+                if len(job.simulated) >= _MOST_SIMULATED:
+                    return _corrected(found, explored.compared(least_s))
+                job = replace(job, simulated={**job.simulated, point: seconds})
+                continue
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
         lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
@@ -102,6 +114,20 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         return replace(found, certificate=explored.compared(least_s))
     assert lacking is not None
     raise lacking
+
+
+def _is_slower(estimate: Estimate) -> bool:
+    """Whether the program takes longer than the search said, by more than it is to be trusted."""
+    return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
+
+
+def _corrected(found: Finished, certificate: Certificate) -> Finished:
+    """``found`` with the step time of its program, and the gap of that."""
+    seconds = found.estimate.simulated
+    assert seconds is not None
+    bound, gap = bound_and_gap(seconds, (certificate.bound,))
+    told = certificate.model_copy(update={"objective": seconds, "bound": bound, "gap": gap})
+    return replace(found, estimate=with_step_time(found.estimate, seconds), certificate=told)
 
 
 def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:
@@ -268,4 +294,13 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
     if program.offload:
         _check_hosts(facts, job, chosen)
     working = {name: kept_by(block, job.train).passing for name, block in local.model.blocks.items()}
-    return program, followed(chosen.estimate, facts, job.optimizer, working)
+    estimate = followed(chosen.estimate, facts, job.optimizer, working)
+    return program, estimate.model_copy(update={"simulated": _simulated(job, chosen, program, facts)})
+
+
+def _simulated(job: Job, chosen: Solved, program: Program, facts: ProgramFacts) -> float:
+    """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
+    time, which it does not follow."""
+    laid = LaidProgram(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    contention = chosen.estimate.breakdown.get("contention", 0.0)
+    return follow(laid, facts).timeline.step_time + contention

@@ -24,7 +24,8 @@ from passes.blocks import FoldedModel
 class Job:
     """What is to be planned. ``model`` is the folded model of the whole batch, or of one group where samples meet in
     groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free, with ``reserves`` of
-    single points; ``refused``: points whose programs are known not to fit."""
+    single points; ``refused``: points whose programs are known not to fit; ``simulated``: seconds of a step of points
+    whose programs take longer than their estimates."""
 
     model: FoldedModel
     batch: ShardingSolution
@@ -37,6 +38,7 @@ class Job:
     reserve: int = 0
     reserves: Mapping[Point, int] = field(default_factory=dict[Point, int])
     refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])
+    simulated: Mapping[Point, float] = field(default_factory=dict[Point, float])
 
     def dressed(self, machine: Machine, point: Point) -> Machine:
         """``machine``, over which the point's mesh is laid, with what else the point says."""

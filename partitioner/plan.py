@@ -56,7 +56,12 @@ class StageEstimate(Data):
 
 
 class Estimate(Data):
-    """What the cost model expects of one step. ``memory``: peak bytes, one per rank; ``breakdown``: seconds by kind."""
+    """What the cost model expects of one step. ``memory``: peak bytes, one per rank; ``breakdown``: seconds by kind.
+
+    ``step_time``: seconds from the start of a step to the end of the optimizer's update; where consecutive steps
+    overlap, from one such end to the next. ``simulated``: those at which the simulation of the program ends, which
+    are ``step_time`` to 1 % unless they are fewer; ``None`` without a program.
+    """
 
     step_time: float
     mfu: float
@@ -64,6 +69,7 @@ class Estimate(Data):
     memory: tuple[int, ...]
     breakdown: dict[str, float]
     stages: tuple[StageEstimate, ...] = ()
+    simulated: float | None = None
 
 
 class Candidate(Data):

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 from torch import fx
 
+from partitioner.constraints import Constraints
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
 from partitioner.cost.machine import Machine, Seats
@@ -25,6 +27,7 @@ from partitioner.requests import rated
 from partitioner.solve.pipelines import is_split
 from partitioner.topology.groups import Group, stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
+from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.gradients import mark_block
@@ -41,6 +44,35 @@ _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
+class Laid(Protocol):
+    """A program and the devices that it runs on, as a :class:`Plan` has them."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+    @property
+    def constraints(self) -> Constraints: ...
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def optimizer(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class LaidProgram:
+    """A program before it is a plan's."""
+
+    program: Program
+    topology: Topology
+    devices: tuple[int, ...]
+    constraints: Constraints
+    precision: str | None
+    optimizer: str
+
+
 @dataclass(frozen=True)
 class Followed:
     """A step of the pipelines at ``places`` of ``dp``: none takes longer. ``facts``: of their microbatches alone."""
@@ -51,11 +83,11 @@ class Followed:
     places: tuple[int, ...]
 
 
-def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
+def follow(plan: Laid, facts: ProgramFacts | None = None) -> Followed:
     """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
     facts = facts or ProgramFacts(plan.program)
     overlap = steps_overlap(plan)
-    if not plan.data_shares:
+    if not plan.program.data_shares:
         durations, places = PlanDurations(plan, facts=facts), tuple(range(plan.program.size("dp")))
         timeline = simulate(plan.program, durations, facts=facts, overlap_steps=overlap)
         return Followed(timeline, durations, facts, places)
@@ -63,7 +95,7 @@ def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
     machine = PlanDurations(plan).machine
     apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
     for place, seats in enumerate(machine.pipelines):
-        alike.setdefault((plan.data_shares[place], seats if apart else machine.seats), []).append(place)
+        alike.setdefault((plan.program.data_shares[place], seats if apart else machine.seats), []).append(place)
     found = []
     for (share, seats), places_of in alike.items():
         own = facts.of_share(share)
@@ -73,7 +105,7 @@ def follow(plan: Plan, facts: ProgramFacts | None = None) -> Followed:
     return max(found, key=lambda each: each.timeline.step_time)
 
 
-def steps_overlap(plan: Plan) -> bool:
+def steps_overlap(plan: Laid) -> bool:
     """Whether a rank of ``plan`` begins a step while others are still in the one before."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
@@ -109,7 +141,7 @@ class PlanDurations:
     """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
     followed (``None``: the slowest of each stage)."""
 
-    def __init__(self, plan: Plan, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None) -> None:
+    def __init__(self, plan: Laid, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None) -> None:
         self.plan = plan
         self.facts = facts or ProgramFacts(plan.program)
         self._seats = seats
@@ -117,7 +149,7 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rated(plan.topology, precision)
-        self.machine = Machine(self.topology, plan.mesh, precision, plan.devices, ep=ep, etp=etp)
+        self.machine = Machine(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
         here = self.plan.program.stages[stage]
@@ -181,7 +213,7 @@ class PlanDurations:
     def transfer(self, source: int, target: int, nbytes: int) -> float:
         if abs(source - target) == 1:
             return message_time(nbytes, self.machine.links[min(source, target)])
-        ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
+        ranks, devices = stage_ranks(self.plan.program.mesh), self.plan.devices
         link = self.topology.link(devices[ranks[source].start], devices[ranks[target].start])
         return message_time(nbytes, link)
 

@@ -213,6 +213,17 @@ def estimate(
     )
 
 
+def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
+    """``estimate`` of a step that takes ``seconds``, no fewer than it says: the rest is waited for."""
+    more = seconds - estimate.step_time
+    breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
+    share = estimate.step_time / seconds if seconds else 1.0
+    bubble = breakdown["bubble"] / seconds if seconds else 0.0
+    return estimate.model_copy(
+        update={"step_time": seconds, "mfu": estimate.mfu * share, "bubble": bubble, "breakdown": breakdown}
+    )
+
+
 def _cores(machine: Machine) -> Cores:
     """The nodes where not all devices can compute at a time."""
     devices = machine.topology.devices

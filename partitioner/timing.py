@@ -18,7 +18,7 @@ from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
 from partitioner.plan import Plan
 from partitioner.requests import rated
-from partitioner.topology.groups import Group, stage_ranks
+from partitioner.topology.groups import Group
 from partitioner.topology.hosts import BOUNDLESS
 from passes.blocks import Block
 from passes.gradients import mark_block
@@ -114,10 +114,8 @@ class PlanDurations:
         return seconds[part]
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        if abs(source - target) == 1:
-            return message_time(nbytes, self.machine.links[min(source, target)])
-        ranks, devices = stage_ranks(self.plan.mesh), self.plan.devices
-        link = self.topology.link(devices[ranks[source].start], devices[ranks[target].start])
+        adjacent = abs(source - target) == 1
+        link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:

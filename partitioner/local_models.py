@@ -225,7 +225,7 @@ class LocalModels:
                 model,
                 self._batch(key),
                 cp,
-                replace(self._costs(model, "cp", key), state_price=0.0, complete=True),
+                replace(self._costs(model, "cp", key), state_price=0.0, complete=True, tp=tp),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.draw.axes import link_rows
+from partitioner.draw.axes import rate_rows
 from partitioner.errors import PlanError
 from partitioner.explain_tables import heading, indented, pairs
 from partitioner.plan import Plan
@@ -95,8 +95,8 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
         )
     yield indented(devices)
     yield from ("", indented(_nodes(topology)))
-    links = _table("link", "joins", "bandwidth", "latency")
-    for row in link_rows(topology):
+    links = _table("link", "joins", "bandwidth", "a device gets", "a node gets", "latency")
+    for row in rate_rows(topology):
         links.add_row(*row)
     if links.row_count:
         yield from ("", indented(links))
@@ -109,11 +109,14 @@ def _nodes(topology: Topology) -> Table:
     """The kinds of nodes, in order, with as much of their hosts as is described."""
     hosts = [group.host for group in topology.nodes]
     titles = ["nodes", "devices in each"]
+    cards = topology.num_nodes > 1 and any(group.num_cards != group.devices for group in topology.nodes)
+    titles += ["network cards"] if cards else []
     titles += ["device and host", "host memory"] if any(hosts) else []
     titles += ["disk", "disk bandwidth"] if any(host and host.disk_bandwidth for host in hosts) else []
     table = _table(*titles)
     for group, host in zip(topology.nodes, hosts, strict=True):
         row = [f"{group.count} x {group.island_name}", str(group.devices)]
+        row += [str(group.num_cards)] if cards else []
         row += [_rate(host.bandwidth), bytes_text(host.memory)] if host else []
         row += [bytes_text(host.disk), _rate(host.disk_bandwidth)] if host and host.disk_bandwidth else []
         table.add_row(*row)

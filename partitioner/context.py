@@ -30,6 +30,7 @@ from partitioner.solve.share import matmul_flops
 from passes.blocks import FoldedModel, TensorSpec
 from passes.factors import Strategy, operands_of
 from passes.layouts import REPLICATED, Layout, divides, local_shape, shard
+from passes.repeated_heads import group_queries
 from passes.rules.algebra import argument, shape
 from passes.rules.attention import band
 from passes.samples import sample_dims, splits_samples
@@ -67,7 +68,10 @@ def shard_context(
     """
     solution = known or _solved(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
-    blocks = {n: shard_block(block, solution.blocks[n], "cp", num_ranks) for n, block in split.blocks.items()}
+    blocks = {
+        name: group_queries(shard_block(block, solution.blocks[name], "cp", num_ranks), tp)
+        for name, block in split.blocks.items()
+    }
     values = {
         name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, num_ranks), spec.dtype)
         for name, spec in split.values.items()

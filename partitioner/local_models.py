@@ -225,7 +225,7 @@ class LocalModels:
                 model,
                 self._batch(key),
                 cp,
-                replace(self._costs(model, "cp", key), state_price=0.0, complete=True),
+                replace(self._costs(model, "cp", key), state_price=0.0, complete=True, tp=tp),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
@@ -257,5 +257,8 @@ class LocalModels:
 
 def _slowness(group: Group) -> tuple[float, ...]:
     """The narrowest comes last, then what starts latest; of those alike what is slower at something."""
-    times = (collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT)
-    return (-group.bus_bandwidth, group.all_reduce_start, *times)
+    times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
+    hops = [
+        max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT
+    ]
+    return (-group.bus_bandwidth, group.all_reduce_start, *times, *hops)

@@ -25,7 +25,7 @@ from partitioner.cost.whole import copied_s
 from partitioner.plan import Plan
 from partitioner.requests import rated
 from partitioner.solve.pipelines import is_split
-from partitioner.topology.groups import Group, stage_ranks
+from partitioner.topology.groups import Group
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import DeviceType
@@ -211,10 +211,15 @@ class PlanDurations:
         return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
+<<<<<<< HEAD
         if abs(source - target) == 1:
             return message_time(nbytes, self.machine.links[min(source, target)])
         ranks, devices = stage_ranks(self.plan.program.mesh), self.plan.devices
         link = self.topology.link(devices[ranks[source].start], devices[ranks[target].start])
+=======
+        adjacent = abs(source - target) == 1
+        link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
+>>>>>>> links
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:

@@ -56,6 +56,27 @@ def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 MASKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     f.__name__: f for f in (full, causal, window, both_sides, alibi, prefix, soft_cap)
 }
+
+
+def repeat_kv(x: Tensor, times: int) -> Tensor:
+    """As Hugging Face's models write it."""
+    batch, heads, length, width = x.shape
+    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A window, of heads that are repeated where positions come first."""
+    k, v = (x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[1], 2).transpose(1, 2) for x in (k, v))
+    distance = _distance(q)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < WINDOW))
+
+
+REPEATED = {"expanded": expanded, "interleaved": interleaved}  # key heads, one for each query head
 BANDS = ("full", "causal", "window", "both_sides")
 
 
@@ -86,7 +107,7 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Layer(MASKS[m], kv_heads) for m in masks)
+        self.layers = nn.ModuleList(Layer((MASKS | REPEATED)[m], kv_heads) for m in masks)
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.double()

@@ -87,7 +87,7 @@ def test_what_differs_is_said():
     assert {"h100-sxm", "v100-32gb", "network at 50%", "4 devices at 0.9 × speed", "1 device at 0.5 × speed"} <= set(
         shown
     )
-    assert "5 GB/s (20 GB/s shared by 4)" in shown
+    assert "1.25 to 5 GB/s" in shown  # of 20 GB/s by 4: a card for four devices, to one for each
     assert any(t == "node2/0 – node2/3: 50 GB/s" for t in tooltips(svg))
     chords = [line for line in ET.fromstring(svg).iter(f"{SVG}line") if "s-memory" in (line.get("class") or "")]
     assert len(chords) == 16

@@ -7,7 +7,8 @@ passes between calls.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor, fx
 
@@ -25,6 +26,7 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import TensorSpec
 from passes.factors import Strategy, factors_of, needs_gradient, operands_of, results_of
 from passes.layouts import Layout, local_shape
+from passes.repeated_heads import exchanged_times, repetitions
 from passes.rules import Lowering
 from passes.rules.attention import band
 from passes.shard import RESHARDS
@@ -41,7 +43,8 @@ class TensorCosts:
     be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
     repeats, ``repeated`` for each byte that every rank makes.
     ``short_gradients``: those of parameters are of their type, rather than in float32. ``complete``: a gradient that
-    all ranks have whole costs as much as one that is added up, for ZeRO shares only the states of the latter.
+    all ranks have whole costs as much as one that is added up, for ZeRO shares only the states of the latter. ``tp``:
+    ranks that share the heads that this axis leaves.
     """
 
     device: DeviceType
@@ -55,6 +58,7 @@ class TensorCosts:
     repeated: float = 0.0
     short_gradients: bool = False
     complete: bool = False
+    tp: int = 1
     _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
@@ -64,7 +68,7 @@ class TensorCosts:
         if key not in self._nodes:
             operator = self._operators.get(node)
             if operator is None:
-                operator = self._operators[node] = _Operator(node, self.train)
+                operator = self._operators[node] = _Operator(node, self.train, self.tp)
             lowering = operator.lowering(strategy)
             seconds = operator.seconds(strategy, num_ranks, self.device)
             if lowering is not None and lowering.divides_work:
@@ -141,8 +145,8 @@ class TensorCosts:
 class _Operator:
     """What is the same under all strategies of an operator; seconds of its local form by the shapes of that."""
 
-    def __init__(self, node: fx.Node, train: bool) -> None:
-        self.node = node
+    def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
+        self.node, self._tp = node, tp
         self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
         self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
         self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
@@ -157,11 +161,22 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """One rank's operands under ``strategy``."""
-        return [
+        """One rank's operands under ``strategy``; of attention over ranks that share a sequence key heads that are
+        repeated once (``passes/repeated_heads.py``)."""
+        found = [
             Operand(local_shape(strategy.operands[place], shape, num_ranks), dtype)
             for place, (shape, dtype) in zip(self._places, self._operands, strict=True)
         ]
+        if not strategy.form or self._spared == 1:
+            return found
+        fewer = [replace(o, shape=(o.shape[0], o.shape[1] // self._spared, *o.shape[2:])) for o in found[1:3]]
+        return [found[0], *fewer, *found[3:]]
+
+    @cached_property
+    def _spared(self) -> int:
+        """How many times fewer key heads there are where they are not repeated."""
+        times = repetitions(self.node)
+        return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
         """Of the operator's local form, forward and, where it has a gradient, backward."""

@@ -35,6 +35,7 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
 from passes.fuse import fuse_bias
+from passes.repeated_heads import least_repeated
 
 Vector = NDArray[np.float64]
 Number = TypeVar("Number", float, Vector)
@@ -133,6 +134,7 @@ def block_work(
 ) -> BlockWork:
     """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
     block = _copy(block)
+    least_repeated(block)  # as ranks that share a sequence may have it
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()

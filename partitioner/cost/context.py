@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 
 from torch import fx
 
@@ -21,18 +23,23 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Of one attention, of which each rank has such queries, keys and values. Ring: one step after the other."""
-    n = group.size
+    """Of one attention, of which each rank has such queries, keys and values. Ring: one hop after the other, each as
+    long as that of its slowest pair of ranks."""
+    if group.others:
+        each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
+        forward, backward = zip(*each, strict=True)
+        return max(forward), max(backward)
     here = float(key.nbytes + value.nbytes)
-    gather = collective_time("all_gather", n * here, group)
     if algorithm != "ring":
-        return gather, gather + collective_time("reduce_scatter", n * here, group)
-    steps = ring_steps(query.shape[-2], key.shape[-2], n, zigzag, seen)
-    share = (len(steps) - 1) / (n - 1)
-    hop = gather / (n - 1)
-    wide = max(1.0, _WIDE_BYTES / key.dtype.itemsize)
-    back = hop * wide if steps[-1] else 0.0  # the gradients' way home
-    return gather * share, gather * share * (1 + wide) + back
+        gather = collective_time("all_gather", group.size * here, group)
+        return gather, gather + collective_time("reduce_scatter", group.size * here, group)
+    steps = ring_steps(query.shape[-2], key.shape[-2], group.size, zigzag, seen)
+    wide = here * max(1.0, _WIDE_BYTES / key.dtype.itemsize)
+    counts = Counter(after - before for before, after in pairwise(steps))
+    forward_s = sum(count * group.hop(places).time(here) for places, count in counts.items())
+    behind = sum(count * group.hop(places).time(wide) for places, count in counts.items())  # gradients, backward
+    home = group.hop(-steps[-1]).time(wide)  # their way back to where keys and values are from
+    return forward_s, forward_s + behind + home
 
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:

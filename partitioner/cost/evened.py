@@ -19,10 +19,10 @@ _MOST = 30  # orders of nodes that are told apart
 
 def evened(topology: Topology) -> list[Topology]:
     """``topology`` with devices that are all alike, one for each order of its nodes; of many orders one whose nodes all
-    have the links that the best two leave each other. Empty where nodes have different numbers of devices, or links
-    that single pairs or kinds of nodes have."""
+    have the links that the best two leave each other. Empty where nodes have different numbers of devices or network
+    cards, or links that single pairs or kinds of nodes have."""
     nodes, levels = topology.nodes, topology.levels
-    shapes = {(group.devices, group.pattern, group.concurrent) for group in nodes}
+    shapes = {(group.devices, group.pattern, group.concurrent, group.num_cards) for group in nodes}
     if len(shapes) > 1 or topology.own_links or any(level.only for level in levels):
         return []
     paces, _ = topology.paces
@@ -37,6 +37,7 @@ def evened(topology: Topology) -> list[Topology]:
         count=topology.num_nodes,
         concurrent=one.concurrent,
         pattern=one.pattern,
+        nics=one.nics,
     )
     shares = _shares(topology)
     if _num_orders(shares) > _MOST or any((level.nodes or 1) > 1 for level in levels):
@@ -55,9 +56,9 @@ def evened(topology: Topology) -> list[Topology]:
 
 
 def _shares(topology: Topology) -> list[float]:
-    """Of each node the share of the bandwidth to others that its best device has."""
+    """Of each node the fraction of the bandwidth to others that its best device is left with."""
     best = np.zeros(topology.num_nodes)
-    np.maximum.at(best, topology.node_of, topology.network_share)
+    np.maximum.at(best, topology.node_of, topology.cards.left)
     found: list[float] = best.tolist()
     return found
 

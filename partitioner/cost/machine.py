@@ -39,6 +39,7 @@ from runtime.meshes import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
 _SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
+RING = ("cp",)  # along which ranks send to each other in a ring
 HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
@@ -139,18 +140,21 @@ class Machine:
         return self._over(mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside))
 
     def _plain(self, *axes: str) -> tuple[Group, ...]:
-        return self._over(self.mesh, axes)
+        return self._over(self.mesh, axes, ring=axes == RING)
 
     def _experts(self, *axes: str) -> tuple[Group, ...]:
         return self._over(self.expert_mesh, axes)
 
-    def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...]) -> tuple[Group, ...]:
+    def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False) -> tuple[Group, ...]:
+        """``ring``: with the hops of messages from rank to rank."""
+
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
-                return (first_group(self.topology, mesh, *axes, devices=self.devices),) * mesh.get("pp", 1)
-            return stage_groups(self.topology, mesh, *axes, devices=self.devices)
+                first = first_group(self.topology, mesh, *axes, devices=self.devices, ring=ring)
+                return (first,) * mesh.get("pp", 1)
+            return stage_groups(self.topology, mesh, *axes, devices=self.devices, ring=ring)
 
-        return self._once((tuple(mesh.items()), axes), find)
+        return self._once((tuple(mesh.items()), axes, ring), find)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
@@ -300,7 +304,10 @@ class Machine:
         if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # else experts bring replicas together
             inside["ep"] = expert_mesh, "cp"
         of_paces, paces = replica_paces(self.topology, self.mesh, self.devices)
-        each = [replica_groups(self.topology, mesh, dp, axis, devices=self.devices) for mesh, axis in inside.values()]
+        each = [
+            replica_groups(self.topology, mesh, dp, axis, devices=self.devices, ring=(name,) == RING)
+            for name, (mesh, axis) in inside.items()
+        ]
         numbers = np.stack([of_paces, *(of_axis for of_axis, _ in each)])
         kinds, of_replica = np.unique(numbers.transpose(2, 1, 0), axis=0, return_inverse=True)
         known: dict[Any, Any] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
 from partitioner.topology.group import slowest
 from partitioner.topology.groups import Group, Tier
 from partitioner.topology.model import Topology
-from partitioner.topology.parts import COLLECTIVES, Level
+from partitioner.topology.parts import COLLECTIVES, Hop, Level
 
 _LARGE = 1e15  # bytes: what a collective takes is a start and a slope
 _ROUNDING = 1e-9
@@ -35,10 +36,16 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     of groups that all devices are in, of which some may have to be in two nodes."""
     if size == 1:
         return Group(1)
+    hops = _best_hops(topology, size)
+    return slowest(replace(group, hops=hops) for group in _best_groups(topology, size, everywhere))
+
+
+def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
+    """:func:`best_group` as groups of which the slowest counts each time, without hops."""
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
-        return _over_all_links(topology, size)
+        return [_over_all_links(topology, size)]
     shares = np.sort(topology.network_share)
     asked = [(float(shares[0 if everywhere else -size]), False)]
     if everywhere:  # which may be two groups: that of the farthest device, and one that is in more parts than it need
@@ -49,14 +56,45 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
         for group in _forms(topology, storeys, size, farthest, parted):
             made.append(group)
             if len(made) > _MOST_FORMS:
-                return _over_all_links(topology, size)
+                return [_over_all_links(topology, size)]
         found.append(_least_of(made, size))
-    return slowest(found)
+    return found
+
+
+def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
+    """No slower than the hops in any ring of ``size`` devices.
+
+    A hop of ``d`` places moves along cycles of ``size / gcd(size, d)`` devices each. Where no part of a storey has as
+    many, some pair of a cycle talks over what is beyond that storey, or over a link of its own.
+    """
+    own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
+    patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
+    direct = [Hop(p.latency, max(link.bandwidth for link in p.links)) for p in patterns]
+    most = most_share(topology)
+    levels = [
+        Hop(level.latency, level.bandwidth / level.oversubscription * (most if spans_nodes(level) else 1.0))
+        for level in topology.levels
+    ]
+    largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in topology.storeys]
+    by_cycle: dict[int, Hop] = {}
+    for places in range(1, size // 2 + 1):
+        cycle = size // math.gcd(size, places)
+        if cycle not in by_cycle:
+            fits = [storey for storey, n in zip(topology.storeys, largest, strict=True) if n >= cycle]
+            numbers = {n for storey in fits for n in storey.levels}
+            within = any(not storey.levels for storey in fits) or not topology.storeys
+            found = own + (direct if within else []) + [levels[n] for n in sorted(numbers)]
+            found = found or own + direct + levels  # over other devices, as fast as the slowest of several links
+            by_cycle[cycle] = Hop(min(hop.latency for hop in found), max(hop.bandwidth for hop in found))
+    return tuple(by_cycle[size // math.gcd(size, places)] for places in range(1, size // 2 + 1))
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Whether no collective takes longer over ``group`` than over ``other``, but for rounding."""
+    """Whether no collective, and no hop, takes longer over ``group`` than over ``other``, but for rounding."""
     lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
+    hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
+    if any(own.time(n) > least.time(n) * (1 + _ROUNDING) for own, least in hops for n in (1.0, _LARGE)):
+        return False
     return all(
         collective_time(op, num_bytes, own) <= collective_time(op, num_bytes, least) * (1 + _ROUNDING)
         for own, least in lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from partitioner.draw.figures import AXIS_NAMES
 from partitioner.draw.svg import group, line, rect, text, text_width
-from partitioner.topology.groups import Group, expert_grid, rank_grid, row_groups
+from partitioner.topology.fabric import level_groups, spans_nodes
+from partitioner.topology.groups import Group, expert_grid, rank_grid, row_groups, stage_links
 from partitioner.topology.model import Topology
-from partitioner.topology.pairs import pair_links
-from partitioner.topology.parts import Level, Link
+from partitioner.topology.parts import Level
 from partitioner.units import digits, plural, seconds_text
 from runtime.meshes import MESH_AXES
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from partitioner.plan import Plan
 
 _ROW, _HEAD, _GAP = 26.0, 40.0, 26.0
+_HEADS = ("links", "join", "a device gets", "latency")
 _MOST_OWN = 4
 
 
@@ -37,7 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """``rows``: name, what it joins, bandwidth, latency; ``axes``: (head, subhead) of each mesh axis that talks.
+    """``rows``: name, what it joins, what a device gets, latency; ``axes``: (head, subhead) of each mesh axis.
 
     ``cells``: by (row, axis), for the levels that the axis's groups span.
     """
@@ -51,7 +52,7 @@ class LinkTable:
         """Widths of the first four columns and of the axes'."""
         fixed = [
             max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _GAP
-            for i, head in enumerate(("links", "join", "bandwidth", "latency"))
+            for i, head in enumerate(_HEADS)
         ]
         return fixed + [
             max(
@@ -108,22 +109,54 @@ def axis_text(plan: Plan) -> str:
 
 
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Name, what it joins, bandwidth and latency of all links of ``topology``, from the inside out."""
-    return [*_pattern_rows(topology), *(_level_row(level) for level in topology.levels), *_own_rows(topology)]
+    """Name, what it joins, what a device gets of it when all talk at once, and latency of all links of ``topology``,
+    from the inside out."""
+    levels = [
+        (level.name, _joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
+        for level in topology.levels
+    ]
+    return [*_pattern_rows(topology), *levels, *_own_rows(topology)]
 
 
-def _level_row(level: Level) -> tuple[str, str, str, str]:
+def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
+    """As :func:`link_rows`, with the bandwidth that is described and what a node gets."""
+    rows = []
+    for level in topology.levels:
+        whole, device, node = level_rates(topology, level)
+        rows.append((level.name, _joins(level), whole, device, node, seconds_text(level.latency)))
+    others = [(name, joins, rate, "", "", latency) for name, joins, rate, latency in _pattern_rows(topology)]
+    own = [(name, joins, rate, "", "", latency) for name, joins, rate, latency in _own_rows(topology)]
+    return [*others, *rows, *own]
+
+
+def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
+    """What is described, of a device or a network card; what a device gets, and what a node gets, when all talk at
+    once. Where devices or nodes differ, from the least to the most."""
+    left = level.bandwidth / level.oversubscription
+    beyond = spans_nodes(level)
+    has = np.flatnonzero(level_groups(topology, level) >= 0)
+    shares: NDArray[np.floating[Any]] = topology.network_share[has] if beyond else np.ones(len(has))
+    _, of_node = np.unique(topology.node_of[has], return_inverse=True)
+    nodes = np.bincount(of_node.reshape(-1), weights=shares)
+    whole = f"{_rate(level.bandwidth)} per {'card' if beyond else 'device'}"
+    if level.oversubscription != 1:
+        whole += f", {digits(level.oversubscription)}:1"
+    return whole, _range(left * shares), _range(left * nodes)
+
+
+def _range(rates: NDArray[np.floating[Any]]) -> str:
+    """``50 GB/s``, or ``25 to 50 GB/s``."""
+    low, high = digits(float(rates.min()) / 1e9), digits(float(rates.max()) / 1e9)
+    return f"{high} GB/s" if low == high else f"{low} to {high} GB/s"
+
+
+def _joins(level: Level) -> str:
     joins = f"up to {plural(level.nodes, 'node')}" if level.nodes is not None else "all devices"
     if level.devices is not None:
         joins = plural(level.devices, "device")
     elif level.nodes == 1:
         joins = "a node"
-    if level.only:
-        joins += f" of {', '.join(level.only)}"
-    rate = f"{_rate(level.bandwidth / level.oversubscription)}"
-    if level.oversubscription != 1:
-        rate += f" ({_rate(level.bandwidth)} shared by {digits(level.oversubscription)})"
-    return level.name, joins, rate, seconds_text(level.latency)
+    return joins + (f" of {', '.join(level.only)}" if level.only else "")
 
 
 def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
@@ -181,12 +214,7 @@ def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:
 
 def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
     """Every stage to the next, over the slowest of the links between their ranks."""
-    slowest: list[Link] = []
-    for stage in range(rows.shape[1] - 1):
-        here, there = rows[:, stage], rows[:, stage + 1]
-        bandwidth, latency = pair_links(plan.topology, here, there)
-        pair = int(np.lexsort((-latency, bandwidth))[0])
-        slowest.append(plan.topology.link(int(here[pair]), int(there[pair])))
+    slowest = stage_links(plan.topology, {"pp": rows.shape[1], "dp": len(rows)}, rows.T.reshape(-1))
     counts = Counter(link.name for link in slowest)
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}
     cells = {}
@@ -204,7 +232,7 @@ def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
     """Draw ``table`` with its corner at ``x``, ``y``."""
     widths = table.columns
     lefts = [x + sum(widths[:i]) for i in range(len(widths))]
-    for left, head in zip(lefts, ("links", "join", "bandwidth", "latency"), strict=False):
+    for left, head in zip(lefts, _HEADS, strict=False):
         text(root, left, y + 28, head, size=11, fill="muted")
     for left, (head, sub) in zip(lefts[4:], table.axes, strict=True):
         text(root, left, y + 14, head, size=12, bold=True)

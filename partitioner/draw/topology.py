@@ -253,7 +253,7 @@ class _Scene:
     def notes(self, start: int, stop: int) -> list[str]:
         """How a node and its devices differ from what is usual."""
         found = []
-        shares = self.topology.network_share[start:stop]
+        shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
             found.append(f"network at {percent(float(shares.mean()))}")
         speeds = Counter(d.speed for d in self.topology.devices[start:stop])
@@ -346,7 +346,7 @@ class _Scene:
         if self.is_other_memory(device):
             whole = bytes_text(self.topology.types[device.kind].memory)
             lines.append(f"{bytes_text(device.memory)} of memory, where its kind has {whole}")
-        share = float(self.topology.network_share[box.start])
+        share = float(self.topology.cards.left[box.start])
         if share < 1:
             lines.append(f"{percent(share)} of the bandwidth between nodes")
         rank = int(self.rank_of[box.start])

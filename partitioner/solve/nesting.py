@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.collectives import collective_time
+from partitioner.cost.machine import RING
+from partitioner.topology.groups import stage_links
 from partitioner.topology.model import Topology
 from partitioner.topology.nested import first_group
 from runtime.meshes import AXES
@@ -40,6 +42,10 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
         return None
     everyone = np.arange(topology.num_devices)
     sizes = [1]
+    if topology.num_nodes > 1 and topology.cards.are_shared:  # who shares a card with whom matters to messages
+        if len(np.unique(topology.cards.users)) > 1:
+            return None
+        sizes.append(int(topology.cards.users[0]))
     for storey in topology.storeys:
         size = int(np.searchsorted(storey.joined > 0, True))  # the first run of devices
         if len(storey.levels) > 1 or size % sizes[-1] or topology.num_devices % size:
@@ -139,10 +145,13 @@ def _costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
         for axes in combinations(wide, count):
             if 0 in axes and count > 1:
                 continue
-            group = first_group(topology, mesh, *(AXES[i] for i in axes), devices=grid)
+            names = tuple(AXES[i] for i in axes)
+            group = first_group(topology, mesh, *names, devices=grid, ring=names == RING)
             costs += [collective_time(op, size, group) for op in _OPS for size in _SIZES]
-    first = grid.reshape(grid.shape[0], -1)[:, 0].tolist()
-    for a, b in pairwise(first):
-        link = topology.link(a, b)
+            costs += [hop.time(size) for hop in group.hops for size in _SIZES]
+    alike = not topology.cards.are_shared  # then the first message between two stages is like all of them
+    of_stages = {"pp": grid.shape[0]} if alike else mesh
+    ranks = grid.reshape(grid.shape[0], -1)[:, :1] if alike else grid
+    for link in stage_links(topology, of_stages, ranks.reshape(-1)):
         costs += [link.latency, 1 / link.bandwidth]
     return np.array(costs)

@@ -162,7 +162,7 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
         first += group.count
         if node < first:
             break
-    cards = group.nics or group.devices
+    cards = group.num_cards
     dead = override.dead(cards)
     if not all(0 <= card < cards for card in dead):
         raise MisplacedError(

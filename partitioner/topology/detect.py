@@ -100,7 +100,6 @@ def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wire
         fields |= _inside(group, main, wires)
     if wires is not None and nodes > 1 and 0 < wires.num_nics < len(kinds):  # then they share them
         group["nics"] = wires.num_nics
-        fields["levels"][-1] = {**fields["levels"][-1], "oversubscription": len(kinds) / wires.num_nics}
     slot = wires.pcie if wires is not None and wires.pcie is not None else None
     host = {"bandwidth": "25 GB/s", **_host(group.get("host")), "memory": physical_memory(), "disk": 0}
     group["host"] = {**host, "bandwidth": slot} if slot is not None else host
@@ -125,8 +124,10 @@ def _machine(kind: str, nodes: int, devices: int) -> dict[str, Any]:
         return {"nodes": [{"type": kind, "devices": devices, "count": nodes}], "levels": levels}
     fields = machine_fields(name, nodes, devices)
     (group,) = fields["nodes"]
-    if devices != catalogue("machines")[name]["devices"]:  # which of its places they have is not known
-        group.pop("nics", None)
+    whole = catalogue("machines")[name]["devices"]
+    if devices != whole:  # which of its places they have is not known
+        if "nics" in group:
+            group["nics"] = max(1, group["nics"] * devices // whole)
         pattern = group.get("pattern")
         if pattern and any(link["pairs"] != "all" for link in catalogue("patterns")[pattern]["links"]):
             del group["pattern"]

@@ -7,7 +7,7 @@ level; levels of different islands that stand side by side are one storey.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.topology.parts import Level, NodeGroup, NodeOverride, Pattern
+from partitioner.topology.parts import Level, NodeGroup, Pattern
 
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
@@ -118,36 +118,6 @@ def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
             runs.append([number])
             taken = set(level.only)
     return [tuple(run) for run in runs]
-
-
-def network_share(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOverride]) -> Floats:
-    """The share of the bandwidth between nodes that each device has, shape ``[num_devices]``."""
-    shares = np.ones(sum(g.devices * g.count for g in nodes))
-    node = start = 0
-    for group in nodes:
-        for number in sorted(set(overrides) & set(range(node, node + group.count))):
-            own = overrides[number]
-            cards = group.nics or group.devices
-            first = start + (number - node) * group.devices
-            shares[first : first + group.devices] = own.network * card_shares(group.devices, cards, own.dead(cards))
-        node += group.count
-        start += group.devices * group.count
-    return shares
-
-
-def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
-    """What each device has of the bandwidth that it would have with all ``cards``: who lost them goes to the nearest.
-
-    Devices share cards, or have several each, in order of their place. Adds up to the living cards' share of all.
-    """
-    ports = min(devices, cards)
-    alive = np.array([card not in dead for card in range(cards)], dtype=float)
-    strength = np.array([cards_of.mean() for cards_of in np.split(alive, np.arange(1, ports) * cards // ports)])
-    living = np.flatnonzero(strength)
-    home = np.arange(devices) * ports // devices
-    used = np.array([living[np.abs(living - port).argmin()] for port in home.tolist()])
-    before, now = np.bincount(home, minlength=ports), np.bincount(used, minlength=ports)
-    return np.asarray(strength[used] * np.minimum(1.0, before[used] / now[used]), dtype=np.float64)
 
 
 def pattern_matrix(pattern: Pattern, devices: int) -> Floats:

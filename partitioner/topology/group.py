@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.topology.parts import Level, Measured
+from partitioner.topology.parts import Hop, Level, Measured
 from passes.hashing import hashed_once
 
 _POST_S = 1e-6  # to post one send and one receive
@@ -33,6 +33,7 @@ class Group:
 
     Of links that single pairs have: ``lag``: seconds that a round of a ring takes longer for them than the tiers say;
     ``pair_cap`` and ``pair_lag``: bytes/s and more seconds of the slowest, which an all-to-all cannot go round.
+    ``hops``: of messages to the rank that is 1, 2, ... places further, where the order of the ranks is known.
     ``others``: groups of the same axis, each slower than this one for some collective of some size; whoever waits for
     all of them waits for the slowest each time.
     """
@@ -44,6 +45,7 @@ class Group:
     lag: float = 0.0
     pair_cap: float = math.inf
     pair_lag: float = 0.0
+    hops: tuple[Hop, ...] = ()
     others: tuple[Group, ...] = ()
 
     @cached_property
@@ -113,15 +115,30 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """Seconds of nothing and seconds per byte moved of each collective: where none is more, none is slower."""
+        """Seconds of nothing and seconds per byte moved of each collective and each hop: where none is more, none is
+        slower."""
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
             found += [start, 1 / bandwidth]
+        found += [price for hop in self.hops for price in (hop.latency, 1 / hop.bandwidth)]
         exchange = self.measured("all_to_all")
         if exchange is not None:
             return *found, exchange[0], (self.size - 1) / self.size**2 / exchange[1]
         return *found, self.exchange_start, self.exchange_slope
+
+    def hop(self, places: int) -> Hop:
+        """Of messages of all ranks to the one that is so many ``places`` further; negative: further back.
+
+        Where the order of the ranks is not known, over the slowest of the levels when all talk at once.
+        """
+        places %= self.size
+        if not places:
+            return Hop(0.0, math.inf)
+        if self.hops:
+            return self.hops[min(places, self.size - places) - 1]
+        levels = [tier.level for tier in self.tiers]
+        return Hop(max(level.latency for level in levels), min(level.bandwidth for level in levels))
 
     @property
     def exchange_start(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,11 @@ from partitioner.topology.fabric import inside_levels, least_share
 from partitioner.topology.group import Group as Group  # for those who import it from here
 from partitioner.topology.group import Tier as Tier
 from partitioner.topology.group import slowest
+from partitioner.topology.hops import hops_of, ring_hops
 from partitioner.topology.joined import group_of as group_of
 from partitioner.topology.joined import spread_of
 from partitioner.topology.model import Topology
-from partitioner.topology.pairs import pair_links
+from partitioner.topology.pairs import links_at_once
 from partitioner.topology.parts import Link
 from runtime.meshes import AXES, expert_mesh, num_ranks
 
@@ -73,21 +75,32 @@ def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices:
     return slowest(axis_groups(topology, mesh, *axes, devices=devices))
 
 
-def stage_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> tuple[Group, ...]:
-    """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them."""
-    numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices)
+def stage_groups(
+    topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
+) -> tuple[Group, ...]:
+    """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them;
+    ``ring``: with their hops."""
+    numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
 
 
-def kinds_of(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
-    """For each row of devices the number of its kind, and a group of each kind."""
+def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
+    """For each row of devices the number of its kind, and a group of each kind; ``ring``: with their hops, of all rows
+    at the same time."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
-    traits = np.stack(list(_traits(topology, rows)), axis=1)
-    if (traits == traits[0]).all():
-        return np.zeros(len(rows), dtype=np.int64), [group_of(topology, rows[0])]
-    _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
-    return kinds.reshape(-1), [group_of(topology, rows[i]) for i in first]
+    columns = list(_traits(topology, rows))
+    hops = ring_hops(topology, rows) if ring else None
+    if hops is not None:
+        columns += [column for each in hops for column in each.T]
+    traits = np.stack(columns, axis=1)
+    first, kinds = np.zeros(1, dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    if not (traits == traits[0]).all():
+        _, first, kinds = np.unique(traits, axis=0, return_index=True, return_inverse=True)
+    groups = [group_of(topology, rows[i]) for i in first]
+    if hops is not None:
+        groups = [replace(g, hops=hops_of(hops[0][i], hops[1][i])) for g, i in zip(groups, first, strict=True)]
+    return kinds.reshape(-1), groups
 
 
 def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
@@ -128,31 +141,29 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
 
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
-    """What each stage talks to the next one over: the slowest of the links between their ranks."""
+    """What each stage talks to the next one over: the slowest of the links between their ranks, which all send at the
+    same time."""
     stages = mesh.get("pp", 1)
     grid = placed(topology, mesh, devices).reshape(stages, -1)
-    if stages == 1:
-        return ()
-    bandwidth, latency = pair_links(topology, grid[:-1], grid[1:])
-    narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
-    return tuple(
-        _no_sooner(topology.link(int(grid[s, i]), int(grid[s + 1, i])), float(latency[s].max()))
-        for s, i in enumerate(narrowest.tolist())
-    )
-
-
-def _no_sooner(link: Link, latency: float) -> Link:
-    """``link``, where other messages that are waited for have the ``latency``."""
-    return link if latency <= link.latency else link.model_copy(update={"latency": latency})
+    return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
 
 
 def between(topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None) -> Link:
-    """What two stages talk over: the slowest of the links between their ranks."""
+    """What two stages talk over, as :func:`stage_links` has it."""
     grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
-    bandwidth, latency = pair_links(topology, grid[stage], grid[other])
-    narrowest = int(np.lexsort((-latency, bandwidth))[0])
-    link = topology.link(int(grid[stage, narrowest]), int(grid[other, narrowest]))
-    return _no_sooner(link, float(latency.max()))
+    return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
+
+
+def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
+    """For each row the slowest of its pairs, which talk at the same time: of the narrowest, and the longest latency."""
+    bandwidth, latency = links_at_once(topology, here, there)
+    narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
+    return tuple(
+        topology.link(int(here[row, k]), int(there[row, k])).model_copy(
+            update={"bandwidth": float(bandwidth[row, k]), "latency": float(latency[row].max())}
+        )
+        for row, k in enumerate(narrowest.tolist())
+    )
 
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
@@ -193,12 +204,13 @@ def replica_paces(
 
 
 def replica_groups(
-    topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None
+    topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[NDArray[np.int64], list[Group]]:
     """The slowest of the groups over ``axes``, ``pp`` not among them, inside each of ``dp`` replicas in each stage:
-    numbers, shape ``[pp, dp]``, and what each stands for. The ranks of a replica follow each other in ``mesh``."""
+    numbers, shape ``[pp, dp]``, and what each stands for; ``ring``: with their hops. The ranks of a replica follow each
+    other in ``mesh``."""
     assert "pp" not in axes, axes
-    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)])
+    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
     # groups of one stage follow each other, since pp is the outermost axis
     numbers, sets = _sets(kinds.reshape(mesh.get("pp", 1), dp, -1), len(groups))
     return numbers, [slowest([groups[k] for k in own]) for own in sets]

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.errors import TopologyError
+from partitioner.topology.cards import NetworkCards, network_cards
 from partitioner.topology.checks import check_parts, expect
 from partitioner.topology.fabric import (
     Floats,
     Storey,
     inside_level,
     level_groups,
-    network_share,
     pattern_matrix,
     spans_nodes,
     storeys,
@@ -156,9 +156,14 @@ class Topology(Part):
         return tuple(level_groups(self, level) for level in self.levels)
 
     @cached_property
+    def cards(self) -> NetworkCards:
+        """The network cards that devices talk to other nodes over."""
+        return network_cards(self.nodes, self.node_overrides)
+
+    @property
     def network_share(self) -> Floats:
-        """The share of the bandwidth between nodes that every device is left with, shape ``[num_devices]``."""
-        return network_share(self.nodes, self.node_overrides)
+        """What every device has of a network card when all talk at once, shape ``[num_devices]``."""
+        return self.cards.share
 
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from partitioner.topology.groups import Devices, Group, group_of, placed
+from partitioner.topology.groups import Devices, Group, group_of, kinds_of, placed, rank_grid
+from partitioner.topology.hops import near
 from partitioner.topology.model import Topology
 from runtime.meshes import AXES
 
@@ -26,7 +27,14 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
     return True
 
 
-def first_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """The group over ``axes`` of the first rank."""
-    grid = placed(topology, mesh, devices).reshape([mesh.get(axis, 1) for axis in AXES])
+def first_group(
+    topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
+) -> Group:
+    """The group over ``axes`` of the first rank; ``ring``: with its hops."""
+    on = placed(topology, mesh, devices).reshape(-1)
+    if ring:
+        rows = near(topology, on[rank_grid(mesh, *axes)])
+        kinds, groups = kinds_of(topology, rows, ring=True)
+        return groups[int(kinds[0])]
+    grid = on.reshape([mesh.get(axis, 1) for axis in AXES])
     return group_of(topology, grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)].reshape(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -170,7 +170,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # th
 
 
 class Level(Part):
-    """Links of one level. ``bandwidth``: bytes/s per device and direction; ``latency``: seconds for one message.
+    """Links of one level. ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card beyond
+    it (:attr:`NodeGroup.nics`); ``latency``: seconds for one message.
 
     ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
     the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
@@ -278,7 +279,8 @@ class NodeGroup(Part):
     """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``.
 
     ``island``: the name by which levels know these nodes, else the type. ``pattern``: of the links inside a node.
-    ``nics``: network cards of a node, which its devices share evenly; else one for each device.
+    ``nics``: network cards of a node, each with the bandwidth of the levels that leave the node; its devices share
+    them evenly. ``None``: one for each device.
     ``concurrent``: how many devices of a node can compute at a time, each as its kind says; more of them share that
     evenly (ranks that compete for a machine's cores). ``None``: all.
     """
@@ -296,6 +298,11 @@ class NodeGroup(Part):
     @property
     def island_name(self) -> str:
         return self.island or self.type
+
+    @property
+    def num_cards(self) -> int:
+        """Network cards of a node."""
+        return self.nics or self.devices
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -364,6 +371,17 @@ class Link(Part):
     def time(self, num_bytes: float) -> float:
         """Seconds for one message of ``num_bytes``."""
         return self.latency + num_bytes / self.bandwidth
+
+
+class Hop(NamedTuple):
+    """Messages of all ranks of a ring at the same time: seconds of messages of nothing, and bytes/s, of the slowest."""
+
+    latency: float
+    bandwidth: float
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds until messages of ``num_bytes`` are all there."""
+        return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from partitioner.topology.parts import NodeGroup, Pattern, PatternLink
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
 
+_ROUNDING = 1e-9
 Places = tuple[int, ...]  # in a node
 Marks = NDArray[np.bool_]
 
@@ -88,10 +89,12 @@ def _runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, 
 
 
 def _cards(group: NodeGroup, places: Places) -> int | None:
-    """The network cards of what is left of a node: as many for each device."""
+    """The network cards of what is left of a node: those that its devices use."""
     if group.nics is None:
         return None
-    return max(1, group.nics * len(places) // group.devices)
+    if group.nics < group.devices:
+        return len({place * group.nics // group.devices for place in places})
+    return group.nics * len(places) // group.devices
 
 
 def _among(pattern: Pattern, places: Places) -> Pattern:
@@ -118,7 +121,8 @@ def _check(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: 
                 f"level {level.name!r} joins aligned runs, which would join others without these devices; leave out "
                 "whole runs, or describe what is left in a file of its own"
             )
-    if not np.allclose(topology.network_share[kept], smaller.network_share):
+    same = np.allclose(topology.cards.alone[kept], smaller.cards.alone)
+    if not same or (smaller.network_share < topology.network_share[kept] * (1 - _ROUNDING)).any():
         raise TopologyError(
             "the devices that are left would have other network cards; describe them in a file of its own"
         )

@@ -97,4 +97,5 @@ def partition(
         planned_only=found.beyond,
         in_host=chosen.offload,
         of_replicas=chosen.data_shares,
+        lacking=found.lacking,
     )

@@ -97,18 +97,23 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     """The summary for a terminal."""
     parts: list[RenderableType]
     if plan.written is None:
-        parts = [heading(plan.model), figures(plan), "", estimate_table(plan)]
+        parts = [heading(plan.model + _hosted_unasked(plan)), figures(plan), "", estimate_table(plan)]
     else:
         whole = outline(plan.written)
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
         stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
-        parts = [heading(f"{plan.model}{size}"), figures(plan), "", stages]
+        parts = [heading(f"{plan.model}{size}{_hosted_unasked(plan)}"), figures(plan), "", stages]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
     if notes := [*plan.notes, *precision_notes(plan)]:
         parts += ["", heading("Notes"), *_items(notes)]
     return parts
+
+
+def _hosted_unasked(plan: Plan) -> str:
+    """That the job fits only with host memory, which nobody asked for; empty where that is not so."""
+    return f": fits only {hosted(plan)}" if plan.lacking and plan.offload else ""
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
@@ -147,6 +152,8 @@ def _planned_only(plan: Plan) -> Iterator[RenderableType]:
 def _fit(plan: Plan) -> Iterator[RenderableType]:
     if not plan.estimate.memory:
         return
+    if plan.lacking and plan.offload:
+        yield line(f"Only {hosted(plan)}. Without it: {plan.lacking}.")
     rank = fullest_rank(plan)
     peak, room = plan.estimate.memory[rank], capacities(plan)[rank]
     stage = rank // (plan.world_size // plan.num_stages)

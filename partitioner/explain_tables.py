@@ -119,6 +119,7 @@ def figures(plan: Plan) -> Padding:
         samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}"
     divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
+        ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("links", axis_text(plan)),

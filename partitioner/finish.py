@@ -92,14 +92,14 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
-                return replace(found, certificate=explored.compared(least_s))
+                return replace(found, certificate=explored.compared(least_s), lacking=explored.lacking)
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
         lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
         job = _with_less(job, found.chosen.point, lacks, tried)
     if near is not None:
         found, explored = near
-        return replace(found, certificate=explored.compared(least_s))
+        return replace(found, certificate=explored.compared(least_s), lacking=explored.lacking)
     assert lacking is not None
     raise lacking
 
@@ -190,6 +190,7 @@ class Finished:
     estimate: Estimate
     beyond: tuple[str, ...]
     context: tuple[ContextWay, ...] = ()  # what other algorithms of attention would take
+    lacking: str = ""  # what did not fit without the offload that was chosen unasked
 
 
 def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:

@@ -179,6 +179,7 @@ class Plan(Data):
     # of a plan without a program: kinds of what is kept in host memory, and microbatches of ranks of dp that differ
     in_host: tuple[str, ...] = ()
     of_replicas: tuple[int, ...] = ()
+    lacking: str = ""  # what did not fit on the devices alone, where offload was chosen without being asked for
 
     @property
     def program(self) -> Program:

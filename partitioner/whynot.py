@@ -72,7 +72,7 @@ def why_not(
     answer = _from_rows(plan, asked)
     if answer is not None and (model is None or answer.verdict == "chosen"):
         return answer
-    if answer is not None and answer.verdict not in ("bounded", "unknown") and not _is_beside(plan, asked):
+    if answer is not None and not answer.with_model and not _is_beside(plan, asked):
         return answer
     if model is not None:
         return _planned(plan, asked, model, inputs, loss)
@@ -178,6 +178,7 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
     limit = unhosted(plan) if nearest.missing else ""
+    asks = bool(limit) and _merged(plan, asked).fixes_mesh(plan.world_size)  # for offload, which is not tried unasked
     lines = [f"No plan with {shown(asked)} fits {limit}." if limit else f"There is no plan with {shown(asked)}."]
     if nearest.missing:
         lines.append(
@@ -187,7 +188,11 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     else:
         lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
     more = "With the model at hand it can be planned with more there" if limit else ""
-    return WhyNot(asked, "unknown" if limit else "infeasible", tuple(lines), nearest, with_model=more)
+    if asks:
+        more = "The mesh is fixed so, and offload is then used only where it is asked for. With the model at hand "
+        more += "it is said what offload would give"
+    verdict: Verdict = "unknown" if limit and not asks else "infeasible"
+    return WhyNot(asked, verdict, tuple(lines), nearest, with_model=more)
 
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:

@@ -72,6 +72,8 @@ def advised(asked: Asked) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
+        if isinstance(error, CapacityError) and (margin := asked.constraints.memory_margin):
+            error.message += f" ({100 * margin:g}% of a device's memory is kept free: memory_margin)"
         if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
             seconds = max(_LEAST_S, time.monotonic() - begun)
             error.advise = partial(advice, asked, isinstance(error, CapacityError), seconds=seconds)

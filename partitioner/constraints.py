@@ -85,7 +85,8 @@ class Constraints(BaseModel):
     the outermost of those; it changes what is trained, and is never chosen unasked. ``couple``: what a model that has
     samples meet (losses that balance experts, batch norm) is computed on: the global ``batch``, or each ``microbatch``,
     whose size is then given; loss and gradients are their mean. ``ahead``: search what is only planned yet, too (see
-    :attr:`planned_only`).
+    :attr:`planned_only`). ``memory_margin``: the fraction of each device's usable memory that plans leave free, for
+    what the estimate does not know (fragmentation, libraries); 0 uses all of it.
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -120,6 +121,7 @@ class Constraints(BaseModel):
     placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None
+    memory_margin: float = Field(default=0.05, ge=0, lt=1)
     hierarchical: bool | None = None
     grad_compression: Compression | None = None
     ahead: bool = False

@@ -29,6 +29,7 @@ from partitioner.explain_tables import (
     hosted,
     indented,
     line,
+    memory_left,
     microbatches_text,
     recomputed_text,
     rule_table,
@@ -159,7 +160,15 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        yield line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
+        left, margin = memory_left(plan), plan.constraints.memory_margin
+        yield line(
+            f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left "
+            f"({percent(left)})."
+        )
+        if left < margin:
+            yield line(f"That is less than the margin of {100 * margin:g}%; no plan that leaves as much was found.")
+        elif margin:
+            yield line(f"Plans leave {100 * margin:g}% free, for what the estimate does not know (memory_margin).")
     elif peak <= (1 + NEAR) * room:
         more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
         yield line(f"Hardly: {where} needs {more}; nothing that needs less was found.")

@@ -134,6 +134,7 @@ def figures(plan: Plan) -> Padding:
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
+        ("free memory", margin_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
@@ -155,7 +156,10 @@ def sharing_text(plan: Plan) -> str:
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
-    axes = " × ".join(axis for axis in ("dp", "cp") if plan.mesh.get(axis, 1) > 1)
+    shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}  # whose product is the ranks
+    axes = " × ".join(axis for axis, size in shares.items() if size > 1)
+    if replicas > 1 and min(shares.values()) > 1:
+        axes = " × ".join(f"{size} of {axis}" for axis, size in shares.items())
     more = f", in {replicas} replicas" if replicas > 1 else ""
     return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} of {axes}{more}"
 
@@ -230,6 +234,23 @@ def fullest_rank(plan: Plan) -> int:
     """The rank whose peak comes closest to what its device has."""
     rooms = capacities(plan)
     return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
+
+
+def memory_left(plan: Plan) -> float:
+    """The fraction of its device's memory that the fullest rank leaves free; negative: what it lacks."""
+    rank = fullest_rank(plan)
+    return 1 - plan.estimate.memory[rank] / max(1, capacities(plan)[rank])
+
+
+def margin_text(plan: Plan) -> str:
+    """How much of its memory the fullest rank leaves free, beside what was asked for; empty where it is unknown."""
+    if not plan.estimate.memory:
+        return ""
+    left, margin = memory_left(plan), plan.constraints.memory_margin
+    asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
+    if left < 0:
+        return f"none: {percent(-left)} too little ({asked})"
+    return f"{percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
 
 
 def certificate_line(plan: Plan) -> str:

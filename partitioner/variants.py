@@ -20,6 +20,7 @@ from partitioner.units import bytes_text, divisors, plural
 
 # a stage_of entry put right, other kinds in host memory, other devices, larger ones
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
+_MARGIN = 0.5  # nothing left free on devices
 _UNASKED = 0.3  # offload where nothing was said of it
 # Ways of doing what a plan may not do at all.
 _WAYS = ("context", "dispatch", "hierarchical", "grad_compression", "data_shares")
@@ -73,6 +74,9 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
     yield from hosted
     if not short_of_memory:
         yield from _batches(asked, base)
+    elif margin := asked.constraints.memory_margin:
+        whole = asked.constraints.model_copy(update={"memory_margin": 0.0})
+        yield _and(base, _MARGIN, "margin", f"memory_margin=0 instead of {margin:g}", constraints=whole)
     for variant in (base, *(hosted if short_of_memory else ())):
         yield from _rooms(variant, short_of_memory)
     yield from _larger(base, _TIMES if short_of_memory else ())

@@ -157,11 +157,11 @@ def sharing_text(plan: Plan) -> str:
         zero - 1
     ]
     shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}  # whose product is the ranks
-    axes = " × ".join(axis for axis, size in shares.items() if size > 1)
+    axes = "of " + " × ".join(axis for axis, size in shares.items() if size > 1)
     if replicas > 1 and min(shares.values()) > 1:
-        axes = " × ".join(f"{size} of {axis}" for axis, size in shares.items())
+        axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
     more = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} of {axes}{more}"
+    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} {axes}{more}"
 
 
 def recomputed_text(plan: Plan) -> str:
@@ -357,10 +357,15 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     return indented(made)
 
 
+def fullest_bytes(plan: Plan) -> int | None:
+    """The peak of the rank that comes closest to what its device has; ``None`` where it is unknown."""
+    return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
+
+
 def _held(candidate: Candidate, plan: Plan) -> str:
-    """Memory on the fullest rank; of the chosen one as the rest of the report has it, by its program."""
-    if candidate.status == "chosen" and plan.estimate.memory:
-        return bytes_text(plan.estimate.memory[fullest_rank(plan)])
+    """Memory on the fullest rank; of the chosen one as the rest of the report has it."""
+    if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
+        return bytes_text(most)
     return bytes_text(candidate.memory) if candidate.memory is not None else ""
 
 

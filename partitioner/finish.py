@@ -92,16 +92,29 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             found = _finished(job, explored, estimate_only)
             lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
             if lacks is None:
-                return replace(found, certificate=explored.compared(least_s), lacking=explored.lacking)
+                return replace(
+                    found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
+                )
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
         lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
         job = _with_less(job, found.chosen.point, lacks, tried)
     if near is not None:
         found, explored = near
-        return replace(found, certificate=explored.compared(least_s), lacking=explored.lacking)
+        return replace(found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking)
     assert lacking is not None
     raise lacking
+
+
+def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
+    """``certificate`` with the memory of the plan's program in the plan's row, in place of the search's tables'."""
+    if found.program is None:
+        return certificate
+    most = max(found.estimate.memory)
+    rows = (
+        row.model_copy(update={"memory": most}) if row.status == "chosen" else row for row in certificate.candidates
+    )
+    return certificate.model_copy(update={"candidates": tuple(rows)})
 
 
 def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:

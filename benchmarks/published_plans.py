@@ -74,6 +74,7 @@ def constraints_of(row: Row) -> Constraints:
         virtual_stages=virtual,
         recompute=_recompute(row),
         zero=zero,
+        memory_margin=0.0,  # it ran
         # before May 2022 none had it
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or is_of(row, _SHARDS) else False,
         overlap_tensor=tp > 1

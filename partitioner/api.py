@@ -70,7 +70,7 @@ def partition(
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
         work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
-        return Job(*work, rated(topology, kind), constraints, train, optimizer, kind)
+        return Job(*work, rated(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
 
     with advised(Asked(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)
@@ -97,4 +97,5 @@ def partition(
         planned_only=found.beyond,
         in_host=chosen.offload,
         of_replicas=chosen.data_shares,
+        lacking=found.lacking,
     )

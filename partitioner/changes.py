@@ -22,16 +22,16 @@ from typing import Any
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
-from partitioner.evaluate import Evaluator
-from partitioner.explore import rooms, space_of
+from partitioner.evaluate import Evaluator, Solved
+from partitioner.explore import best, rooms, space_of
 from partitioner.finish import fits, planned_only
 from partitioner.job import Job
-from partitioner.pins import differs, distance, effort, fixed_of, instead, pins_of, shown, subsets, without
+from partitioner.pins import differs, distance, effort, fixed_of, instead, kinds_text, pins_of, shown, subsets, without
 from partitioner.requests import check_request
 from partitioner.solve.point import Point
 from partitioner.solve.points import Space, points, several_stages
 from partitioner.topology import Topology
-from partitioner.units import divisors
+from partitioner.units import divisors, seconds_text
 from partitioner.variants import Asked, Variant, far_variants, variants
 from passes.errors import PartitionError
 
@@ -72,6 +72,8 @@ def advised(asked: Asked) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
+        if isinstance(error, CapacityError) and (margin := asked.constraints.memory_margin):
+            error.message += f" ({100 * margin:g}% of a device's memory is kept free: memory_margin)"
         if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
             seconds = max(_LEAST_S, time.monotonic() - begun)
             error.advise = partial(advice, asked, isinstance(error, CapacityError), seconds=seconds)
@@ -169,9 +171,9 @@ class _Search:
             if (few or other) and self._allowed(variant, pins, point):
                 solved[key] += 1
                 values[key].add(value)
-                if self._has_plan(variant, pins, point):
+                if (plan := self._plan(variant, pins, point)) is not None:
                     done.append(given_up)
-                    found.append(self._change(variant, pins, point))
+                    found.append(self._change(variant, pins, point, plan))
             self._longest = max(self._longest, time.monotonic() - begun)
         return tuple(found)
 
@@ -210,7 +212,7 @@ class _Search:
                 return ()
             pins = [pin for pin in every if differs(base.constraints, pin, point)]
             possible = _is_possible(replace(job, constraints=self._constraints(base, pins, point)))
-            if possible and self._allowed(base, every, point) and self._has_plan(base, every, point):
+            if possible and self._allowed(base, every, point) and self._plan(base, every, point) is not None:
                 return (self._change(base, pins, point),)
         # not even without them: what else it takes
         free = _Search(
@@ -280,9 +282,11 @@ class _Search:
             return False
         return True
 
-    def _has_plan(self, variant: Variant, pins: Sequence[str], point: Point) -> bool:
+    def _plan(self, variant: Variant, pins: Sequence[str], point: Point) -> Solved | None:
+        """The plan of ``point``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
         lacking: list[Evaluator] = []
-        for job in rooms(self._job(variant, pins), lambda: any(e.host_lacks for e in lacking)):  # as partition does
+        changed = replace(self._job(variant, pins), constraints=self._constraints(variant, pins, point))
+        for job in rooms(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
             if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
                 continue  # which that keeps whole
             key = _basis(job)
@@ -293,12 +297,12 @@ class _Search:
                 lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
                 solved = lacking[-1].solve(point)
                 if not self.short_of_memory or fits(job, solved):
-                    return True
+                    return solved
             except CapacityError:
                 continue
             except PartitionError:
-                return False
-        return False
+                return None
+        return None
 
     def _possible(self, constraints: Constraints) -> bool:
         """Whether the bounds allow a plan."""
@@ -324,12 +328,25 @@ class _Search:
         """What to ask for, to have ``point`` instead of the ``pins``."""
         return _with(without(variant.constraints, pins), _new(pins, point).items())
 
-    def _change(self, variant: Variant, pins: Sequence[str], point: Point) -> Change:
+    def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
+        """Seconds of the best plan under ``constraints``, of which one that takes ``known_s`` is known: that one's
+        where there is no time to search."""
+        job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
+        try:
+            return best(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
+        except PartitionError:
+            return known_s
+
+    def _change(self, variant: Variant, pins: Sequence[str], point: Point, plan: Solved | None = None) -> Change:
         new, constraints = _new(pins, point), self._constraints(variant, pins, point)
         texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
         found = planned_only(self._job(variant, pins), point, constraints)
         beyond = [what for what in found if what not in self.asked.constraints.planned_only]
         marked = " (planned, not executed by this version)" if beyond else ""
+        if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
+            unsaid = "" if "offload" in variant.kinds else f"with offload={kinds_text(plan.offload)} "
+            seconds = self._step_time(variant, constraints, plan.estimate.step_time)
+            marked += f" ({unsaid}a step then takes {seconds_text(seconds)})"
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.draw.axes import rate_rows
+from partitioner.draw.figures import capacities
 from partitioner.errors import PlanError
 from partitioner.explain_tables import heading, indented, pairs
 from partitioner.plan import Plan
@@ -36,7 +37,8 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
     rows = [("place", ", ".join(f"{a} {places[a]}" for a in axes) or "the one rank")]
     rows += [(f"{a} group", f"ranks {ranges(mine.group(a))}") for a in axes]
     if rank < len(plan.estimate.memory):
-        rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {bytes_text(device.usable)}"))
+        room = bytes_text(capacities(plan)[rank])
+        rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {room}"))
     yield pairs(rows)
     yield from ("", _states(mine), "", heading("Instructions"), _instructions(mine))
 

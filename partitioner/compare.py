@@ -12,7 +12,15 @@ from rich.text import Text
 from partitioner.consoles import plain
 from partitioner.draw.figures import COLLECTIVE_NAMES, capacities, mesh_text
 from partitioner.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
-from partitioner.explain_tables import fullest_rank, heading, host_kinds, indented, microbatches_text, table
+from partitioner.explain_tables import (
+    fullest_bytes,
+    fullest_rank,
+    heading,
+    host_kinds,
+    indented,
+    microbatches_text,
+    table,
+)
 from partitioner.outline import outline
 from partitioner.plan import Plan
 from partitioner.units import bytes_text, digits, percent, plural, seconds_text
@@ -55,8 +63,8 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
         f"{seconds_text(mine.step_time)}."
     )
     yield from time_changes(mine.breakdown, yours.breakdown)
-    if mine.memory and yours.memory:
-        a, b = max(mine.memory), max(yours.memory)
+    a, b = fullest_bytes(plan), fullest_bytes(other)
+    if a is not None and b is not None:
         yield f"Its fullest rank holds {bytes_text(b)}, {relative(a, b, bytes_text)} {bytes_text(a)}."
     if plan.mesh != other.mesh:
         yield f"Its mesh is {mesh_text(other.mesh)} instead of {mesh_text(plan.mesh)}."

@@ -25,6 +25,7 @@ Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 # The fields that fix what a point of the search is.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 _NUMBERS = tuple(name for name in OF_POINT if name != "schedule")
+_DECISIVE = 3  # of the four axes whose sizes multiply: the last one follows from the number of devices
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
 # Field -> the values that this version executes; others are planned when asked for, and the plan says so.
@@ -77,12 +78,15 @@ class Constraints(BaseModel):
     in fp8 read is written so by the kernels before them, rather than cast for each. ``offload``: what is in host memory
     between uses: ``optimizer`` states, stepped there then, ``activations``, ``parameters`` (and the optimizer); one
     name, several (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the
-    optimizer) are on the nodes' disks instead. ``hierarchical``: whether gradients that are added up over several nodes
+    optimizer) are on the nodes' disks instead. ``None``: nothing, unless nothing fits otherwise and the parallel
+    degrees are left to the search (see :meth:`fixes_mesh`); a fixed mesh that does not fit is a :class:`CapacityError`,
+    which says what offload would give. ``hierarchical``: whether gradients that are added up over several nodes
     are scattered inside each first, and gathered there last. ``grad_compression``: in what gradients are sent between
     the outermost of those; it changes what is trained, and is never chosen unasked. ``couple``: what a model that has
     samples meet (losses that balance experts, batch norm) is computed on: the global ``batch``, or each ``microbatch``,
     whose size is then given; loss and gradients are their mean. ``ahead``: search what is only planned yet, too (see
-    :attr:`planned_only`).
+    :attr:`planned_only`). ``memory_margin``: the fraction of each device's usable memory that plans leave free, for
+    what the estimate does not know (fragmentation, libraries); 0 uses all of it.
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -117,6 +121,7 @@ class Constraints(BaseModel):
     placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None
+    memory_margin: float = Field(default=0.05, ge=0, lt=1)
     hierarchical: bool | None = None
     grad_compression: Compression | None = None
     ahead: bool = False
@@ -191,6 +196,15 @@ class Constraints(BaseModel):
     def pinned(self) -> dict[str, int]:
         """The mesh axes that are fixed and whose sizes multiply: all but ``ep``, which is folded over the others."""
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
+
+    def fixes_mesh(self, world_size: int) -> bool:
+        """Whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices, except how
+        the remaining ranks are split between ``dp`` and ``cp``. Host offload is then used only where it is asked
+        for. One device has no degrees to fix."""
+        pinned = self.pinned
+        if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
+            return world_size > 1
+        return False
 
     def check_world(self, world_size: int) -> None:
         """Raise :class:`ConstraintError` unless the pinned axes fit ``world_size`` ranks, or with a ``cp`` that is free

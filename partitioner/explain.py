@@ -29,6 +29,7 @@ from partitioner.explain_tables import (
     hosted,
     indented,
     line,
+    memory_left,
     microbatches_text,
     recomputed_text,
     rule_table,
@@ -97,18 +98,23 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     """The summary for a terminal."""
     parts: list[RenderableType]
     if plan.written is None:
-        parts = [heading(plan.model), figures(plan), "", estimate_table(plan)]
+        parts = [heading(plan.model + _hosted_unasked(plan)), figures(plan), "", estimate_table(plan)]
     else:
         whole = outline(plan.written)
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
         stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
-        parts = [heading(f"{plan.model}{size}"), figures(plan), "", stages]
+        parts = [heading(f"{plan.model}{size}{_hosted_unasked(plan)}"), figures(plan), "", stages]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
     if notes := [*plan.notes, *precision_notes(plan)]:
         parts += ["", heading("Notes"), *_items(notes)]
     return parts
+
+
+def _hosted_unasked(plan: Plan) -> str:
+    """That the job fits only with host memory, which nobody asked for; empty where that is not so."""
+    return f": fits only {hosted(plan)}" if plan.lacking and plan.offload else ""
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
@@ -147,12 +153,22 @@ def _planned_only(plan: Plan) -> Iterator[RenderableType]:
 def _fit(plan: Plan) -> Iterator[RenderableType]:
     if not plan.estimate.memory:
         return
+    if plan.lacking and plan.offload:
+        yield line(f"Only {hosted(plan)}. Without it: {plan.lacking}.")
     rank = fullest_rank(plan)
     peak, room = plan.estimate.memory[rank], capacities(plan)[rank]
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        yield line(f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left.")
+        left, margin = memory_left(plan), plan.constraints.memory_margin
+        yield line(
+            f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left "
+            f"({percent(left)})."
+        )
+        if left < margin:
+            yield line(f"That is less than the margin of {100 * margin:g}%; no plan that leaves as much was found.")
+        elif margin:
+            yield line(f"Plans leave {100 * margin:g}% free, for what the estimate does not know (memory_margin).")
     elif peak <= (1 + NEAR) * room:
         more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
         yield line(f"Hardly: {where} needs {more}; nothing that needs less was found.")

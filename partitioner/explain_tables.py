@@ -119,6 +119,7 @@ def figures(plan: Plan) -> Padding:
         samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}"
     divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
+        ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("links", axis_text(plan)),
@@ -133,6 +134,7 @@ def figures(plan: Plan) -> Padding:
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
+        ("free memory", margin_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
@@ -154,9 +156,12 @@ def sharing_text(plan: Plan) -> str:
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
-    axes = " × ".join(axis for axis in ("dp", "cp") if plan.mesh.get(axis, 1) > 1)
+    shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}  # whose product is the ranks
+    axes = "of " + " × ".join(axis for axis, size in shares.items() if size > 1)
+    if replicas > 1 and min(shares.values()) > 1:
+        axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
     more = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} of {axes}{more}"
+    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} {axes}{more}"
 
 
 def recomputed_text(plan: Plan) -> str:
@@ -229,6 +234,23 @@ def fullest_rank(plan: Plan) -> int:
     """The rank whose peak comes closest to what its device has."""
     rooms = capacities(plan)
     return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
+
+
+def memory_left(plan: Plan) -> float:
+    """The fraction of its device's memory that the fullest rank leaves free; negative: what it lacks."""
+    rank = fullest_rank(plan)
+    return 1 - plan.estimate.memory[rank] / max(1, capacities(plan)[rank])
+
+
+def margin_text(plan: Plan) -> str:
+    """How much of its memory the fullest rank leaves free, beside what was asked for; empty where it is unknown."""
+    if not plan.estimate.memory:
+        return ""
+    left, margin = memory_left(plan), plan.constraints.memory_margin
+    asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
+    if left < 0:
+        return f"none: {percent(-left)} too little ({asked})"
+    return f"{percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
 
 
 def certificate_line(plan: Plan) -> str:
@@ -335,10 +357,15 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     return indented(made)
 
 
+def fullest_bytes(plan: Plan) -> int | None:
+    """The peak of the rank that comes closest to what its device has; ``None`` where it is unknown."""
+    return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
+
+
 def _held(candidate: Candidate, plan: Plan) -> str:
-    """Memory on the fullest rank; of the chosen one as the rest of the report has it, by its program."""
-    if candidate.status == "chosen" and plan.estimate.memory:
-        return bytes_text(plan.estimate.memory[fullest_rank(plan)])
+    """Memory on the fullest rank; of the chosen one as the rest of the report has it."""
+    if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
+        return bytes_text(most)
     return bytes_text(candidate.memory) if candidate.memory is not None else ""
 
 

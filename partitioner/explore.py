@@ -54,13 +54,15 @@ _LEAST_S = 5.0  # for smaller clusters, which are looked at for no longer than t
 @dataclass(frozen=True)
 class Explored:
     """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
-    ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program."""
+    ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program.
+    ``lacking``: what did not fit without the offload that was chosen unasked."""
 
     chosen: Solved
     certificate: Certificate
     baselines: Later[tuple[Baseline, ...]]
     rows: Mapping[Point, Row] = field(default_factory=dict)
     ahead: tuple[Solved, Later[Emitted]] | None = None
+    lacking: str = ""
 
     def compared(self, least_s: float = math.inf) -> Certificate:
         """The certificate with the standard layouts in it; ``least_s``: of plans that this search left out."""
@@ -102,8 +104,8 @@ def explore(
     are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
     ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
 
-    Where none fits in memory and what is kept in host memory was not fixed, that is searched, the less the better; with
-    optimizer states on disk at last, where it is a host that lacks memory.
+    Where none fits in memory and neither offload nor the mesh was fixed, what is kept in host memory is searched, the
+    less the better; with optimizer states on disk at last, where it is a host that lacks memory.
 
     Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
     is none for other reasons.
@@ -128,7 +130,9 @@ def explore(
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            return _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, emit, hosts=hosts)
+            found = _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, emit, hosts=hosts)
+            lacking = short.shortage if short is not None else before.lacking if before else ""
+            return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
             short = error if asked is job or short is None else short  # without offload, which is no less short
         finally:
@@ -140,10 +144,11 @@ def explore(
 
 def rooms(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
     """The job as it is, then with more and more kinds in host memory; then the same with optimizer states on disk, if
-    there are disks, and a host's memory was what was lacking (``host_lacks``)."""
+    there are disks, and a host's memory was what was lacking (``host_lacks``). Only the job as it is where the user
+    fixed offload or the mesh."""
     pinned = job.constraints
     yield job
-    if pinned.offload is not None or not can_offload(job.topology):
+    if pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or not can_offload(job.topology):
         return
     sets = OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]
     sets = tuple(kinds for kinds in sets if "parameters" not in kinds or pinned.zero not in (1, 2))

@@ -99,10 +99,13 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
             if lacks is None:
                 point, seconds = found.chosen.point, found.estimate.simulated
                 if point in job.simulated or not _is_slower(found.estimate):
-                    return replace(found, certificate=explored.compared(least_s))
+                    return replace(
+                        found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
+                    )
                 assert seconds is not None
                 if len(job.simulated) >= _MOST_SIMULATED:
-                    return _corrected(found, explored.compared(least_s))
+                    certificate = _as_followed(explored.compared(least_s), found)
+                    return replace(_corrected(found, certificate), lacking=explored.lacking)
                 job = replace(job, simulated={**job.simulated, point: seconds})
                 continue
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
@@ -111,7 +114,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
         job = _with_less(job, found.chosen.point, lacks, tried)
     if near is not None:
         found, explored = near
-        return replace(found, certificate=explored.compared(least_s))
+        return replace(found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking)
     assert lacking is not None
     raise lacking
 
@@ -128,6 +131,17 @@ def _corrected(found: Finished, certificate: Certificate) -> Finished:
     bound, gap = bound_and_gap(seconds, (certificate.bound,))
     told = certificate.model_copy(update={"objective": seconds, "bound": bound, "gap": gap})
     return replace(found, estimate=with_step_time(found.estimate, seconds), certificate=told)
+
+
+def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
+    """``certificate`` with the memory of the plan's program in the plan's row, in place of the search's tables'."""
+    if found.program is None:
+        return certificate
+    most = max(found.estimate.memory)
+    rows = (
+        row.model_copy(update={"memory": most}) if row.status == "chosen" else row for row in certificate.candidates
+    )
+    return certificate.model_copy(update={"candidates": tuple(rows)})
 
 
 def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:
@@ -216,6 +230,7 @@ class Finished:
     estimate: Estimate
     beyond: tuple[str, ...]
     context: tuple[ContextWay, ...] = ()  # what other algorithms of attention would take
+    lacking: str = ""  # what did not fit without the offload that was chosen unasked
 
 
 def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from partitioner.outline_block import BlockCollective, Weight, block_collectives
 from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, tensor_bytes
 from partitioner.units import bytes_text
 from runtime.program import Instruction, Program, Stage
-from runtime.state_bytes import state_bytes, state_sizes
+from runtime.state_bytes import state_sizes
 
 Direction = Literal["forward", "backward"]
 
@@ -272,7 +272,7 @@ class _Outliner:
                     collectives=self.moved(index, range(start, stop)),
                     weights=tuple(w for call in calls[:period] for w in self.weights(call)),
                     num_parameters=sum(math.prod(self.program.states[s].shape) for s in parameters),
-                    parameter_bytes=sum(state_bytes(self.program, s) for s in parameters),
+                    parameter_bytes=sum(kept_bytes(self.program, s) for s in parameters),
                     recomputed=start in recomputed,
                     selective=start in selective,
                     prologue=calls[0].prologue,

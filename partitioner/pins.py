@@ -27,6 +27,8 @@ def fixed_of(constraints: Constraints) -> list[str]:
     """All that the user fixed: :func:`pins_of`, and what of the rest says how, not what, is computed."""
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
+    if constraints.memory_margin <= Constraints.model_fields["memory_margin"].default:
+        beside.add("memory_margin")  # left free it would leave plans less memory
     defaults = ((name, field.default) for name, field in Constraints.model_fields.items() if name not in beside)
     return pins + [name for name, default in defaults if getattr(constraints, name) != default]
 

@@ -81,7 +81,9 @@ class Candidate(Data):
     status: Literal["chosen", "solved", "bounded", "infeasible"]
     bound: float = 0.0  # no plan of this candidate can take fewer seconds
     step_time: float | None = None
-    memory: int | None = None  # bytes on the fullest rank, by the search's tables: a plan's own program takes less
+    memory: int | None = (
+        None  # bytes on the fullest rank: of the chosen one by its program, else by the search's tables
+    )
     reason: str = ""
     zero: int = 0
     dp_shard: int = 0
@@ -185,6 +187,7 @@ class Plan(Data):
     # of a plan without a program: kinds of what is kept in host memory, and microbatches of ranks of dp that differ
     in_host: tuple[str, ...] = ()
     of_replicas: tuple[int, ...] = ()
+    lacking: str = ""  # what did not fit on the devices alone, where offload was chosen without being asked for
 
     @property
     def program(self) -> Program:

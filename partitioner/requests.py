@@ -13,6 +13,7 @@ from partitioner.cost.states import optimizer_bytes
 from partitioner.errors import ConstraintError
 from partitioner.topology import Topology
 from partitioner.topology.hosts import has_disks
+from partitioner.topology.resize import with_margin
 from passes.blocks import FoldedModel
 from passes.errors import InputsError
 
@@ -121,9 +122,10 @@ def type_of(precision: str | None) -> str | None:
     return _AROUND.get(precision, precision) if precision else precision
 
 
-def rated(topology: Topology, precision: str) -> Topology:
-    """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it."""
-    return topology.in_tf32 if precision == "tf32" else topology
+def rated(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
+    """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it, and
+    without the ``margin`` of its memory that is to stay free."""
+    return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:

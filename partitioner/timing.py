@@ -211,15 +211,8 @@ class PlanDurations:
         return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-<<<<<<< HEAD
-        if abs(source - target) == 1:
-            return message_time(nbytes, self.machine.links[min(source, target)])
-        ranks, devices = stage_ranks(self.plan.program.mesh), self.plan.devices
-        link = self.topology.link(devices[ranks[source].start], devices[ranks[target].start])
-=======
         adjacent = abs(source - target) == 1
         link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
->>>>>>> links
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:

@@ -20,6 +20,8 @@ from partitioner.units import bytes_text, divisors, plural
 
 # a stage_of entry put right, other kinds in host memory, other devices, larger ones
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
+_MARGIN = 0.5  # nothing left free on devices
+_UNASKED = 0.3  # offload where nothing was said of it
 # Ways of doing what a plan may not do at all.
 _WAYS = ("context", "dispatch", "hierarchical", "grad_compression", "data_shares")
 _MOST_DEVICES, _MOST_BATCHES = 32768, 12
@@ -72,6 +74,9 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
     yield from hosted
     if not short_of_memory:
         yield from _batches(asked, base)
+    elif margin := asked.constraints.memory_margin:
+        whole = asked.constraints.model_copy(update={"memory_margin": 0.0})
+        yield _and(base, _MARGIN, "margin", f"memory_margin=0 instead of {margin:g}", constraints=whole)
     for variant in (base, *(hosted if short_of_memory else ())):
         yield from _rooms(variant, short_of_memory)
     yield from _larger(base, _TIMES if short_of_memory else ())
@@ -142,8 +147,15 @@ def _shards(base: Variant) -> Iterator[Variant]:
 
 def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     """Other kinds in host memory than those that are pinned; none, where it is not described. With optimizer states on
-    disk, where they are pinned to host memory."""
+    disk, where they are pinned to host memory. Where the mesh is pinned and offload is not, the kinds that
+    ``partition`` does not try unasked."""
     given, known = base.constraints.offload, can_offload(base.topology)
+    if given is None and known and short_of_memory and base.constraints.fixes_mesh(base.topology.num_devices):
+        for number, unasked in enumerate(OFFLOAD_SETS):
+            if "parameters" not in unasked or base.constraints.zero not in (1, 2):
+                constraints = base.constraints.model_copy(update={"offload": unasked})
+                text = f"offload={kinds_text(unasked)}"
+                yield _and(base, _UNASKED + 0.1 * number, "offload", text, constraints=constraints)
     if given is None or not (short_of_memory or (given and not (known and _has_its_disk(base)))):
         return
     sets: list[tuple[str, ...]] = [(), *OFFLOAD_SETS] if known else [()]

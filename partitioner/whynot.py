@@ -15,7 +15,7 @@ from partitioner.compare import relative, time_changes
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
 from partitioner.errors import ConstraintError, InfeasibleError
-from partitioner.explain_tables import cut_off, disk_text, host_text, unhosted
+from partitioner.explain_tables import cut_off, disk_text, fullest_bytes, host_text, unhosted
 from partitioner.plan import OPEN, Candidate, Plan
 from partitioner.solve.points import SEARCHED
 from partitioner.units import bytes_text, plural, seconds_text
@@ -72,7 +72,7 @@ def why_not(
     answer = _from_rows(plan, asked)
     if answer is not None and (model is None or answer.verdict == "chosen"):
         return answer
-    if answer is not None and answer.verdict not in ("bounded", "unknown") and not _is_beside(plan, asked):
+    if answer is not None and not answer.with_model and not _is_beside(plan, asked):
         return answer
     if model is not None:
         return _planned(plan, asked, model, inputs, loss)
@@ -132,9 +132,11 @@ def _slower(
         changes = list(time_changes(chosen.breakdown, best.breakdown))
         where = "Where the extra time goes:" if slower else "Where it saves time:"
         lines += [where, *(f"  {line}" for line in changes)] if changes else []
-    its, the_plans = _fullest(plan, best, other)
+    its = fullest_bytes(other) if other is not None else best.memory
+    the_plans = fullest_bytes(plan)
     if its is not None and the_plans is not None:
-        lines.append(f"Its fullest rank holds {bytes_text(its)}; the plan's {bytes_text(the_plans)}.")
+        tables = "" if other is not None else " by the search's tables, which are above what a program takes"
+        lines.append(f"Its fullest rank holds {bytes_text(its)}{tables}; the plan's {bytes_text(the_plans)}.")
     lines += marks
     if not slower:
         fixed = shown(plan.constraints.given)
@@ -142,29 +144,25 @@ def _slower(
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
 
 
-def _fullest(plan: Plan, best: Candidate, other: Plan | None) -> tuple[int | None, int | None]:
-    """Bytes on the fullest rank of what was asked for, and of the plan: by their programs, where both have one, or both
-    by the search's tables, which say a little more."""
-    if other is not None and plan.written is not None and other.written is not None:
-        return max(other.estimate.memory, default=None), max(plan.estimate.memory, default=None)
-    return best.memory, plan.chosen.memory
-
-
 def _bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
+    bounded = f"{_candidates(sum(c.status == 'bounded' for c in rows))} bounded, not solved"
     lines = [
         f"No plan with {shown(asked)} can take less than {seconds_text(bound)}, {relative(chosen, bound)} the chosen "
-        f"plan's {seconds_text(chosen)}: {_candidates(sum(c.status == 'bounded' for c in rows))} bounded, not solved."
+        f"plan's {seconds_text(chosen)}: {bounded}."
     ]
+    if solved is None:
+        lines.append("That is a lower bound, not a plan's time: the best plan so may take longer.")
     still_open = sum(map(certificate.is_open, rows))
     if still_open:
         ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
         lines.append(f"Of these {still_open} may be faster, as far as is known: {ended}.")
     if solved is not None and solved.step_time is not None:
-        lines.append(f"One that was solved ({candidate_text(solved)}) takes {seconds_text(solved.step_time)}:")
+        known = f"The best takes between that and {seconds_text(solved.step_time)}, "
+        lines.append(f"{known}which {candidate_text(solved)} takes, the best that was solved:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     more = "With the model at hand the best of them can be planned"
     return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
@@ -178,6 +176,7 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
     limit = unhosted(plan) if nearest.missing else ""
+    asks = bool(limit) and _merged(plan, asked).fixes_mesh(plan.world_size)  # for offload, which is not tried unasked
     lines = [f"No plan with {shown(asked)} fits {limit}." if limit else f"There is no plan with {shown(asked)}."]
     if nearest.missing:
         lines.append(
@@ -187,7 +186,11 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     else:
         lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
     more = "With the model at hand it can be planned with more there" if limit else ""
-    return WhyNot(asked, "unknown" if limit else "infeasible", tuple(lines), nearest, with_model=more)
+    if asks:
+        more = "The mesh is fixed so, and offload is then used only where it is asked for. With the model at hand "
+        more += "it is said what offload would give"
+    verdict: Verdict = "unknown" if limit and not asks else "infeasible"
+    return WhyNot(asked, verdict, tuple(lines), nearest, with_model=more)
 
 
 def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:

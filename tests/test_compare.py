@@ -220,16 +220,21 @@ def test_what_fits_with_host_memory_is_not_said_to_have_no_plan():
     plan = planned(cluster(3, host=64))
     assert not plan.offload
     asked = {"dp": 4, "zero": 0, "microbatch_size": 16}
-    rough, exact = plan.why_not(**asked), plan.why_not(**asked, **again())
-    assert rough.verdict == "unknown"
+    rough = plan.why_not(**asked)
+    assert rough.verdict == "infeasible"
     assert (
         "No plan with dp=4, zero=0, microbatch_size=16 fits without host memory (offload was not looked at)."
         in rough.lines
     )
+    assert "offload is then used only where it is asked for" in str(rough)
     assert str(rough).endswith("why_not(model=..., ...).")
     assert rough.told("--model FILE.py:FUNCTION").endswith(": --model FILE.py:FUNCTION.")
-    assert exact.verdict == "slower"
-    assert any(line.startswith("In host memory: optimizer: ") for line in exact.lines)
+    exact = plan.why_not(**asked, **again())
+    assert exact.verdict == "infeasible"
+    assert exact.changes[0].text.startswith("offload=optimizer (a step then takes ")
+    hosted = plan.why_not(**asked, offload="optimizer", **again())
+    assert hosted.verdict == "slower"
+    assert any(line.startswith("In host memory: optimizer: ") for line in hosted.lines)
     explained = " ".join(plan.explain().split())
     assert "(dp 4): does not fit without host memory (offload was not looked at; stage 0 of 1" in explained
     for known in (planned(cluster(3)), planned(cluster(3, host=64), offload="none")):

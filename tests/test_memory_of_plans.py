@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import CapacityError, Constraints, Plan, Topology, api, finish, partition, prepare
-from tests.test_infeasible import Tower, cluster
+from partitioner.topology.resize import with_margin
+from tests.test_infeasible import MARGIN, Infeasible, Tower, cluster
 
 WIDTH, LAYERS = 256, 4
 
@@ -126,8 +129,51 @@ def test_a_program_that_takes_more_than_the_tables_say_is_found_anew(monkeypatch
 def test_what_is_kept_a_little_above_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = dict(microbatch_size=16, recompute="none", zero=0)  # there is no other
     least = max(_planned_with(0, monkeypatch, 64, pins).estimate.memory)
-    plan = _planned_with(2**26, monkeypatch, (least + 2**26) / 2**20 / 1.02, pins)
+    room = (least + 2**26) / 2**20 / 1.02
+    plan = _planned_with(2**26, monkeypatch, room, pins)
+    assert "That is less than the margin of 5%; no plan that leaves as much was found." in " ".join(
+        plan.explain().split()
+    )
+    assert re.search(r"free memory +3\.1% \(less than asked for: 5% is the margin\)", plan.summary())
+    plan = _planned_with(0, monkeypatch, room * (1 - MARGIN), pins | {"memory_margin": 0})  # still as much more
     assert "Hardly: the fullest rank" in str(plan.explain())
+
+
+def test_a_margin_of_each_device_stays_free() -> None:
+    """Four layers of 256 x 256 weights and 256 biases in float32, with gradients and Adam's two moments, are
+    4 x 65792 x 16 bytes = 4210688; with an input, activations and gradients of 64 KiB each a rank takes a little more.
+    Of a device that has just that (and 4 KiB), 5 % less is usable by default."""
+    job, pins = Infeasible(CapacityError, "", cluster(64, 1)), dict(microbatch_size=64, recompute="none")
+    peak = job.plan(job.topology, Constraints(**pins)).chosen.memory
+    assert peak is not None and 4210688 < peak < 1.2 * 4210688
+    room = peak + 4096
+    exact = cluster(math.floor(room * (1 - MARGIN)) / 2**20, 1)
+    assert 0 <= exact.devices[0].usable - room < 3  # bytes, by rounding
+    plan = job.plan(exact, Constraints(**pins, memory_margin=0))
+    assert max(plan.estimate.memory) > 0.95 * exact.devices[0].usable
+    assert "(no margin was asked for)" in plan.summary()
+    with pytest.raises(CapacityError) as raised:
+        job.plan(exact, Constraints(**pins))
+    assert raised.value.message.endswith("(5% of a device's memory is kept free: memory_margin)")
+    assert raised.value.missing_bytes == pytest.approx(0.05 * room - 4096, abs=4)
+    assert raised.value.changes[0].text == "memory_margin=0 instead of 0.05"
+    wider = job.plan(cluster(peak / 2**20, 1), Constraints(**pins))
+    assert max(wider.estimate.memory) <= 0.95 * wider.topology.devices[0].usable
+    assert "Plans leave 5% free, for what the estimate does not know (memory_margin)." in wider.explain()
+
+
+def test_a_margin_is_of_what_each_device_has() -> None:
+    """Of 100 and 80 bytes, of which 10 are reserved, a tenth of 90 and of 70 is left out."""
+    topology = Topology(
+        name="two", nodes=({"type": "one", "devices": 2, "count": 2},),
+        types={"one": {"memory": 100, "reserved": 10, "peak": {"fp32": 1e12}, "memory_bandwidth": 1e11}},
+        levels=({"name": "all", "bandwidth": 1e9, "latency": 1e-6},),
+        overrides={"node0/1": {"memory": 80}}, node_overrides={1: {"memory": 60}},
+    )  # fmt: skip
+    smaller = with_margin(topology, 0.1)
+    assert [d.usable for d in topology.devices] == [90, 70, 50, 50]
+    assert [d.usable for d in smaller.devices] == [81, 63, 45, 45]
+    assert with_margin(topology, 0.0) is topology
 
 
 def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

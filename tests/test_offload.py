@@ -16,6 +16,7 @@ from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.cost.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
 from partitioner.timing import plan_timeline
+from partitioner.units import seconds_text
 from partitioner.verify import relative_error
 from passes.blocks import State, TensorSpec
 from runtime.engine import Engine
@@ -24,7 +25,7 @@ from runtime.memory import host_bytes, parameter_bytes, peak_bytes
 from runtime.program import Instruction, Program
 from runtime.prove import ProofError, prove
 from runtime.threads import ThreadWorld
-from tests.test_infeasible import cluster
+from tests.test_infeasible import Infeasible, cluster
 from tests.test_selective import inputs as eager_inputs
 from tests.test_selective import model as eager_model
 from tests.test_zero import MESHES, MODELS, SHARDINGS, errors, train
@@ -439,3 +440,51 @@ def test_the_bound_knows_that_hosts_step():
     bounds = [c.bound for c in plan.certificate.candidates if c.status == "bounded"]
     assert bounds and all(update / 2 < bound for bound in bounds)
     assert plan.certificate.bound <= plan.certificate.objective
+
+
+PINNED: list[dict[str, int]] = [{"dp": 4}, {"pp": 1, "tp": 1}, {"pp": 1, "dp": 4, "cp": 1}, {"tp": 1, "pp": 1, "dp": 4}]
+
+
+@pytest.mark.parametrize("pins", PINNED)
+def test_a_fixed_mesh_is_not_given_host_memory_unasked(pins: dict[str, int]) -> None:
+    """Four layers of 1 MiB take 4 MiB with gradients and Adam's moments, of devices with 3 MiB: the error says by how
+    much and on which stage, then that offload would fit and what a step takes so."""
+    job = Infeasible(CapacityError, "", cluster(3, host=64), pins=pins | {"zero": 0})
+    with pytest.raises(CapacityError) as raised:
+        job.plan(job.topology, Constraints(**job.pins))
+    error = raised.value
+    assert error.message.startswith("stage 0 of 1 (layers.0 to layers.3) needs ")
+    assert error.stage == 0
+    assert 2**20 < error.missing_bytes < 1.2 * 2**20
+    change = error.changes[0]
+    assert change.constraints == Constraints(**job.pins, offload="optimizer")
+    plan = job.plan(change.topology, change.constraints)
+    assert change.text == f"offload=optimizer (a step then takes {seconds_text(plan.estimate.step_time)})"
+    assert plan.offload == ("optimizer",)
+    assert not plan.lacking  # it was asked for
+
+
+@pytest.mark.parametrize(
+    ("pins", "world_size", "fixed"),
+    [
+        ({}, 8, False),
+        ({"tp": 8}, 8, True),  # of eight devices: nothing is left
+        ({"tp": 8}, 64, False),
+        ({"tp": 8, "pp": 4}, 64, True),  # dp follows, up to a share of cp
+        ({"dp": 8, "pp": 4}, 64, False),  # tp or cp
+        ({"dp": 8, "pp": 4, "cp": 1}, 64, True),
+        ({"microbatch_size": 1, "zero": 1}, 64, False),
+        ({"pp": 1, "tp": 1, "dp": 1}, 1, False),  # one device has no degrees
+    ],
+)
+def test_which_constraints_fix_the_mesh(pins: dict[str, int], world_size: int, fixed: bool) -> None:
+    assert Constraints(**pins).fixes_mesh(world_size) is fixed
+
+
+def test_what_fits_only_with_host_memory_is_said_first() -> None:
+    plan = partition(Wide(), with_host(cluster(16, devices=1)), (torch.zeros(4, 512),))
+    first, second, *_ = plan.summary().splitlines()
+    assert first.endswith("parameters: fits only with optimizer in host memory")
+    assert second.split()[:5] == ["without", "host", "memory", "stage", "0"]
+    assert re.search(r"stage 0 of 1 .* needs .* of the 16 MiB usable on a device", plan.lacking)
+    assert "Only with optimizer in host memory. Without it: stage 0 of 1" in " ".join(plan.explain().split())

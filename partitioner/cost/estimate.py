@@ -190,9 +190,10 @@ def estimate(
     communicated = m * _communication(problem, stage)
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)  # for others; sends may run behind computation
     sent = min(m * stage.transfer_s, max(0.0, waited))
+    again = m * stage.recompute_s  # below 0 where what is recomputed spares waiting for the host, which is in forward_s
     breakdown = {
-        "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited),
-        "recompute": m * stage.recompute_s,
+        "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited) + min(0.0, again),
+        "recompute": max(0.0, again),
         "tp_communication": communicated,
         "pp_communication": sent,
         "bubble": max(0.0, waited - sent),

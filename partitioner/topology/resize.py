@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from partitioner.errors import TopologyError
 from partitioner.topology.fabric import fitting_levels
 from partitioner.topology.files import known_presets, preset
@@ -53,6 +55,28 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
     parts = ("types", "overrides", "node_overrides")
     changed = {name: {key: grown(part) for key, part in getattr(topology, name).items()} for name in parts}
     return _made(topology, **changed, name=f"{topology.name}, {times:g} times the memory")
+
+
+def with_margin(topology: Topology, margin: float) -> Topology:
+    """``topology`` without this fraction of each device's usable memory; all else stays the same."""
+    if not margin:
+        return topology
+
+    def smaller(memory: int, kind: str) -> int:
+        return memory - math.ceil(margin * max(0, memory - topology.types[kind].reserved))
+
+    types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}
+    of_node = [group.type for group in topology.nodes for _ in range(group.count)]
+    nodes = {
+        node: own if own.memory is None else own.model_copy(update={"memory": smaller(own.memory, of_node[node])})
+        for node, own in topology.node_overrides.items()
+    }
+    devices = {}
+    for name, own in topology.overrides.items():
+        kind = own.type or of_node[topology.node_of[topology.names.index(name)]]
+        changed = {} if own.memory is None else {"memory": smaller(own.memory, kind)}
+        devices[name] = own.model_copy(update=changed)
+    return topology.changed(types=types, overrides=devices, node_overrides=nodes)
 
 
 def _local(num_devices: int) -> Topology:

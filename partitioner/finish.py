@@ -15,7 +15,6 @@ from partitioner.constraints import Constraints
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.remade import remade
 from partitioner.cost.saved import kept_by
-from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.evaluate import Solved
@@ -23,7 +22,8 @@ from partitioner.explore import Emitted, Explored
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
-from partitioner.plan import Certificate, ContextWay, Estimate
+from partitioner.optimizers import OPTIMIZERS
+from partitioner.plan import NEAR, Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
@@ -41,7 +41,6 @@ from runtime.prove import prove
 _TRIES = 3  # to leave so much free for a point that its program fits, or for all of them at last
 _TURNS = 8  # in which single points are found anew
 _ENOUGH = 5  # turns where what was found nearly fits
-NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 
 class Find(Protocol):

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from partitioner.emit import Layouts
-from partitioner.experts import split_of, spread_over_ranks
+from partitioner.experts import spread_over_ranks
+from partitioner.solve.point import split_of
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import Block, FoldedModel, TensorSpec
 from passes.fuse import fuse_bias

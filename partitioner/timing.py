@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,6 +14,7 @@ from partitioner.cost.machine import Machine, Seats
 from partitioner.cost.reducer import coding_time
 from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
+from partitioner.outline_shared import common_precision
 from partitioner.plan import Plan
 from partitioner.requests import rated
 from partitioner.topology.groups import Group, stage_ranks
@@ -30,7 +29,6 @@ from runtime.program import Program
 from runtime.simulate import Part, Sharing, Timeline, simulate
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -185,12 +183,3 @@ def _trained(program: Program, name: str) -> bool:
     if name in program.states:
         return program.states[name].kind == "parameter" and program.states[name].requires_grad
     return name in program.values and program.values[name].requires_grad
-
-
-def common_precision(program: Program) -> str:
-    """The precision of most of the weights."""
-    weights: Counter[str] = Counter()
-    for state in program.states.values():
-        if state.kind == "parameter":
-            weights[_PRECISIONS.get(state.dtype, "fp32")] += math.prod(state.shape)
-    return weights.most_common(1)[0][0] if weights else "fp32"

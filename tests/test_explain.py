@@ -122,8 +122,8 @@ def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
 
 
 def test_distinct_transfers_of_buckets_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
-    """Under ZeRO-3 every microbatch repeats the same gathers and scatters: with 64 microbatches as few of them are looked
-    at as with 8, at most a gather and a scatter for each bucket, and the totals are the sums over the whole list."""
+    """Under ZeRO-3 every microbatch repeats the same gathers and scatters. With 64 microbatches as few of them are
+    looked at as with 8, a gather and a scatter for each bucket at most; the totals are the sums over the whole list."""
     seen, exchanged = [], outline_shared.exchanged
     monkeypatch.setattr(outline_shared, "exchanged", lambda *given: seen.append(given) or exchanged(*given))
     for count in (8, 64):

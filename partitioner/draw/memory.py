@@ -130,7 +130,8 @@ class _Chart:
     def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[Level]]) -> None:
         self.plan = plan
         self.stages = stages
-        ended = max((b.end for lane in timeline.stages for b in (*lane.spans, *lane.background)), default=0.0)
+        ends = [span.end for lane in timeline.stages for span in lane.spans]
+        ended = max([*ends, *(b.end for lane in timeline.stages for b in lane.background)], default=0.0)
         self.total = simulated_seconds(plan, ended)[0] or 1.0
         self.step = plan.estimate.step_time or self.total  # where the axis ends
         self.per_stage = plan.world_size // len(stages)

@@ -126,7 +126,7 @@ def plan(
 
     What is not given (mesh, microbatch, schedule) is chosen.
     """
-    from partitioner import Constraints, Topology, partition
+    from partitioner import Constraints, Topology
 
     given = {
         "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "dp_shard": dp_shard,
@@ -138,6 +138,8 @@ def plan(
     where = Topology.parse(topology)
     with progress(f"Loading {function}"):
         target = load_target(function, meta=meta)
+    from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
+
     doing = f"Planning {target.name} for {plural(where.num_devices, 'device')}"
     with progress(doing) as say:
         found = partition(

@@ -95,12 +95,12 @@ def load_target(text: str, *, meta: bool = False) -> Target:
 
     Raises :class:`TargetError`: no such file or function, an error inside it, or a result that is not ``SHAPE``.
     """
-    import torch
-
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise TargetError(f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}")
     function = _function(_module(where), where, name)
+    import torch  # the model has it already; a wrong name is told without
+
     with _blaming(text), torch.device("meta") if meta else contextlib.nullcontext():
         made = function()
     return _target(made, text)

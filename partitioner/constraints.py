@@ -18,7 +18,7 @@ from partitioner.schedules import SCHEDULES, ScheduleTable
 from partitioner.units import divisors
 from runtime.buckets import Compression
 from runtime.meshes import AXES
-from runtime.offload import OFFLOADS, Offload
+from runtime.program import OFFLOADS, Offload
 
 Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 

@@ -37,7 +37,7 @@ from passes.layouts import REPLICATED, Layout, divides, local_shape
 from passes.serialize import block_to_data, dtype_name, dtype_of
 from runtime.listing import Instruction, Instructions, Listing
 from runtime.meshes import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
-from runtime.offload import Offload, is_hosted
+from runtime.offload import is_hosted
 from runtime.program import (
     ArgumentData,
     BlockGraph,
@@ -45,6 +45,7 @@ from runtime.program import (
     CallData,
     GuardData,
     InputData,
+    Offload,
     OutputData,
     PlainValue,
     Program,

@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from runtime.listing import Instruction
-from runtime.offload import OFFLOADS, Offload
-from runtime.program import CallData
+from runtime.program import OFFLOADS, CallData, Offload
 from runtime.zero import COMPUTING, reads_of
 
 _BACKWARD = frozenset({"B", "I", "W"})

@@ -35,7 +35,7 @@ from partitioner.solve.stages import StageSplit
 from partitioner.topology.groups import stage_ranks
 from passes.blocks import Block, FoldedModel
 from passes.errors import PartitionError, UnsupportedError
-from runtime.offload import Offload
+from runtime.program import Offload
 
 _EXCHANGES_FOLLOWED = 8  # of a schedule that is followed for each of them
 

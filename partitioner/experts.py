@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal
 
 from torch import fx
 
 from partitioner.batch import shard_batch
 from partitioner.errors import PlanError
 from partitioner.solve.options import ShardingError
+from partitioner.solve.point import Split, split_of
 from partitioner.solve.sharding import Allowed, ShardingSolution
 from passes.blocks import FoldedModel
 from passes.dispatch import spread_experts
@@ -24,15 +24,6 @@ from passes.errors import UnsupportedError
 from passes.factors import Strategy, operands_of
 from passes.layouts import READ_SHARDED, REPLICATED, Layout, shard
 from passes.regions import ExpertRegion, find_regions
-
-Split = Literal["", "rows", "within"]  # what of the experts' work is sharded over tp: as is cheapest, rows, each expert
-
-
-def split_of(tp: int, ep: int, etp: int) -> Split:
-    """What is sharded over ``tp``; ``etp`` of 0 is ``tp``. ``""`` where it does not matter, or is not executed."""
-    if ep == 1 or tp == 1:
-        return ""
-    return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:

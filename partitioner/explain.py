@@ -12,7 +12,6 @@ from partitioner.draw.axes import axis_text
 from partitioner.draw.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, capacities
 from partitioner.draw.stage import group_notes
 from partitioner.explain_axes import experts, sequence
-from partitioner.explain_kernels import dearest
 from partitioner.explain_precision import precision_notes, types_text
 from partitioner.explain_tables import (
     bars,
@@ -38,16 +37,12 @@ from partitioner.explain_tables import (
     stage_table,
     unhosted,
 )
-from partitioner.finish import NEAR
-from partitioner.laggards import WITHOUT
-from partitioner.outline import CallGroup, Moved, Outline, outline
-from partitioner.outline_shared import BUCKET_OPS, exchanged
-from partitioner.plan import Baseline, Plan
-from partitioner.timing import stage_seconds
+from partitioner.outline import CallGroup, Outline, outline
+from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text, count_text, percent, plural, ranges, seconds_text
-from runtime.updates import updated_states
+from runtime.program import updated_states
 
 _SHOWN = 3  # buffers that are named
 KINDS = {
@@ -102,7 +97,7 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     else:
         whole = outline(plan.written)
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
-        stages = stage_table(plan, whole, [(s.forward, s.backward) for s in stage_seconds(plan)])
+        stages = stage_table(plan, whole)
         parts = [heading(f"{plan.model}{size}{_hosted_unasked(plan)}"), figures(plan), "", stages]
     rules = rule_table(plan)
     if rules:
@@ -130,7 +125,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("How is the sequence shared?", list(sequence(plan))),
         ("How are the experts spread?", list(experts(plan))),
         ("Where do the weights live?", list(_weights(whole)) if whole else []),
-        ("What is communicated?", list(_communication(plan, whole)) if whole else []),
+        ("What is communicated?", list(_communication(whole)) if whole else []),
         ("What else was considered?", list(_alternatives(plan))),
         ("How good is it?", list(_certificate(plan))),
         ("What to know", list(_notes(plan))),
@@ -197,6 +192,8 @@ def _binding(plan: Plan) -> Iterator[RenderableType]:
         much = "most" if seconds > total / 2 else "the largest part"
         yield line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
         if kind == "compute" and much == "most" and estimate.mfu < _LOW and plan.written is not None:
+            from partitioner.explain_kernels import dearest  # with the cost model and PyTorch, which most need not
+
             kinds = dearest(plan)
             yield from [line(f"What takes longest of a microbatch's work: {kinds}.")] if kinds else []
     if estimate.memory:
@@ -295,7 +292,7 @@ def _weights(whole: Outline) -> Iterator[RenderableType]:
                 yield indented(indented(Text(f"{way}: {', '.join(names)}")))
 
 
-def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
+def _communication(whole: Outline) -> Iterator[RenderableType]:
     calls = collective_table(whole)
     if calls:
         yield from (calls, "")
@@ -310,7 +307,7 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
     for stage in whole.stages:
         for moved in stage.reductions:
             size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in "
-            name, buckets = COLLECTIVE_NAMES.get(moved.op, moved.op), _buckets(plan, stage.index, moved)
+            name, buckets = COLLECTIVE_NAMES.get(moved.op, moved.op), moved.buckets
             if moved.count > buckets:  # again for every microbatch, or forward and backward
                 size += f"{plural(moved.count, 'transfer')} of {plural(buckets, 'bucket')}, in all per step"
             else:
@@ -323,19 +320,6 @@ def _communication(plan: Plan, whole: Outline) -> Iterator[RenderableType]:
         if len(places) > 1:
             names = " = ".join([tie.state, *tie.aliases])
             yield line(f"stages {ranges(places)}: {bytes_text(tie.num_bytes)} of gradients of the tied weight {names}")
-
-
-def _buckets(plan: Plan, stage: int, moved: Moved) -> int:
-    """How many buckets are moved so."""
-    here = plan.program.stages[stage]
-    kinds = {
-        i.bucket
-        for i in here.instructions
-        if i.op in BUCKET_OPS
-        and i.bucket is not None
-        and exchanged(plan.program, here.buckets[i.bucket], i)[0] == (moved.op, moved.axis, moved.what)
-    }
-    return len(kinds)
 
 
 def _alternatives(plan: Plan) -> Iterator[RenderableType]:

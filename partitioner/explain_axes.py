@@ -11,8 +11,8 @@ from partitioner.draw.figures import candidate_text
 from partitioner.explain_tables import fate, line, unhosted
 from partitioner.plan import Candidate, Plan
 from partitioner.units import bytes_text, percent, plural, seconds_text
+from passes.dtypes import itemsize
 from passes.layouts import Layout
-from passes.serialize import dtype_of
 
 _ALGORITHMS = {
     "ring": "keys and values travelling around a ring behind the computation",
@@ -53,7 +53,7 @@ def experts(plan: Plan) -> Iterator[RenderableType]:
         numbers = sorted({s.shape[Layout.parse(s.expert_layout).dim] for s in spread})
         of_layer = " or ".join(f"{n // ep} of {n}" for n in numbers)
         nodes = {int(plan.topology.node_of[plan.devices[rank]]) for rank in program.group(0, ("ep",))}
-        size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in spread)
+        size = sum(math.prod(s.shape) * itemsize(s.dtype) for s in spread)
         yield line(
             f"Each rank has {of_layer} experts of a layer, and sends the rows of the others to their ranks and back: "
             f"{ep} ranks on {plural(len(nodes), 'node')}. All experts are {bytes_text(size)} of parameters."

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from partitioner.cost.eight_bits import notes_on_fp8
-from partitioner.cost.states import OPTIMIZERS
+from partitioner.optimizers import OPTIMIZERS
+from partitioner.outline_shared import common_precision
 from partitioner.plan import Plan
-from partitioner.requests import torch_device
-from partitioner.timing import common_precision
 from partitioner.topology import Topology
 from partitioner.units import digits
-from passes.blocks import FoldedModel
-from passes.gradients import accumulated_in
-from passes.segment import is_product_name
-from passes.serialize import dtype_name, dtype_of
+from passes.dtypes import sum_type
+from passes.products import is_product_name
 from runtime.program import Program, StateData
+
+if TYPE_CHECKING:
+    from passes.blocks import FoldedModel
 
 _OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -49,6 +46,11 @@ def precision_notes(plan: Plan) -> list[str]:
 def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
     """What of ``model`` is not computed in ``precision``, in which it is planned, and which of this process's settings
     are no part of the plan."""
+    import torch  # a plan's report does without
+
+    from partitioner.cost.eight_bits import notes_on_fp8
+    from partitioner.requests import torch_device
+
     if precision == "fp8":
         return notes_on_fp8(model)
     setting = torch.get_float32_matmul_precision()
@@ -99,7 +101,7 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 def _with_type_of_sums(state: StateData) -> StateData:
     """A parameter with the type in which its gradients are added up, and in which it is stepped."""
-    return state.model_copy(update={"dtype": dtype_name(accumulated_in(dtype_of(state.dtype)))})
+    return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
 
 def _types_of(states: Sequence[StateData]) -> str:

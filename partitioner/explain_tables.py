@@ -289,8 +289,9 @@ def candidate_counts(certificate: Certificate) -> str:
     return f"{sum(n for n, _ in words):,} considered: {told}"
 
 
-def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]]) -> Padding:
-    """One row per stage. ``busy``: seconds of forward and of backward work per step, one pair per stage."""
+def stage_table(plan: Plan, whole: Outline) -> Padding:
+    """One row per stage: what it holds, and the seconds of its forward and backward work in one step."""
+    busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages] or _followed(plan)
     train = plan.program.objective == "train"
     made = table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
@@ -312,6 +313,13 @@ def stage_table(plan: Plan, whole: Outline, busy: Sequence[tuple[float, float]])
         row += map(seconds_text, busy[stage.index][: 1 + train])
         made.add_row(*map(Text, row))
     return indented(made)
+
+
+def _followed(plan: Plan) -> list[tuple[float, float]]:
+    """The seconds of stages for a plan whose estimate does not have them: such files are of an earlier version."""
+    from partitioner.timing import stage_seconds
+
+    return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
 
 
 def estimate_table(plan: Plan) -> Padding:

@@ -37,8 +37,7 @@ from partitioner.solve.rows import Evaluated, Row, bound_and_gap, solved
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
 from passes.errors import PartitionError
-from runtime.offload import Offload
-from runtime.program import Program
+from runtime.program import Offload, Program
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
 OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (

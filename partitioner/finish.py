@@ -16,7 +16,6 @@ from partitioner.cost.estimate import with_step_time
 from partitioner.cost.offload import check_disks, check_hosts
 from partitioner.cost.remade import remade
 from partitioner.cost.saved import kept_by
-from partitioner.cost.states import OPTIMIZERS
 from partitioner.emit import emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.evaluate import Solved
@@ -24,7 +23,8 @@ from partitioner.explore import Emitted, Explored
 from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
-from partitioner.plan import Certificate, ContextWay, Estimate
+from partitioner.optimizers import OPTIMIZERS
+from partitioner.plan import NEAR, Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
@@ -46,7 +46,6 @@ _TURNS = 8  # in which single points are found anew
 _ENOUGH = 5  # turns where what was found nearly fits
 SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the program may differ by
 _MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
-NEAR = 0.05  # of a device's memory: what is above it by less may be, where nothing else was found
 
 
 class Find(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from partitioner.cost.states import optimizer_bytes
+from partitioner.optimizers import optimizer_bytes
 from partitioner.plan import Estimate
 from partitioner.topology.groups import stage_ranks
 from passes.serialize import dtype_of

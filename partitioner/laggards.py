@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from partitioner.cost.bounds import ModelBounds
 from partitioner.job import Job
-from partitioner.plan import Baseline, Candidate
+from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.nesting import equal_levels
 from partitioner.solve.points import Space, points
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 
-WITHOUT = "Without"
 _MOST = 3  # smaller clusters that are looked at
 _NEARLY = 0.9  # of what computes alone, that a step on fewer devices may reach
 _WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word

@@ -15,13 +15,13 @@ from partitioner.cost.axes import TensorCosts
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.divided import divided_costs
 from partitioner.cost.machine import Seat
-from partitioner.experts import Split, allowed_strategies, split_of
+from partitioner.experts import allowed_strategies
 from partitioner.job import Job
 from partitioner.localize import LocalModel, localized
 from partitioner.solve.aside import Aside
 from partitioner.solve.helper import can_help
 from partitioner.solve.placement import Placements
-from partitioner.solve.point import Point
+from partitioner.solve.point import Point, Split, split_of
 from partitioner.solve.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.groups import Group, reference_type
 from partitioner.topology.parts import COLLECTIVES

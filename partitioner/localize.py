@@ -8,7 +8,8 @@ from functools import cached_property
 
 from partitioner.emit import Layouts
 from partitioner.emit_zero import states_left_whole
-from partitioner.experts import split_of, spread_over_ranks
+from partitioner.experts import spread_over_ranks
+from partitioner.solve.point import split_of
 from partitioner.solve.sharding import ShardingSolution
 from passes.blocks import Block, FoldedModel, TensorSpec
 from passes.fuse import fuse_bias

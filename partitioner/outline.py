@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from partitioner.outline_block import BlockCollective, Weight, block_collectives, block_weights
-from partitioner.outline_shared import BUCKET_OPS, exchanged, kept_bytes, tensor_bytes
+from partitioner.outline_shared import exchange_totals, kept_bytes, tensor_bytes
 from partitioner.units import bytes_text
 from runtime.program import Instruction, Program, Stage
 from runtime.state_bytes import state_sizes
@@ -26,7 +26,7 @@ Direction = Literal["forward", "backward"]
 class Moved:
     """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls).
 
-    ``even``: all of the same size. ``what``: is moved, where it is not of a call.
+    ``even``: all of the same size. ``what``: is moved, where it is not of a call; ``buckets``: how many buckets of it.
     """
 
     op: str
@@ -36,6 +36,7 @@ class Moved:
     num_bytes: int
     even: bool = True
     what: str = ""
+    buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
         """How many and how large, for one of ``calls``: ``2 × 32 MiB``, or ``3, 24 MiB`` in all of unequal ones."""
@@ -222,13 +223,6 @@ class _Outliner:
         stage = program.stages[index]
         per_stage = program.world_size // max(1, program.mesh.get("pp", 1))
         held = {n: s for n, s in program.states.items() if index in s.stages and s.kind == "parameter"}
-        reductions = Counter[tuple[str, str, str]]()
-        counts = Counter[tuple[str, str, str]]()
-        for i in stage.instructions:
-            if i.op in BUCKET_OPS and i.bucket is not None:
-                key, num_bytes = exchanged(program, stage.buckets[i.bucket], i)
-                reductions[key] += num_bytes
-                counts[key] += 1
         loads = [v for i in stage.instructions if i.op == "LOAD" and not i.microbatch for v in i.values]
         inputs = {i.value: i.path for i in program.inputs}
         return StageOutline(
@@ -239,8 +233,8 @@ class _Outliner:
             num_parameters=sum(math.prod(s.shape) for s in held.values()),
             parameter_bytes=sum(kept_bytes(program, s) for s in held),
             reductions=tuple(
-                Moved(op, over, "backward", counts[op, over, what], num_bytes, what=what)
-                for (op, over, what), num_bytes in reductions.items()
+                Moved(op, over, "backward", total.transfers, total.num_bytes, what=what, buckets=total.buckets)
+                for (op, over, what), total in exchange_totals(program, stage).items()
             ),
             loads=tuple(dict.fromkeys(inputs.get(v, v) for v in loads)),
         )

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
+from passes.dtypes import is_floating, itemsize
 from passes.layouts import Layout
 from runtime.program import BlockGraph, CallData, StateData
 
@@ -185,10 +184,10 @@ def _grad_option(op: str, node: Mapping[str, Any]) -> str | None:
 def _floating(value: Any) -> bool:
     if isinstance(value, dict):
         return any(_floating(v) for v in value["tuple"])
-    return value is not None and bool(getattr(torch, value[1]).is_floating_point)
+    return value is not None and is_floating(value[1])
 
 
 def _bytes(value: Any) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
-        return math.prod(value[0]) * int(getattr(torch, value[1]).itemsize)
+        return math.prod(value[0]) * itemsize(value[1])
     return 0

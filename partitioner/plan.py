@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from partitioner.whynot import WhyNot
     from runtime.prove import Proof
 
+NEAR = 0.05  # of a device's memory: a plan may exceed it by less, where nothing else was found
+WITHOUT = "Without"  # begins the name of a baseline that leaves devices out
 OPEN = "open"  # among what a certificate leaves out: bounded, and its bound below the plan's cost
 _ROUNDING = 1e-9  # of a step: no difference
 

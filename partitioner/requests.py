@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from numbers import Real
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from partitioner.constraints import Constraints
-from partitioner.cost.states import optimizer_bytes
 from partitioner.errors import ConstraintError
+from partitioner.optimizers import optimizer_bytes
 from partitioner.topology import Topology
 from partitioner.topology.hosts import has_disks
 from partitioner.topology.resize import with_margin
-from passes.blocks import FoldedModel
 from passes.errors import InputsError
+
+if TYPE_CHECKING:
+    from passes.blocks import FoldedModel
 
 OBJECTIVES = ("train", "infer")
 _SHOWN = 3  # leaves of a result that a message lists
 _AROUND = {"fp8": "bf16", "tf32": "fp32"}  # of products, and what is between them
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
 
 
 def check_request(topology: Any, constraints: Constraints, optimizer: str, train: bool = True) -> None:
@@ -133,10 +133,10 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
     for."""
     if asked in _AROUND:
         return asked
-    sizes: Counter[torch.dtype] = Counter()
+    sizes: Counter[str] = Counter()
     for state in model.states.values():
-        if state.spec.dtype in _PRECISIONS:
-            sizes[state.spec.dtype] += state.spec.numel
+        if str(state.spec.dtype) in _PRECISIONS:
+            sizes[str(state.spec.dtype)] += state.spec.numel
     return _PRECISIONS[sizes.most_common(1)[0][0]] if sizes else "fp32"
 
 

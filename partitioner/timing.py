@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,8 +19,10 @@ from partitioner.cost.reducer import coding_time
 from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import Spread, expert_region
-from partitioner.cost.states import StateCost, moment_bytes, optimizer_bytes, update_time
+from partitioner.cost.states import StateCost, update_time
 from partitioner.cost.whole import copied_s
+from partitioner.optimizers import moment_bytes, optimizer_bytes
+from partitioner.outline_shared import common_precision
 from partitioner.plan import Plan
 from partitioner.requests import rated
 from partitioner.solve.pipelines import is_split
@@ -41,7 +42,6 @@ from runtime.simulate import Part, Sharing, Timeline, simulate
 from runtime.zero import zero_axes
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 class Laid(Protocol):
@@ -295,12 +295,3 @@ def _trained(program: Program, name: str) -> bool:
     if name in program.states:
         return program.states[name].kind == "parameter" and program.states[name].requires_grad
     return name in program.values and program.values[name].requires_grad
-
-
-def common_precision(program: Program) -> str:
-    """The precision of most of the weights."""
-    weights: Counter[str] = Counter()
-    for state in program.states.values():
-        if state.kind == "parameter":
-            weights[_PRECISIONS.get(state.dtype, "fp32")] += math.prod(state.shape)
-    return weights.most_common(1)[0][0] if weights else "fp32"

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-import sympy
-
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -78,4 +76,6 @@ def divisors(number: int) -> list[int]:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
+    import sympy  # where it is used: it takes half a second
+
     return tuple(map(int, sympy.divisors(number)))

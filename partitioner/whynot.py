@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from partitioner.changes import Change
 from partitioner.compare import relative, time_changes
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.draw.figures import candidate_text
@@ -24,6 +23,8 @@ from passes.errors import InputsError, PartitionError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from partitioner.changes import Change
 
 _SHOWN = 3  # parameters that a message lists
 Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]

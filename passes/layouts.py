@@ -24,12 +24,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from passes.hashing import hashed_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["S", "R", "P", "R'"]
 
@@ -124,6 +124,8 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
     """Rank ``index``'s part of a whole ``tensor``; the tensor itself where it is not sharded."""
+    import torch  # where tensors are: what only reads a program does without
+
     if not layout.is_shard or num_ranks == 1:
         return tensor
     pieces = [
@@ -150,6 +152,8 @@ def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
     """The whole tensor of which ``parts`` are the ranks' parts; partial sums are added, replicas are one."""
+    import torch
+
     if layout.kind == "P":
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
     if not layout.is_shard or len(parts) == 1:

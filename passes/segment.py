@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.periods import split_by_period
+from passes.products import is_product_name
 from passes.signature import signature
 
 _CONTAINERS = ("Sequential", "ModuleList")
@@ -113,29 +114,9 @@ def _work(node: fx.Node) -> float:
     )
 
 
-_PRODUCTS = (
-    "mm",
-    "bmm",
-    "linear",
-    "matmul",
-    "einsum",
-    "conv",
-    "scaled_dot_product",
-    "addmm",
-    "bilinear",
-    "grouped_mm",
-    "band_attention",
-)
-
-
 def is_product(node: fx.Node) -> bool:
     """Whether an operator's work is more than a few operations for each element of its operands."""
     return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
-
-
-def is_product_name(name: str) -> bool:
-    """:func:`is_product` of an operator by its name, without a namespace."""
-    return any(p in name for p in _PRODUCTS)
 
 
 # --- which module calls are units -------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from passes.layouts import Layout, join_shards
 from runtime.engine import Engine
 from runtime.parts import by_model_names, model_names
 from runtime.pieces import join_pieces
-from runtime.program import OutputData, Program, shard_shape
-from runtime.updates import updated_states
+from runtime.program import OutputData, Program, shard_shape, updated_states
 
 
 @dataclass(frozen=True)

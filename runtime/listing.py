@@ -197,6 +197,16 @@ class Listing(Data, Sequence[Instruction]):
 Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="left_to_right")]
 
 
+def repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
+    """Each instruction as it first runs, and how often it runs; the repetitions differ in the microbatch alone."""
+    if not isinstance(instructions, Listing):
+        yield from ((instruction, 1) for instruction in instructions)
+        return
+    for part in instructions.parts:
+        for instruction in part.body:
+            yield _further(instruction, part.moved * instructions.steps), part.times + part.more * instructions.steps
+
+
 def _further(instruction: Instruction, microbatches: int) -> Instruction:
     if not microbatches or instruction.microbatch is None:
         return instruction

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from runtime.disk import forget
 from runtime.pieces import Piece
 from runtime.program import Program, RankProgram, Stage, StateData, shard_shape
 from runtime.sharded import Flat, Room, ShardedParameters
-
-Offload = Literal["optimizer", "activations", "parameters", "disk"]
-OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters", "disk")
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:

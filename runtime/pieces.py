@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,4 +54,6 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The tensor of ``shape`` of which ``pieces`` are all the pieces, in order, with or without their padding."""
+    import torch  # where tensors are: what only reads a program does without
+
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))

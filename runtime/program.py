@@ -30,9 +30,12 @@ from runtime.meshes import (
 )
 
 FORMAT_VERSION = 1
+Offload = Literal["optimizer", "activations", "parameters", "disk"]
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters", "disk")
 
 __all__ = [
     "FORMAT_VERSION",
+    "OFFLOADS",
     "BlockGraph",
     "Bucket",
     "CallData",
@@ -40,6 +43,7 @@ __all__ = [
     "InputData",
     "Instruction",
     "Instructions",
+    "Offload",
     "Op",
     "OutputData",
     "Program",
@@ -49,6 +53,7 @@ __all__ = [
     "Value",
     "shard_shape",
     "shards_of",
+    "updated_states",
     "weights_fingerprint",
 ]
 
@@ -237,7 +242,7 @@ class Program(Data):
     tf32: bool = False  # products in float32 take the rounded operands of GPUs' tensor cores
     whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
     # what is kept in host memory, and whether the optimizer's states are on disk instead
-    offload: tuple[Literal["optimizer", "activations", "parameters", "disk"], ...] = ()
+    offload: tuple[Offload, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -367,6 +372,11 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
     for text, axis in ((data.expert_layout, "ep"), (data.layout, "tp")):
         shape = local_shape(Layout.parse(text), shape, program.size(axis))
     return shape
+
+
+def updated_states(program: Program) -> list[str]:
+    """The buffers that a step changes."""
+    return [name for name, state in program.states.items() if state.update is not None]
 
 
 def shortened(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from passes.blocks import TensorSpec
-from passes.gradients import accumulated_in
-from passes.serialize import dtype_of
+from passes.dtypes import itemsize, sum_type
 from runtime.program import Program, shard_shape
 
 
 def state_bytes(program: Program, state: str) -> int:
     """The bytes of what the cuts over ``ep`` and ``tp`` leave of a state."""
-    return TensorSpec(shard_shape(program, state), dtype_of(program.states[state].dtype)).nbytes
+    return math.prod(shard_shape(program, state)) * itemsize(program.states[state].dtype)
 
 
 def gradient_bytes(program: Program, state: str) -> int:
     """The bytes of a state's gradient as it is added up, of what the cuts over ``ep`` and ``tp`` leave."""
-    return TensorSpec(shard_shape(program, state), accumulated_in(dtype_of(program.states[state].dtype))).nbytes
+    return math.prod(shard_shape(program, state)) * itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):

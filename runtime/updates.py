@@ -10,14 +10,9 @@ from torch import Tensor
 
 from runtime.gradients import sharing
 from runtime.groups import Communicator
-from runtime.program import Program, RankProgram
+from runtime.program import RankProgram, updated_states
 
 _SHORT = (torch.float16, torch.bfloat16)
-
-
-def updated_states(program: Program) -> list[str]:
-    """The buffers that a step changes."""
-    return [name for name, state in program.states.items() if state.update is not None]
 
 
 class Updates:

@@ -25,10 +25,11 @@ from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Reduction, reduction
 from partitioner.cost.relaxed import best_type
 from partitioner.cost.saved import kept_by
-from partitioner.cost.states import StateCost, kinds_of, optimizer_bytes, state_costs
+from partitioner.cost.states import StateCost, kinds_of, state_costs
 from partitioner.emit_levels import AT_ONCE
 from partitioner.errors import ConstraintError, TopologyError
 from partitioner.localize import unmark_stopped
+from partitioner.optimizers import optimizer_bytes
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
 from passes.blocks import Block, State, TensorSpec

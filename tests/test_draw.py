@@ -15,6 +15,7 @@ from torch import nn
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
 from partitioner.draw.dot import lay_out
+from partitioner.draw.folds import Fold, TimeScale, find_folds
 from partitioner.draw.lanes import Box, Lanes, Wire
 from partitioner.draw.svg import PALETTE, Header, draw_header, picture, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
@@ -151,6 +152,30 @@ def test_the_timeline_stays_inside_its_axis(timeline: str):
         assert start + float(box.get("width", 0)) <= right + 1
 
 
+def seconds_of(words: str) -> float:
+    """Of ``12.3 ms``."""
+    value, unit = words.split()
+    return float(value.replace(",", "")) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def ticks(svg: str) -> list[float]:
+    """The times on the axis, from the left to the right."""
+    middle = [
+        t for t in parsed(svg).iter(f"{SVG}text") if t.get("text-anchor") == "middle" and t.get("font-size") == "11"
+    ]
+    bottom = max(float(t.get("y", 0)) for t in middle)
+    return [seconds_of(t.text or "") for t in middle if float(t.get("y", 0)) == bottom]
+
+
+def test_the_axis_ends_with_the_step_that_is_printed(timeline: str):
+    """The step time of the plan is 1.23 s. Its simulation ends at another time, and the picture says so."""
+    times = ticks(timeline)
+    assert times == sorted(times)
+    assert times[0] == 0
+    assert times[-1] == 1.23
+    assert any(re.search(r"The simulated step takes [\d.]+ m?s; it is drawn on the scale", t) for t in texts(timeline))
+
+
 def bar(start: float, end: float, op: str = "F", microbatch: int = 0, calls: tuple[int, int] = (0, 4)) -> Bar:
     return Bar(0, start, end, Instruction(op=op, stage=0, microbatch=microbatch, calls=calls))  # type: ignore[arg-type]
 
@@ -203,6 +228,52 @@ def test_pieces_of_a_microbatch_are_one_box():
 def test_hairlines_are_drawn_together():
     assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
     assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5
+
+
+def steady_bars(count: int) -> list[Bar]:
+    """Totals for 5 s, then for each microbatch 1 s forward and 2 s backward, then 4 s backward of the last."""
+    bars = [Bar(0, 0.0, 5.0, Instruction(op="TOTAL_F", stage=0))]
+    for m in range(count):
+        start = 5.0 + 3 * m
+        bars += [bar(start, start + 1, microbatch=m), bar(start + 1, start + 3, "B", m)]
+    end = 5.0 + 3 * count
+    return [*bars, bar(end, end + 4, "B", count)]
+
+
+def test_a_steady_state_is_drawn_once_with_how_often_it_runs():
+    """128 periods of 3 s from 5 s on; that of the last forward is not closed by another one and is drawn, so that the
+    first of 127 is drawn and 126 x 3 = 378 s are left out: from 8 s to 386 s."""
+    [fold] = find_folds(steady_bars(128), 1)
+    assert (fold.start, fold.period, fold.times) == (5.0, pytest.approx(3.0), 127)
+    assert fold.hidden == (8.0, pytest.approx(386.0))
+    svg = draw_timeline("steady", llama(pp=1, layers=4), steady_bars(128), total=393.0)
+    assert "× 127" in texts(svg)
+    assert any("127 equal periods of 3 s from 5 s on" in t for t in tooltips(svg))
+    shown = {t for t in texts(svg) if t.isdigit()}
+    assert shown == {"0", "127", "128"}
+    assert all(time <= 8.01 or time >= 385.9 for time in ticks(svg))
+    assert ticks(svg)[-1] == 393.0
+    few = draw_timeline("few", llama(pp=1, layers=4), steady_bars(8), total=33.0)
+    assert not any(t.startswith("×") for t in texts(few))
+    assert {str(m) for m in range(9)} <= set(texts(few))
+
+
+def test_a_scale_leaves_out_what_is_folded():
+    """Of 100 s, 10 to 90 s are left out: 20 s on 226 pixels, 26 of them the break, are 10 pixels a second."""
+    scale = TimeScale(100.0, (Fold(5.0, 5.0, 17),), left=0.0, width=226.0)
+    assert scale.segments == [(0.0, 10.0), (90.0, 100.0)]
+    assert [scale.x(t) for t in (0, 10, 50, 90, 95, 100)] == pytest.approx([0, 100, 100, 126, 176, 226])
+    assert scale.visible(8.0, 92.0) == [
+        (pytest.approx(80), pytest.approx(100)),
+        (pytest.approx(126), pytest.approx(146)),
+    ]
+    assert scale.visible(20.0, 80.0) == []
+
+
+def test_what_differs_is_not_folded():
+    bars = steady_bars(128)
+    uneven = [Bar(0, b.start, b.end - 0.5 * (n % 7 == 0), b.instruction) for n, b in enumerate(bars)]
+    assert all(fold.times < 8 for fold in find_folds(uneven, 1))
 
 
 def test_sends_too_many_to_draw_are_said_to_be_left_out():

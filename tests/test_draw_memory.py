@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from itertools import combinations, pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,9 +15,11 @@ from torch import nn
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, stage_levels
+from partitioner.draw.svg import PALETTE
 from partitioner.explain_tables import host_text
 from partitioner.held import fixed_sizes
 from partitioner.timing import PlanDurations
+from partitioner.units import seconds_text
 from runtime.facts import ProgramFacts
 from runtime.memory import memory_moments, memory_steps, state_bytes
 from runtime.simulate import simulate
@@ -93,10 +96,59 @@ def test_the_picture_has_a_row_for_every_stage():
 
 def test_the_capacity_is_a_line_or_a_word():
     near = draw(plan_of(llama(pp=2, dp=1, tp=2)), "memory")
-    assert "what a program may use of the device" in near
+    assert "the memory of the device that a program may use" in near
     far = draw(planned(pp=2), "memory")
     assert "far beyond the scale" in far
-    assert "what a program may use of the device" not in far
+    assert "the memory of the device that a program may use" not in far
+
+
+def lab(colour: str, sight: str) -> tuple[float, float, float]:
+    """CIE Lab of a colour as a reader sees it. The matrices are those of Machado et al. (2009), of full severity."""
+    matrices = {
+        "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+        "without red": (
+            (0.152286, 1.052583, -0.204868),
+            (0.114503, 0.786281, 0.099216),
+            (-0.003882, -0.048116, 1.051998),
+        ),
+        "without green": (
+            (0.367322, 0.860646, -0.227968),
+            (0.280085, 0.672501, 0.047413),
+            (-0.011820, 0.042940, 0.968881),
+        ),
+        "without blue": (
+            (1.255528, -0.076749, -0.178779),
+            (-0.078411, 0.930809, 0.147602),
+            (0.004733, 0.691367, 0.303900),
+        ),
+    }
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    seen = [min(1.0, max(0.0, sum(m * c for m, c in zip(row, linear, strict=True)))) for row in matrices[sight]]
+    to_xyz = ((0.4125, 0.3576, 0.1804), (0.2127, 0.7152, 0.0722), (0.0193, 0.1192, 0.9503))
+    white = (0.9505, 1.0, 1.0888)
+    xyz = [sum(m * c for m, c in zip(row, seen, strict=True)) / w for row, w in zip(to_xyz, white, strict=True)]
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("sight", ["usual", "without red", "without green", "without blue"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_kinds_of_memory_are_told_apart_by_every_reader(sight: str, dark: bool):
+    """Two colours that differ by 25 in CIE Lab are told apart at a glance; 2.3 is the least that is noticed. Areas that
+    lie on one another differ in lightness as well, as a grey print has to show them."""
+    colours = [PALETTE[colour] for colour, _ in KINDS.values()]
+    seen = [lab(c.dark if dark else c.light, sight) for c in colours]
+    assert min(math.dist(a, b) for a, b in combinations(seen, 2)) >= 25
+    if sight == "usual":
+        assert min(abs(a[0] - b[0]) for a, b in pairwise(seen)) >= 20
+
+
+def test_high_areas_have_their_names_and_the_axis_ends_with_the_step(plan: Plan):
+    shown = [t.text or "" for t in ET.fromstring(draw(plan, "memory")).iter(f"{SVG}text")]
+    assert {"parameters", "optimizer", "gradients", "activations"} & set(shown)
+    end = seconds_text(plan.estimate.step_time)
+    assert shown.count(end) == 2  # among the figures, and at the end of the axis
 
 
 def test_tooltips_say_what_is_held_when(plan: Plan):

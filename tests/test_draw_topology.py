@@ -52,7 +52,9 @@ def test_ranks_stand_on_the_devices_that_the_plan_gives_them():
 def test_nodes_that_are_alike_are_drawn_once():
     small, large = (draw(placed(Topology.preset("dgx-h100", 4 * n), 4, n, 8), "topology") for n in (1, 64))
     assert len(boxes(large)) == len(boxes(small)) == 32
-    assert any(re.fullmatch(r"Nodes 64–127\s*64 alike", t) for t in texts(large))
+    assert any(re.fullmatch(r"Nodes 64–127\s*node 64 is shown, 1 of 64 alike", t) for t in texts(large))
+    assert "4 of 256 nodes are shown" in " ".join(texts(large))
+    assert "nodes are shown" not in " ".join(texts(small))
     assert "stage 1, ranks 512–1023" in texts(large)
 
 

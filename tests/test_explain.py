@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from partitioner import Topology, partition
+from partitioner import Topology, outline_shared, partition
 from partitioner.constraints import Constraints
 from partitioner.evaluate import Evaluator
 from partitioner.explain import explain, summary
@@ -25,6 +26,7 @@ from partitioner.solve.point import Point
 from partitioner.timing import plan_timeline, stage_seconds
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 from passes.errors import InputsError
+from runtime.program import Program
 from tests.sample_programs import llama, plan_of
 
 
@@ -117,6 +119,37 @@ def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
         text = " ".join(explain(plan).split())
         assert words in text
         assert ("once per step" in text) == (size == 8)
+
+
+def test_distinct_transfers_of_buckets_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
+    """Under ZeRO-3 every microbatch repeats the same gathers and scatters. With 64 microbatches as few of them are
+    looked at as with 8, a gather and a scatter for each bucket at most; the totals are the sums over the whole list."""
+    seen, exchanged = [], outline_shared.exchanged
+    monkeypatch.setattr(outline_shared, "exchanged", lambda *given: seen.append(given) or exchanged(*given))
+    for count in (8, 64):
+        seen.clear()
+        program = zero_program(count)
+        stage = program.stages[0]
+        totals = outline_shared.exchange_totals(program, stage)
+        assert len(seen) <= 2 * len(stage.buckets)
+        transfers, num_bytes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        for i in (i for i in stage.instructions if i.op in outline_shared.BUCKET_OPS):
+            kind, size = exchanged(program, stage.buckets[i.bucket or 0], i.op, i.axes)
+            transfers[kind] += 1
+            num_bytes[kind] += size
+        assert totals.keys() == {("all_gather", "dp", "parameters"), ("reduce_scatter", "dp", "gradients")}
+        assert {kind: total.transfers for kind, total in totals.items()} == transfers
+        assert {kind: total.num_bytes for kind, total in totals.items()} == num_bytes
+        assert min(transfers.values()) >= count
+        assert {total.buckets for total in totals.values()} == {len(stage.buckets)}
+
+
+def zero_program(num_microbatches: int) -> Program:
+    """A model of four layers on two ranks that share its parameters."""
+    model, size = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), 2 * num_microbatches
+    pins = Constraints(dp=2, zero=3, microbatch_size=1)
+    inputs = (torch.randn(size, 64),)
+    return partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins).program
 
 
 @pytest.mark.parametrize("width", [80, 110])

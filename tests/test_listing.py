@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from partitioner import emit as emitting
 from partitioner.schedules import SCHEDULES, Schedule
 from partitioner.steady import grown, growth, steady
-from runtime.listing import Listing
+from runtime.listing import Listing, repetitions
 from runtime.program import Program, Stage
 from runtime.prove import ProofError, prove
 from tests.mutations import with_stage
@@ -108,6 +110,19 @@ def test_a_part_repeats_and_what_follows_moves():
     parts = growth(few, many, 1)
     assert parts is not None
     assert list(grown(few, parts, 4)) == [*(("f", i) for i in range(7)), ("b", 6), ("end", None)]
+
+
+def test_repetitions_count_every_instruction_of_the_list():
+    """With 30 microbatches a stage runs 30 forwards: the counts of equal operations add up to the list's length."""
+    for schedule in ("1f1b", "gpipe"):
+        for stage in tiny_program(2, num_microbatches=30, schedule=schedule).stages:
+            assert isinstance(stage.instructions, Listing)
+            counts = Counter[str]()
+            for instruction, times in repetitions(stage.instructions):
+                counts[instruction.op] += times
+            assert counts["F"] == 30
+            assert counts == Counter(instruction.op for instruction in stage.instructions)
+            assert [*repetitions(tuple(stage.instructions))] == [(i, 1) for i in stage.instructions]
 
 
 def test_a_listing_is_a_field_like_a_tuple():

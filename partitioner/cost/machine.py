@@ -13,7 +13,7 @@ import numpy as np
 from partitioner.cost.spread import EXECUTED, NO_SPREAD, Software, Spread
 from partitioner.cost.states import Sharded
 from partitioner.emit_buckets import bucket_limit
-from partitioner.experts import split_of
+from partitioner.solve.point import split_of
 from partitioner.topology.group import slowest
 from partitioner.topology.groups import (
     Devices,

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import graphviz
-import pygraphviz
-
 _POINTS = 72.0  # Graphviz takes sizes in inches and gives positions in points; here a point is a pixel
 
 Point = tuple[float, float]
@@ -30,6 +27,8 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
     """Place boxes of ``sizes`` (width, height) top to bottom along ``edges``."""
     if not sizes:
         return Placed({}, {}, 0.0, 0.0)
+    import pygraphviz  # where something is drawn: texts take what notes pictures have from beside it
+
     drawing = pygraphviz.AGraph(string=dot_source(sizes, edges))
     drawing.layout(prog="dot")
     left, bottom, right, top = (float(v) for v in drawing.graph_attr["bb"].split(","))
@@ -48,6 +47,8 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
 
 def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
     """The graph as DOT text."""
+    import graphviz
+
     graph = graphviz.Digraph(
         graph_attr={"rankdir": "TB", "nodesep": "0.22", "ranksep": "0.32"},
         node_attr={"shape": "box", "fixedsize": "true", "label": ""},

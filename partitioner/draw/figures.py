@@ -74,6 +74,12 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
+    """The seconds of a simulated step whose gradients are whole after ``gradients_s``, and those of its update."""
+    update = plan.estimate.breakdown.get("optimizer", 0.0)
+    return gradients_s + update, update
+
+
 def picture_title(plan: Plan) -> str:
     objective = "training step" if plan.objective == "train" else "inference"
     return f"{plan.model}: {objective} on {plural(plan.world_size, 'rank')}"

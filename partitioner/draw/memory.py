@@ -12,9 +12,22 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.figures import capacities, key_figures, picture_title
-from partitioner.draw.svg import PALETTE, Header, draw_header, group, line, number, picture, rect, text, to_text
+from partitioner.draw.figures import capacities, key_figures, picture_title, simulated_seconds
+from partitioner.draw.svg import (
+    PALETTE,
+    Header,
+    draw_header,
+    group,
+    line,
+    number,
+    picture,
+    rect,
+    text,
+    text_width,
+    to_text,
+)
 from partitioner.draw.timeline import tick_step
+from partitioner.explain import MEMORY_KINDS, memory_words
 from partitioner.explain_tables import disk_text, host_text
 from partitioner.held import fixed_sizes, moving_sizes
 from partitioner.plan import Plan
@@ -25,17 +38,11 @@ from runtime.memory import Moment, memory_moments
 from runtime.simulate import Span, Timeline
 
 KINDS: dict[str, tuple[str, str]] = {
-    "parameters": ("memory", "parameters and buffers of the model"),
-    "optimizer": ("total", "optimizer states"),
-    "gradients": ("backward", "gradients of parameters"),
-    "residuals": ("all_reduce", "what compressing gradients lost"),
-    "gathered": ("tied", "parameters while they are gathered, gradients that are scattered, under ZeRO 2 and 3"),
-    "saved": ("all_gather", "activations, saved for backward"),
-    "flowing": ("reduce_scatter", "gradients of activations"),
-    "recomputed": ("send", "activations while they are recomputed"),
-    "working": ("long_edge", "what operators work with"),
-}  # from the ground up: kind -> (colour, meaning)
-_INFERRING = {"saved": ("all_gather", "outputs, kept to the end of the step")}
+    kind: (f"held_{kind}", MEMORY_KINDS[kind])
+    for kind in (
+        "parameters", "optimizer", "gradients", "residuals", "gathered", "saved", "flowing", "recomputed", "working",
+    )
+}  # fmt: skip  # from the ground up: kind -> (colour, meaning)
 
 _MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
 _TALL, _LOW, _MANY = (
@@ -43,6 +50,8 @@ _TALL, _LOW, _MANY = (
     (66.0, 16.0),
     6,
 )  # pixels of a panel and below it; low ones with more stages than _MANY
+_LABEL = 10.0
+_PALE = frozenset({"optimizer", "residuals", "saved", "recomputed"})  # areas with dark letters
 _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 
@@ -121,7 +130,10 @@ class _Chart:
     def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[Level]]) -> None:
         self.plan = plan
         self.stages = stages
-        self.total = timeline.step_time or 1.0
+        ends = [span.end for lane in timeline.stages for span in lane.spans]
+        ended = max([*ends, *(b.end for lane in timeline.stages for b in lane.background)], default=0.0)
+        self.total = simulated_seconds(plan, ended)[0] or 1.0
+        self.step = plan.estimate.step_time or self.total  # where the axis ends
         self.per_stage = plan.world_size // len(stages)
         rooms = capacities(plan)
         self.rooms = [min(rooms[r] for r in self.ranks(s)) for s in range(len(stages))]
@@ -131,7 +143,8 @@ class _Chart:
         self.scale = 1.15 * (peak if self.far else max(peak, *self.rooms))
         self.height, self.gap = _TALL if len(stages) <= _MANY else _LOW
         self.left = _MARGIN + 118.0
-        self.kinds = KINDS if plan.objective == "train" else KINDS | _INFERRING
+        words = memory_words(plan)
+        self.kinds = {kind: (colour, words[kind]) for kind, (colour, _) in KINDS.items()}
 
     def ranks(self, stage: int) -> range:
         return range(stage * self.per_stage, (stage + 1) * self.per_stage)
@@ -140,7 +153,7 @@ class _Chart:
         width = self.left + _WIDTH + _RIGHT
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [self.kinds[kind] for kind in used]
-        legend += [] if self.far else [("tied", "what a program may use of the device")]
+        legend += [] if self.far else [("ink", "the memory of the device that a program may use")]
         note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
         top = draw_header(picture(width, 0, ""), header, width) + 10
@@ -169,11 +182,13 @@ class _Chart:
         return self.left + _WIDTH * seconds / self.total
 
     def axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        step = tick_step(self.total, int(_WIDTH / 110))
-        for i in range(math.floor(self.total / step + 1e-9) + 1):
-            x = self.x(i * step)
+        """Ticks at round times, and one at the end of the step."""
+        step = tick_step(self.step, int(_WIDTH / 110))
+        times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
+        for time in [*times, self.step]:
+            x, last = self.left + _WIDTH * time / self.step, time == self.step
             line(root, x, top - 4, x, bottom + 5, "grid")
-            text(root, x, bottom + 20, seconds_text(i * step), size=11, fill="muted", anchor="middle")
+            text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
 
     def row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
         ranks, ground = self.ranks(stage), top + self.height
@@ -221,6 +236,19 @@ class _Chart:
         path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
         shape = group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
         ET.SubElement(shape, "path", {"d": path, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
+        self.label(shape, kind, floor, roof, ground)
+
+    def label(self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float) -> None:
+        """The kind's name inside its area, where that is high enough for as long as the name is."""
+        words = kind if kind != "saved" else "activations"
+        half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
+        middle = len(roof) // 2
+        low, high = max(floor[middle - half : middle + half]), min(roof[middle - half : middle + half])
+        if (high - low) * self.height / self.scale < _LABEL + 3:
+            return
+        y = ground - self.height * (low + high) / 2 / self.scale + 0.36 * _LABEL
+        ink = "on_stage" if kind in _PALE else "on_forward"
+        text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def outline(self, sizes: Sequence[float], ground: float) -> list[str]:
         """The corners of a staircase from the left to the right."""
@@ -237,7 +265,7 @@ class _Chart:
         right = self.left + _WIDTH + 10
         if not self.far:
             y = ground - self.height * room / self.scale
-            line(root, self.left, y, self.left + _WIDTH, y, "tied", 1.5)
+            line(root, self.left, y, self.left + _WIDTH, y, "ink", 1.5).set("stroke-dasharray", "6 3")
         if fullest is not None:
             told = self.plan.estimate.memory  # has also what is there for no time at all: copies that are sent
             peak = max([fullest.total, *(told[r] for r in self.ranks(stage) if r < len(told))])
@@ -262,7 +290,9 @@ class _Chart:
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
             parts = [f"{self.kinds[k][1]}: {bytes_text(size)}" for k, size in reversed(level.sizes.items()) if size]
-            tip = "\n".join([f"{bytes_text(level.total)} at {seconds_text(level.start)}", *parts])
+            tip = "\n".join(
+                [f"{bytes_text(level.total)} at {seconds_text(level.start * self.step / self.total)}", *parts]
+            )
             count = min(wide, len(columns) - start)
             shape = rect(
                 group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"

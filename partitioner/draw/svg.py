@@ -50,6 +50,7 @@ PALETTE: dict[str, Colour] = {
     "backward_weight": Colour("#c4a6d0", "#b193c2"),
     "on_backward": Colour("#22262b", "#0c1117"),
     "total": Colour("#999933", "#b9b94d"),
+    "update": Colour("#6b4c3a", "#a98a76"),
     "send": Colour("#332288", "#958ae8"),
     "all_gather": Colour("#44aa99", "#57c2b0"),
     "reduce_scatter": Colour("#aa4499", "#d06fc0"),
@@ -61,6 +62,17 @@ PALETTE: dict[str, Colour] = {
     "memory": Colour("#5d8ab8", "#5b8fc4"),
     "memory_left": Colour("#dfe4ea", "#2c3540"),
     "on_stage": Colour("#14181c", "#0b0f14"),
+    # Kinds of memory, from the ground up. Neighbours differ by 20 of 100 in lightness, any two by 25 in CIE Lab. That
+    # holds for readers with red-green or blue-yellow blindness, too.
+    "held_parameters": Colour("#3221be", "#3486d8"),
+    "held_optimizer": Colour("#a5a5ff", "#a8ccff"),
+    "held_gradients": Colour("#bb5500", "#ba830f"),
+    "held_residuals": Colour("#f0bc81", "#d7f372"),
+    "held_gathered": Colour("#5c2a6e", "#6f3e87"),
+    "held_saved": Colour("#35bba6", "#42d177"),
+    "held_flowing": Colour("#2b6959", "#035d4b"),
+    "held_recomputed": Colour("#ebceff", "#f2c9c8"),
+    "held_working": Colour("#712703", "#873903"),
     **{
         f"stage_{i}": Colour(light, dark)
         for i, (light, dark) in enumerate(

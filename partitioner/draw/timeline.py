@@ -1,7 +1,7 @@
 """The ``timeline`` view: what every stage does when. All ranks of a stage do the same, so a stage is one row.
 
 A row has a lane for computation, hatched where the stage waits, and below it thin lanes for what is sent and reduced
-meanwhile.
+meanwhile. What repeats, as the steady state of a pipeline does, is drawn once with how often it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.figures import key_figures, picture_title
+from partitioner.draw.figures import key_figures, picture_title, simulated_seconds
+from partitioner.draw.folds import Fold, TimeScale, find_folds
 from partitioner.draw.svg import Header, draw_header, group, later, line, picture, rect, text, text_width, to_text
 from partitioner.outline import chunk_starts
 from partitioner.plan import Plan
@@ -57,6 +58,7 @@ LOOKS: dict[str, Look] = {
     "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
     "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
     "UPDATE": Look("reduce", "total", "on_backward", "new values of buffers", "new values of buffers"),
+    "STEP": Look("compute", "update", "on_forward", "optimizer's update", "the optimizer's update"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 
 
@@ -67,9 +69,12 @@ def look_of(instruction: Instruction) -> Look | None:
 
 _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0, "host": 9.0}
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
-_NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 19.0, 860.0, 3000.0
+_NARROWEST, _LEAST_WIDTH, _MOST_WIDTH, _FOLDED_WIDTH = 19.0, 860.0, 3000.0, 1500.0
 _MOST_SENDS = 4000  # beyond which they are left out: the picture would be megabytes of hairlines
 _MERGE = 1.5  # pixels: narrower boxes of one kind are drawn as one
+_MOST_BARS = 40  # computations of a stage, beyond which what repeats is folded
+_BRACKETS = 24.0  # pixels above the rows for how often a period runs
+_CLOSE = 0.01  # of a step, by which a simulation may differ from the step time without a word
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,32 @@ class Bar:
 
 
 def draw_plan_timeline(plan: Plan) -> str:
-    """The picture of ``plan``, simulated under the cost model that chose it."""
-    return draw_timeline(picture_title(plan), plan.program, bars_of(plan_timeline(plan)), key_figures(plan))
+    """The picture of ``plan``, simulated under the cost model that chose it; its axis ends at the plan's step time."""
+    bars, notes = _in_step(plan, bars_of(plan_timeline(plan)))
+    total = None if plan.constraints.overlap_steps else plan.estimate.step_time
+    return draw_timeline(picture_title(plan), plan.program, bars, key_figures(plan), total, notes)
+
+
+def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
+    """Bars that end with the plan's step, the optimizer's update included, and what a reader has to know of them."""
+    step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
+    whole, update = simulated_seconds(plan, gradients)
+    if plan.constraints.overlap_steps:
+        return bars, [f"Consecutive steps overlap: this one takes longer than the {seconds_text(step)} between two."]
+    if not whole or not step:
+        return bars, []
+    scale, notes = step / whole, []
+    if abs(scale - 1) > _CLOSE:
+        notes = [
+            f"The simulated step takes {seconds_text(whole)}; it is drawn on the scale of the step time of the plan, "
+            f"{seconds_text(step)}."
+        ]
+    bars = [replace(b, start=b.start * scale, end=b.end * scale) for b in bars]
+    if update > 0:
+        last = Instruction(op="STEP", stage=0)
+        ends = gradients * scale
+        bars += [Bar(s, ends, step, last.model_copy(update={"stage": s})) for s in range(len(plan.program.stages))]
+    return bars, notes
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
@@ -99,15 +128,23 @@ def bars_of(timeline: Timeline) -> list[Bar]:
     return bars
 
 
-def draw_timeline(title: str, program: Program, bars: Sequence[Bar], figures: Sequence[tuple[str, str]] = ()) -> str:
-    """The picture of ``bars`` as SVG text; ``figures`` stand in the header."""
-    return to_text(_Chart(title, program, [b for b in bars if look_of(b.instruction)], figures).draw())
+def draw_timeline(
+    title: str,
+    program: Program,
+    bars: Sequence[Bar],
+    figures: Sequence[tuple[str, str]] = (),
+    total: float | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The picture of ``bars`` as SVG text; ``figures`` and ``notes`` stand in the header. ``total``: the seconds at
+    which the axis ends (``None``: with the last bar)."""
+    return to_text(_Chart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw())
 
 
-def idle_shares(program: Program, bars: Iterable[Bar]) -> list[float]:
-    """For each stage the share of the step in which it computes nothing."""
+def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
+    """For each stage the share of the step, of ``total`` seconds, in which it computes nothing."""
     bars = list(bars)
-    total = max((b.end for b in bars), default=0.0)
+    total = total or max((b.end for b in bars), default=0.0)
     busy = [0.0] * len(program.stages)
     for bar in bars:
         look = look_of(bar.instruction)
@@ -117,26 +154,52 @@ def idle_shares(program: Program, bars: Iterable[Bar]) -> list[float]:
 
 
 class _Chart:
-    def __init__(self, title: str, program: Program, bars: Sequence[Bar], figures: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        title: str,
+        program: Program,
+        bars: Sequence[Bar],
+        figures: Sequence[tuple[str, str]],
+        total: float | None,
+        notes: Sequence[str],
+    ) -> None:
         self.title = title
         self.program = program
-        self.bars = bars
-        self.total = max((b.end for b in bars), default=0.0) or 1.0
-        counts = Counter(self.look(b).lane for b in bars)
+        self.notes = notes
+        self.total = total or max((b.end for b in bars), default=0.0) or 1.0
+        self.idle = idle_shares(program, bars, self.total)
+        self.folds = self._folds(bars)
+        self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden)]
+        counts = Counter(self.look(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
         self.lanes: list[Lane] = [
             lane
             for lane in _LANE_HEIGHTS
             if lane == "compute" or (counts[lane] and not (lane == "exchange" and self.crowded))
         ]
-        self.idle = idle_shares(program, bars)
         per_stage = program.world_size // len(program.stages)
         self.ranks = [ranges(range(s * per_stage, (s + 1) * per_stage)) for s in range(len(program.stages))]
         self.chunks = [chunk_starts(stage) for stage in program.stages]
         labels = [text_width(f"{'rank' if per_stage == 1 else 'ranks'} {r}", 10) for r in self.ranks]
         self.left = _MARGIN + max([text_width("Stage 00", 13, True), *labels]) + 14
         self.width = self._plot_width()
+        self.scale = TimeScale(self.total, self.folds, self.left, self.width)
         self.figures = figures
+
+    def _folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
+        """What repeats, where there is more than can be read."""
+        stages, kept = range(len(self.program.stages)), []
+        computing = 0
+        for stage in stages:
+            mine = [b for b in bars if b.stage == stage]
+            joined = join([b for b in mine if self.look(b).lane == "compute"])
+            computing = max(computing, len(joined))
+            kept += [*joined, *(b for b in mine if self.look(b).lane in ("reduce", "gather", "host"))]
+        return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
+
+    @property
+    def _hidden(self) -> list[tuple[float, float]]:
+        return [fold.hidden for fold in self.folds]
 
     @staticmethod
     def look(bar: Bar) -> Look:
@@ -147,8 +210,9 @@ class _Chart:
     def _plot_width(self) -> float:
         """Wide enough for the typical forward to hold its number, within reason."""
         forwards = [b.end - b.start for b in self.bars if b.instruction.op == "F" and b.end > b.start]
-        wanted = _NARROWEST * self.total / statistics.median(forwards) if forwards else 0.0
-        return min(_MOST_WIDTH, max(_LEAST_WIDTH, wanted))
+        shown = self.total - sum(stop - start for start, stop in self._hidden)
+        wanted = _NARROWEST * shown / statistics.median(forwards) if forwards else 0.0
+        return min(_FOLDED_WIDTH if self.folds else _MOST_WIDTH, max(_LEAST_WIDTH, wanted))
 
     @property
     def row_height(self) -> float:
@@ -161,17 +225,39 @@ class _Chart:
         note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
         if any(name == "bubble" for name, _ in self.figures):
             note += " The bubble is less: what the slowest stage waits for other stages, transfers not counted."
-        note += " The optimizer's update is not drawn." if self.program.objective == "train" else ""
+        if self.folds:
+            note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
+        drawn = any(b.instruction.op == "STEP" for b in self.bars)
+        note += " The optimizer's update is not drawn." if self.program.objective == "train" and not drawn else ""
+        note += "".join(f" {words}" for words in self.notes)
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())
-        top = draw_header(picture(width, 0, ""), header, width) + 6
+        top = draw_header(picture(width, 0, ""), header, width) + 6 + (_BRACKETS if self.folds else 0.0)
         bottom = top + len(self.program.stages) * (self.row_height + _ROW_GAP)
         root = picture(width, bottom + 44, self.title)
         draw_header(root, header, width)
         self.axis(root, top - 4, bottom)
         for stage in range(len(self.program.stages)):
             self.row(root, stage, top + stage * (self.row_height + _ROW_GAP))
+        for fold in self.folds:
+            self.bracket(root, fold, top, bottom)
         return root
+
+    def bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
+        """Above a period that is drawn how often it runs, and two lines where the repetitions are left out."""
+        start, _ = fold.hidden
+        words = f"× {fold.times:,}"
+        told = f"{fold.times:,} equal periods of {seconds_text(fold.period)} from {seconds_text(fold.start)} on"
+        outer = group(root, f"{told}: the first is drawn")
+        first, last, y = self.scale.x(fold.start), self.scale.x(start), top - 10
+        line(outer, first, y, last, y, "ink", 1.5)
+        for x in (first, last):
+            line(outer, x, y, x, y + 5, "ink", 1.5)
+        text(outer, (first + last) / 2, y - 4, words, size=12, bold=True, anchor="middle")
+        middle = last + self.scale.gap / 2
+        for x in (last + 2, last + self.scale.gap - 2):
+            line(outer, x, y + 5, x, bottom, "muted").set("stroke-dasharray", "3 3")
+        text(outer, middle, bottom - self.row_height / 2, "…", size=14, fill="muted", anchor="middle")
 
     def legend(self) -> list[tuple[str, str]]:
         used = {self.look(b) for b in self.bars if self.look(b).lane in self.lanes}
@@ -187,38 +273,47 @@ class _Chart:
         calls = bar.instruction.calls
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
-    def x(self, seconds: float) -> float:
-        return self.left + self.width * seconds / self.total
-
     def axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        step = tick_step(self.total, max(2, int(self.width / 110)))
-        line(root, self.left, bottom, self.left + self.width, bottom, "line")
-        for i in range(math.floor(self.total / step + 1e-9) + 1):
-            x = self.x(i * step)
+        """Ticks at round times, and one at the end of the step."""
+        step = tick_step(self.scale.shown, max(2, int(self.width / 110)))
+        times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
+        right, last = self.left + self.width, -math.inf
+        for start, stop in self.scale.visible(0.0, self.total):
+            line(root, start, bottom, stop, bottom, "line")
+        for time in [*times, self.total]:
+            if time < self.total and any(start < time < stop for start, stop in self._hidden):
+                continue
+            x, words = self.scale.x(time), seconds_text(time)
+            room = text_width(words, 11) / 2 + 6
+            if x - last < room or (time < self.total and right - x < 2 * room + 12):
+                continue
+            last = x + room
             line(root, x, top, x, bottom + 5, "grid")
-            text(root, x, bottom + 20, seconds_text(i * step), size=11, fill="muted", anchor="middle")
+            text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
 
     def row(self, root: ET.Element, stage: int, top: float) -> None:
         several = "rank" if "–" not in self.ranks[stage] and "," not in self.ranks[stage] else "ranks"
         text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)
         text(root, _MARGIN, top + 26, f"{several} {self.ranks[stage]}", size=10, fill="muted")
-        rect(root, self.left, top, self.width, _LANE_HEIGHTS["compute"], "hatched")
         y = top
         for lane in self.lanes:
             height = _LANE_HEIGHTS[lane]
-            if lane != "compute":
-                rect(root, self.left, y, self.width, height, "panel")
+            for start, stop in self.scale.visible(0.0, self.total):
+                rect(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
             mine = [b for b in self.bars if b.stage == stage and self.look(b).lane == lane]
-            for bar in merge(join(mine), _MERGE * self.total / self.width):
+            for bar in merge(join(mine), _MERGE * self.scale.seconds_per_pixel):
                 self.box(root, bar, y, height)
             y += height + _LANE_GAP
         idle = f"{percent(self.idle[stage])} idle"
         text(root, self.left + self.width + 10, top + 18, idle, size=11, fill="muted")
 
     def box(self, root: ET.Element, bar: Bar, y: float, height: float) -> None:
-        look = self.look(bar)
-        x, width = self.x(bar.start), max(0.8, self.x(bar.end) - self.x(bar.start))
         outer = group(root, self.tooltip(bar), "hit")
+        for start, stop in self.scale.visible(bar.start, bar.end):
+            self.piece(outer, bar, start, max(0.8, stop - start), y, height)
+
+    def piece(self, outer: ET.Element, bar: Bar, x: float, width: float, y: float, height: float) -> None:
+        look = self.look(bar)
         inset = 0.5 if width > 3 else 0.0
         colour = later(look.colour, self.chunk(bar))
         rect(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
@@ -234,6 +329,8 @@ class _Chart:
             return ""
         if bar.instruction.bucket is not None:
             return f"bucket {bar.instruction.bucket}"
+        if bar.instruction.op == "STEP":
+            return "update"
         return "" if bar.instruction.microbatch is None else str(bar.instruction.microbatch)
 
     def tooltip(self, bar: Bar) -> str:

@@ -80,6 +80,15 @@ class Cluster:
     chords: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)  # places, bytes/s
 
     @property
+    def alike(self) -> str:
+        """Which of its nodes is drawn, where there are several."""
+        return (
+            f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
+            if len(self.nodes) > 1 and self.boxes
+            else ""
+        )
+
+    @property
     def columns(self) -> int:
         count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
@@ -98,7 +107,10 @@ class Cluster:
         inner = 2 * self.radius + self.box_width
         if not self.chords:
             inner = self.columns * (self.box_width + _BOX_GAP) - _BOX_GAP
-        words = [text_width(self.title, 13, True) + 80, *(text_width(t, 11) for t in self.lines)]
+        words = [
+            text_width(self.title, 13, True) + 8 + text_width(self.alike, 11),
+            *(text_width(t, 11) for t in self.lines),
+        ]
         return max(inner, *words) + 2 * _PAD
 
     @property
@@ -169,8 +181,13 @@ class _Scene:
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
         if any(len(c.nodes) > 1 for c in clusters):
-            numbers += " Nodes that are alike are drawn once, as the first of them."
+            alike = "have the same devices" + ("" if self.plan is None else " and pipeline stages")
+            numbers += f" {self.shown(clusters)} nodes are shown: of the nodes that {alike}, the first."
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
+
+    def shown(self, clusters: Sequence[Cluster]) -> str:
+        """``1 of 16``."""
+        return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def figures(self, links: LinkTable) -> list[tuple[str, str]]:
         topology = self.topology
@@ -306,8 +323,8 @@ class _Scene:
         frame = group(root, f"nodes {ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}")
         rect(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
         title = text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
-        if len(cluster.nodes) > 1 and cluster.boxes:
-            span(title, f"{len(cluster.nodes):,} alike", size=11, fill="muted", gap=8)
+        if cluster.alike:
+            span(title, cluster.alike, size=11, fill="muted", gap=8)
         for i, words in enumerate(cluster.lines):
             text(frame, x + _PAD, y + _PAD + 28 + 15.5 * i, words, size=11, fill="muted")
         centres = cluster.centres(x, y)

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from typing import Literal
 
 from partitioner.schedules import ScheduleTable, schedule_name
 from passes.hashing import hashed_once
 from runtime.meshes import hybrid_mesh
+
+Split = Literal["", "rows", "within"]  # what of the experts' work is sharded over tp: as is cheapest, rows, each expert
+
+
+def split_of(tp: int, ep: int, etp: int) -> Split:
+    """What is sharded over ``tp``; ``etp`` of 0 is ``tp``. ``""`` where it does not matter, or is not executed."""
+    if ep == 1 or tp == 1:
+        return ""
+    return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
 
 
 @hashed_once

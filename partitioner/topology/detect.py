@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
@@ -66,6 +65,8 @@ def detect() -> Topology:
     the launcher's variables are no numbers.
     """
     world = _from_launcher("WORLD_SIZE", 1)
+    import torch  # it takes seconds, and a topology of local ranks does without
+
     if not torch.cuda.is_available():
         return local(world)
     present = torch.cuda.device_count()

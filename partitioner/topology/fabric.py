@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -200,6 +199,8 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 def least_cut(matrix: Floats) -> float:
     """Bytes/s that cross the weakest of all ways to cut the graph of links ``matrix`` in two; 0: it is in parts."""
+    import networkx as nx  # where a topology needs it: most do not
+
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_weighted_edges_from((i, j, matrix[i, j]) for i, j in np.argwhere(np.triu(matrix)).tolist())

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import networkx as nx
 import numpy as np
 
 from partitioner.topology.fabric import Ints, Storey, inside_levels, least_cut, least_share
@@ -45,6 +44,8 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
     singles = singles_among(topology, devices.tolist())
     if not singles:
         return plain
+    import networkx as nx
+
     joined: nx.Graph[int] = nx.Graph(list(singles))
     joins_all = len(joined) == size and nx.is_connected(joined)
     if len(singles) == size * (size - 1) // 2:  # there are no other links

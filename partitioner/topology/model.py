@@ -12,9 +12,8 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
@@ -51,6 +50,9 @@ from partitioner.topology.roads import road_graph
 from partitioner.topology.single import Single, single_links
 from partitioner.topology.without import without
 from partitioner.topology.wording import explain
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class Topology(Part):
@@ -94,6 +96,8 @@ class Topology(Part):
     def _apart(self) -> tuple[str, str] | None:
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
+        import networkx as nx  # most topologies do not need it
+
         parts = [set(c) & set(self.names) for c in nx.connected_components(self.graph())]
         return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.topology.fabric import Floats, Ints, spans_nodes
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from partitioner.topology.model import Topology
 
 
@@ -118,6 +119,8 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
 
 def routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
     """(bytes/s, seconds) from ``source`` to all it reaches: the path of least latency, as fast as its slowest link."""
+    import networkx as nx
+
     paths = nx.single_source_dijkstra_path(graph, source, weight="latency")
     result = {}
     for target, path in paths.items():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from partitioner.topology.fabric import spans_nodes
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from partitioner.topology.model import Topology
 
 
 def road_graph(topology: Topology) -> nx.Graph[str]:
     """See :meth:`partitioner.topology.model.Topology.graph`."""
+    import networkx as nx
+
     graph: nx.Graph[str] = nx.Graph()
     for i, name in enumerate(topology.names):
         graph.add_node(name, kind="device", level=-1, index=i)

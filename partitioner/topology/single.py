@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -121,6 +120,8 @@ def narrowest_needed(rates: Floats) -> float:
 
     ``rates``: of each pair; infinite where it sets no limit.
     """
+    import networkx as nx
+
     apart = ~np.eye(len(rates), dtype=bool)
     for limit in np.unique(rates[apart])[::-1].tolist():
         if nx.is_biconnected(nx.from_numpy_array((rates >= limit) & apart)):
@@ -134,6 +135,8 @@ def round_lag(more: Floats, allowed: NDArray[np.bool_]) -> float:
     The ring is a path through all, no shorter than the least spanning tree, and one hop that closes it, which takes
     what leaves no device cut off. A round has one hop less than the ring. (Where there is no ring, it turns back.)
     """
+    import networkx as nx
+
     graph: nx.Graph[int] = nx.Graph()
     graph.add_weighted_edges_from((i, j, more[i, j]) for i, j in np.argwhere(np.triu(allowed, 1)).tolist())
     hops = [data["weight"] for _, _, data in nx.minimum_spanning_edges(graph, data=True)]

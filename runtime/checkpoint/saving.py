@@ -28,8 +28,7 @@ from runtime.checkpoint.written import METADATA, FileSum, Written, sum_of
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
 from runtime.groups import Communicator, all_ranks
-from runtime.program import Program, RankProgram
-from runtime.updates import updated_states
+from runtime.program import Program, RankProgram, updated_states
 
 FORMAT = 1
 TRAINING = "training.pt"

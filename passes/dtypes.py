@@ -1,0 +1,57 @@
+"""Tensor types by name, as programs and serialised graphs write them, without PyTorch: importing it takes seconds.
+
+What only reads a plan (its summary, its explanation, a picture) needs no more of a type than this.
+"""
+
+from __future__ import annotations
+
+# Bytes of one element. ``tests/test_dtypes.py`` compares the table with PyTorch's own types.
+FLOATING = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+OTHERS = {
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element of the type ``name``. Raises ``GraphFormatError`` where there is no such type."""
+    size = FLOATING.get(name) or OTHERS.get(name)
+    if size is not None:
+        return size
+    from passes.serialize import dtype_of
+
+    return int(dtype_of(name).itemsize)
+
+
+def is_floating(name: str) -> bool:
+    """Whether the type ``name`` is a floating type. Raises ``GraphFormatError`` where there is no such type."""
+    if name in FLOATING or name in OTHERS:
+        return name in FLOATING
+    from passes.serialize import dtype_of
+
+    return bool(dtype_of(name).is_floating_point)
+
+
+def sum_type(name: str) -> str:
+    """The type in which elements of the type ``name`` are added up, as in :func:`passes.gradients.accumulated_in`."""
+    return "float32" if is_floating(name) and itemsize(name) < 4 else name

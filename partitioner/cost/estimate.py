@@ -16,7 +16,7 @@ from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.passing import gathered_beside, passing_bytes
 from partitioner.cost.peak import stage_estimates
-from partitioner.cost.reductions import last_levels, reduction
+from partitioner.cost.reductions import Reduction, last_levels, reduction
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, States, summed, update_time
 from partitioner.cost.step_ends import gathered_seconds, reduction_delays, stage_buckets
@@ -332,8 +332,9 @@ def _reduction_tail(
             exposed = delays.whole_s
             delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling))
             if again and m > 1:
-                work = reduction(costs, reducer)
-                exposed += work.exposed(window, slowdown, 0.0, True, m) - work.exposed(window, slowdown, 0.0, True, 1)
+                sent = [bucket.scatter for bucket in buckets]
+                again_s, coding_s = sum(each.seconds for each in sent), sum(each.coding_s for each in sent)
+                exposed += Reduction(again_s=again_s, coding_again_s=coding_s).exposed(window, slowdown, 0.0, True, m)
             if not split_backwards:  # what the stages behind send comes later by as much
                 tail += delays.backward_s
         tail = max(tail, exposed - ahead)

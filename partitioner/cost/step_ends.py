@@ -166,6 +166,7 @@ def reduction_delays(problem: StageProblem, plan: StagePlan, buckets: Sequence[B
         if bucket.rest is not _NOTHING:
             left.append((scatter, bucket))
 
+    begun = 0.0
     for place in (-1, *sorted(work, reverse=True)):
         clock.compute(work.get(place, 0.0) * scale)
         if place in at:
@@ -176,6 +177,11 @@ def reduction_delays(problem: StageProblem, plan: StagePlan, buckets: Sequence[B
                 sent.clear()
             for bucket in at[place]:
                 reduce(bucket)
+        if place < 0 and at.get(place):  # of other virtual stages: until the last backward comes it runs elsewhere
+            clock.compute((problem.num_stages // problem.chunks - 1) * window)
+            settle()
+            begun = clock.clock
+    window += begun
     delayed = clock.clock - window
     settle()
     clock.wait_for_all()

@@ -26,6 +26,8 @@ class Even:
     hop: float = 0.0
     reduction: float = 0.0
     post: float = 0.0
+    slow: float = 1.0
+    step: float = 0.0
 
     def call(self, stage: int, call: int, part: Part) -> float:
         calls = self.program.stages[stage].calls
@@ -47,6 +49,12 @@ class Even:
 
     def posting(self, stage: int, op: str) -> float:
         return self.post if op[:4] in ("SEND", "RECV") else 0.0
+
+    def slowdown(self, stage: int) -> float:
+        return self.slow
+
+    def update(self, stage: int) -> float:
+        return self.step
 
 
 def times(program: Program, **options: float) -> Timeline:
@@ -98,6 +106,35 @@ def test_reductions_hide_behind_the_last_backward():
     assert len(reduced) == len(program.stages[0].buckets) > 3
     assert reduced[0].start < timeline.step_time - STAGE_B / 2
     assert timeline.step_time == pytest.approx(2 * (STAGE_F + STAGE_B) + 0.01 + 0.01)  # the total, the last bucket
+
+
+def test_what_runs_beside_a_reduction_takes_longer():
+    """Each reduction of 0.01 s beside a computation takes 1.5 x 0.01 s, in which 0.01 s of work is done: the last
+    backward ends 0.005 s later for each. The last one is beside nothing."""
+    program = tiny_program(1, dp=2, num_microbatches=2, tied=False, bucket_bytes=150)
+    plain, slowed = (times(program, reduction=0.01, slow=slow) for slow in (1.0, 1.5))
+    reduced = [b.end - b.start for b in slowed.stages[0].background if b.instruction.op == "REDUCE"]
+    assert reduced == pytest.approx([0.015] * (len(reduced) - 1) + [0.01])
+    assert slowed.step_time == pytest.approx(plain.step_time + 0.005 * (len(reduced) - 1))
+
+
+def test_a_step_ends_with_the_update():
+    program = tiny_program(2, num_microbatches=2)
+    plain, updated = times(program), times(program, step=0.75)
+    assert updated.step_time == pytest.approx(plain.step_time + 0.75)
+    assert updated.gradients_s == pytest.approx(plain.step_time)
+    assert [stage.update_s for stage in updated.stages] == [0.75, 0.75]
+
+
+def test_steps_that_overlap_take_what_a_rank_works():
+    """Two stages and four microbatches: alone a step takes (4 + 1) x 3 s. The first rank begins the next step when its
+    own backwards have ended, when the second one ended a forward and a backward before: 4 x 3 s and what the first
+    backward of a step waits for the second rank, 3 s less what the first one computes meanwhile."""
+    program = tiny_program(2, num_microbatches=4, tied=False)
+    alone, following = (simulate(program, Even(program), overlap_steps=overlap) for overlap in (False, True))
+    assert alone.step_time == pytest.approx(5 * (STAGE_F + STAGE_B))
+    assert 4 * (STAGE_F + STAGE_B) <= following.step_time <= alone.step_time
+    assert following.stages == alone.stages
 
 
 def test_a_slow_reduction_is_waited_for():
